@@ -20,7 +20,7 @@ from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
-from coa_jax.model.sharding import Partitioner, straight, zigzag
+from coa_jax.model.sharding import Partitioner, moved, straight, zigzag
 from coa_jax.model.transformer import Transformer
 
 # Of float32 logits; some 880 tokens of a vocabulary of 152,000, enough for any product.
@@ -57,9 +57,12 @@ def token_logps(
     grammar took from other tokens; a segment's first token has 0 in all.
   """
   # --- Hidden states, and the head that makes logits of them.
-  model = Transformer(cfg, partitioner)
-  hidden_BTD = _hidden(model, params, batch)
-  # Once for all chunks: on a mesh it is gathered here. As float32, in which the chunks'
+  hidden_BTD = _hidden(Transformer(cfg, partitioner), params, batch)
+  by_vocabulary = partitioner
+  if partitioner:
+    by_vocabulary = partitioner.over_vocabulary(cfg.vocab_size)
+  model = Transformer(cfg, by_vocabulary)
+  # Once for all chunks: on a mesh it moves here. As float32, in which the chunks'
   # gradients then add up.
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
   head = functools.partial(
@@ -67,6 +70,7 @@ def token_logps(
     model,
     params,
     output_DV,
+    partitioner,
     temperature=temperature,
     truncation=truncation,
     constraint=constraint,
@@ -126,6 +130,7 @@ def _head(
   model: Transformer,
   params: Any,
   output_DV: jax.Array,
+  partitioner: Partitioner | None,
   hidden_BCD: jax.Array,
   target_BC: jax.Array,
   grammar_BC: jax.Array,
@@ -134,7 +139,13 @@ def _head(
   truncation: Truncation,
   constraint: TokenMask | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Log p of the targets, entropy and removed mass after hidden states; [B, C] each."""
+  """Log p of the targets, entropy and removed mass after hidden states; [B, C] each.
+
+  Hidden states come split as `partitioner` has it, logits are as `model` has it.
+  """
+  if partitioner:
+    split = partitioner.sharding("BT."), model.partitioner.sharding("BT.")
+    hidden_BCD = moved(hidden_BCD, *split)
   logits_BCV = model.apply(
     {"params": params}, hidden_BCD, output_DV.astype(model.cfg.dtype), method="logits"
   )

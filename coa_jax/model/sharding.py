@@ -165,28 +165,8 @@ class Partitioner:
     return self.moved(self.shard(w, kept), kept, kept.replace("D", "."))
 
   def moved(self, x: jax.Array, before: str, after: str) -> jax.Array:
-    """Takes an array from one split to another, and its gradient back; inside a jit.
-
-    Of a sum over devices each receives its own part of `after` alone.
-
-    Args:
-      x: an array, or what devices have yet to add up to one.
-      before: its axes, as letters.
-      after: the same axes, some of them letters that are split otherwise.
-    """
-
-    @jax.custom_vjp
-    def move(x: jax.Array) -> jax.Array:
-      return self.shard(x, after)
-
-    def forward(x: jax.Array) -> tuple[jax.Array, None]:
-      return move(x), None
-
-    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-      return (self.shard(gradient, before),)
-
-    move.defvjp(forward, backward)
-    return move(x)
+    """Takes an array from one split to another, as `moved` does; both as letters."""
+    return moved(x, self.sharding(before), self.sharding(after))
 
   def tree(self, tree: Any, outputs_first: bool = False) -> Any:
     """Returns shardings of a tree of parameters, or of a state that mirrors one.
@@ -305,6 +285,24 @@ class Partitioner:
       if team[0].process_index == jax.process_index():
         out.append(Partitioner(_mesh(team.reshape(1, 1, 1, ways)), self.rules))
     return out
+
+  def over_vocabulary(self, V: int) -> Partitioner:
+    """Returns the same mesh for logits: what splits parameters splits the vocabulary.
+
+    A device then makes the logits of many devices' tokens for its part of the
+    vocabulary: hidden states move, and neither the output matrix nor its gradient is
+    ever whole (as in Megatron, arXiv 1909.08053, over all axes that split parameters).
+
+    Args:
+      V: size of the vocabulary; this mesh is returned where it does not divide.
+    """
+    axes = (*self.axes("D"), *self.axes("V"))
+    if V % math.prod(self.mesh.shape[a] for a in axes):
+      return self
+    rules = {"V": axes, "D": (), "R": ()}
+    for letter in "BT":
+      rules[letter] = tuple(a for a in self.axes(letter) if a not in axes)
+    return self.replacing(rules)
 
   def replacing(self, rules: Mapping[str, tuple[str, ...]]) -> Partitioner:
     """Returns the same mesh with other lines in the table."""
@@ -477,6 +475,31 @@ def _over(
 def _rules_of(config: MeshConfig) -> dict[str, tuple[str, ...]]:
   """The config's lines of the table, which may have come as lists."""
   return {letter: tuple(axes) for letter, axes in config.rules.items()}
+
+
+def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
+  """Takes an array from one split to another, and its gradient back; inside a jit.
+
+  Of a sum over devices each receives its own part of `after` alone.
+
+  Args:
+    x: an array, or what devices have yet to add up to one.
+    before: how it is split.
+    after: how it shall be.
+  """
+
+  @jax.custom_vjp
+  def move(x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, after)
+
+  def forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return move(x), None
+
+  def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(gradient, before),)
+
+  move.defvjp(forward, backward)
+  return move(x)
 
 
 def zigzag(x_BT: jax.Array, row_devices: int) -> jax.Array:

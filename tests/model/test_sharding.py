@@ -203,7 +203,10 @@ def constraints_of(jaxpr) -> collections.Counter:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_matrices_are_gathered_in_half_precision_and_gradients_are_not(tied: bool):
-  """Adapters and the embedding too; a gradient is split as what it is of."""
+  """Adapters and the embedding too; a gradient is split as what it is of.
+
+  But the output matrix, which is never whole: it is split by the vocabulary.
+  """
   mesh = abstract(fsdp=2, tensor=2)
   cfg = dataclasses.replace(
     toy.MODEL, layers=1, dtype="bfloat16", attention="xla", tie_embeddings=tied
@@ -221,7 +224,11 @@ def test_matrices_are_gathered_in_half_precision_and_gradients_are_not(tied: boo
   split = 0
   for path, x in jax.tree_util.tree_leaves_with_path(params):
     letters = sharding.letters_of(path)
-    if "D" in letters:
+    if sharding.name_of(path) == "head":
+      by_vocabulary = PartitionSpec(None, ("fsdp", "context", "tensor"))
+      # Before it moves, when it has, and its gradient.
+      assert said[x.shape, "bfloat16", by_vocabulary] >= 3
+    elif "D" in letters:
       split += 1
       whole = mesh.spec(letters.replace("D", "."))
       assert said[x.shape, "bfloat16", whole], path
@@ -246,7 +253,10 @@ def test_tokens_between_matrices_are_split_over_tensor_and_so_are_their_gradient
   # and the head; gradients the other way round.
   moves = 1 + 2 * cfg.layers + 2 * cfg.layers + 1
   assert said[*hidden, mesh.spec("BR.")] == moves
-  assert said[*hidden, mesh.spec("BT.")] == moves
+  # And their gradient as it comes back from logits, which are split by the vocabulary.
+  assert said[*hidden, mesh.spec("BT.")] == moves + 1
+  by_vocabulary = PartitionSpec("data", None, None)
+  assert said[*hidden, by_vocabulary] == 1
   assert mesh.spec("BR.") == PartitionSpec(
     ("data", "fsdp"), ("context", "tensor"), None
   )
