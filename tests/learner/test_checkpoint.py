@@ -220,6 +220,23 @@ def test_a_step_is_saved_when_it_is_due_and_once(tmp_path):
     assert checkpoints.restore(tiny(0))[1] == {"n": 5}
 
 
+def test_what_saving_took_is_given_back(tmp_path):
+  def resident_bytes() -> int:
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+  rng = np.random.default_rng(0)
+  w = {f"w{i}": jnp.asarray(rng.random((1024, 1024), np.float32)) for i in range(60)}
+  size = sum(x.nbytes for x in w.values())
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(tiny(1), {})
+    checkpoints.wait()
+    before = resident_bytes()
+    checkpoints.save(TrainState(jnp.int32(2), w, ()), {})
+    checkpoints.wait()
+    assert resident_bytes() < before + size / 3
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["params", "opt_state"])
 def test_a_state_that_is_not_finite_takes_the_place_of_none(where, bad, tmp_path):
