@@ -189,7 +189,13 @@ class Bucket:
 
 
 def _timeouts(scheme: str) -> dict[str, Any]:
-  """Options of a client that does not wait for ever; s3fs's does not by itself."""
+  """Options of a client that waits for a silent store, and not for ever.
+
+  By themselves gcsfs waits without end, and s3fs for 15 s: a store may take longer to
+  put an object of gigabytes together.
+  """
+  if scheme == "s3":
+    return {"config_kwargs": {"read_timeout": _SILENT_S}}
   if scheme != "gs":
     return {}
   import aiohttp  # gcsfs's own way to ask
