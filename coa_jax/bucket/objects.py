@@ -196,8 +196,6 @@ def _timeouts(scheme: str) -> dict[str, Any]:
   """
   if scheme == "s3":
     return {"config_kwargs": {"read_timeout": _SILENT_S}}
-  if scheme != "gs":
-    return {}
   import aiohttp  # gcsfs's own way to ask
 
   # Not for the whole of a request: an object may be of any size.

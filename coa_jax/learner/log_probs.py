@@ -144,8 +144,8 @@ def _head(
   Hidden states come split as `partitioner` has it, logits are as `model` has it.
   """
   if partitioner:
-    split = partitioner.sharding("BT."), model.partitioner.sharding("BT.")
-    hidden_BCD = moved(hidden_BCD, *split)
+    of_tokens = partitioner.sharding("BT.")
+    hidden_BCD = moved(hidden_BCD, of_tokens, model.partitioner.sharding("BT."))
   logits_BCV = model.apply(
     {"params": params}, hidden_BCD, output_DV.astype(model.cfg.dtype), method="logits"
   )
