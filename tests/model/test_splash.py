@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -57,6 +58,24 @@ def test_splash_has_the_same_gradients(
   theirs = gradients(attention._xla)
   for a, b in zip(gradients(interpreted), theirs, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5 * math.sqrt(H))
+
+
+@pytest.mark.parametrize(("kept", "forth"), [("out", 1), ("another", 2)])
+def test_the_forward_kernel_runs_once_where_its_name_is_kept(
+  kept: str, forth: int, monkeypatch
+):
+  """It runs once more where a checkpoint policy keeps another name."""
+  monkeypatch.setattr(splash, "_BLOCK", 128)
+  q, k, v, weight, segment = packed(512, 64)
+  policy = jax.checkpoint_policies.save_only_these_names(kept)
+
+  def total(q, k, v):
+    attend = functools.partial(interpreted, segment=segment, window=0)
+    return jnp.sum(jax.checkpoint(attend, policy=policy)(q, k, v) * weight)
+
+  program = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, k, v))
+  back = 512 // splash.block_sizes(512, 512).block_kv_dkv
+  assert program.count("pallas_call[") == forth + back
 
 
 @pytest.mark.parametrize("window", [0, 1, 50])
