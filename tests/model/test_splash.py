@@ -60,9 +60,9 @@ def test_splash_has_the_same_gradients(
     np.testing.assert_allclose(a, b, atol=2e-5 * math.sqrt(H))
 
 
-@pytest.mark.parametrize(("kept", "forth"), [("out", 1), ("another", 2)])
+@pytest.mark.parametrize(("kept", "forward"), [("out", 1), ("another", 2)])
 def test_the_forward_kernel_runs_once_where_its_name_is_kept(
-  kept: str, forth: int, monkeypatch
+  kept: str, forward: int, monkeypatch
 ):
   """It runs once more where a checkpoint policy keeps another name."""
   monkeypatch.setattr(splash, "_BLOCK", 128)
@@ -74,8 +74,8 @@ def test_the_forward_kernel_runs_once_where_its_name_is_kept(
     return jnp.sum(jax.checkpoint(attend, policy=policy)(q, k, v) * weight)
 
   program = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, k, v))
-  back = 512 // splash.block_sizes(512, 512).block_kv_dkv
-  assert program.count("pallas_call[") == forth + back
+  backward = 512 // splash.block_sizes(512, 512).block_kv_dkv
+  assert program.count("pallas_call[") == forward + backward
 
 
 @pytest.mark.parametrize("window", [0, 1, 50])

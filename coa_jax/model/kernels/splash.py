@@ -3,8 +3,8 @@
 jax's kernels walk a list of blocks that is made before the program is compiled: of a
 causal mask, the lower triangle. Here the list is made for each row, on the device, from
 where its segments begin: a block of another segment's keys is neither fetched nor
-multiplied. And the way back is walked in pieces of the keys, because XLA adds up the
-queries' gradients of several calls in a sixth of the time of one call's.
+multiplied. The backward kernel is called for each block of keys by itself, because XLA
+adds up the queries' gradients of several calls in a sixth of the time of one call's.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ def _kernel(
 
 
 def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
-  """The kernel as a function of its blocks, q_GTH, k_SH, v_SH and segments.
+  """Makes a function of blocks, q_GTH, k_SH, v_SH and segments of the kernel.
 
   Args:
     kernel: the library's.
-    name: of what the way back needs.
+    name: under which a checkpoint policy may keep what the backward pass needs.
 
   Returns:
     A function that gives out_GTH, with a gradient in q, k and v.
@@ -124,7 +124,7 @@ def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
   def attend(blocks, q_GTH, k_SH, v_SH, ids):
     return type(kernel)(*blocks, **kernel.kwargs)(q_GTH, k_SH, v_SH, ids)
 
-  def forth(blocks, q_GTH, k_SH, v_SH, ids):
+  def forward(blocks, q_GTH, k_SH, v_SH, ids):
     settings = kernel.kwargs | {"save_residuals": True}
     out_GTH, (lse_GT,) = type(kernel)(*blocks, **settings)(q_GTH, k_SH, v_SH, ids)
     # Named inside the gradient: there alone a checkpoint policy can keep what the
@@ -133,10 +133,10 @@ def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
     lse_GT = checkpoint_name(lse_GT, name)
     return out_GTH, (blocks, q_GTH, k_SH, v_SH, ids, out_GTH, lse_GT)
 
-  def back(saved, d_out_GTH):
+  def backward(saved, d_out_GTH):
     return None, *_gradients(kernel.kwargs, *saved, d_out_GTH), None
 
-  attend.defvjp(forth, back)
+  attend.defvjp(forward, backward)
   return attend
 
 
@@ -151,7 +151,7 @@ def _gradients(
   lse_GT: jax.Array,
   d_out_GTH: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Goes back: the gradients of queries, keys and values.
+  """Computes the gradients of queries, keys and values.
 
   The kernel that gives all three gives the queries' once for each block of keys. Its
   library adds those up as one array, by a reduction of 24M cycles a layer (Qwen2.5-7B,
@@ -242,7 +242,7 @@ def visited(start_S: jax.Array, T: int, q: int, kv: int) -> jax.Array:
 
 
 def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
-  """What has the kernel visit these blocks instead of those of its static mask.
+  """Lists these blocks for the kernel, in place of those of its static mask.
 
   Args:
     kernel: the library's.
