@@ -3,7 +3,7 @@ r"""Compiles an RL run's programs for a TPU slice, without a TPU: do they fit, h
   pip install 'jax[tpu]'   (the compiler, libtpu, in the version that this jax reads)
   python -m experiments.bench.compile_check --config=configs/rl_qwen.py \
     --slice=v5p:2x2x4 [--slices=2 --config.mesh.data=2] [--model=qwen2.5-7b] \
-    [--config.SECTION.FIELD=VALUE] [--list]
+    [--config.SECTION.FIELD=VALUE] [--list] [--top=N] [--text=FOLDER]
   python -m experiments.bench.compile_check [--cases=REGEX] [--out=FILE]
 
 With a config: the programs of that run, as `rl.run` builds them, and one replica's as
@@ -33,6 +33,8 @@ window:
 Cycles become seconds by three plain programs compiled beside it: a large product (for
 learn, score and extend), a product of 64 rows (for windows), and a stream of
 multiplications (for all else). The table is of compiled programs and not measured.
+--top adds a table of the N operations that take most of each program's cycles, with
+where they stand in the model: what to change next. --text keeps all of the text.
 
 Exit status 1 when a program does not compile, or does not fit with what is beside it.
 Each is compiled in a process of its own, for the compiler keeps what it allocates.
@@ -68,7 +70,7 @@ from coa_jax.rl import RLConfig
 from experiments.bench import program as bench
 from experiments.bench import tpu_programs
 from experiments.bench.hlo_text import collectives
-from experiments.bench.hlo_work import work
+from experiments.bench.hlo_work import longest, work
 from experiments.bench.program import OUT, QUICK
 from experiments.bench.tpu_programs import Program
 from experiments.deploy.slices import read_slice
@@ -82,6 +84,7 @@ _LIVE = flags.DEFINE_integer(
 )
 _LIST = flags.DEFINE_bool("list", False, "Print the programs' names and stop.")
 _TEXT = flags.DEFINE_string("text", "", "Folder to write compiled programs' text to.")
+_TOP = flags.DEFINE_integer("top", 0, "Print so many operations of each program.", 0)
 _CHILD = flags.DEFINE_string("child", "", "Used by the program itself: one program.")
 
 _QUICK_LAYERS = 2
@@ -219,6 +222,10 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "dcn": sent_between / chip.dcn_rate,
   }
   cycles = done.product_cycles / product + done.other_cycles / rates["stream"]
+  top = []
+  for x in longest(text, program.turns, _TOP.value):
+    seconds_of_it = x.cycles / (product if x.product else rates["stream"])
+    top.append({**dataclasses.asdict(x), "seconds": seconds_of_it / program.units})
   return {
     "fits": own + program.beside <= chip.hbm,
     "own": own,
@@ -241,6 +248,7 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "bound": max(floors, key=floors.get),
     "estimate": cycles + done.kernels_moved / chip.hbm_rate + waited / chip.ici_rate,
     "rates": rates,
+    "top": top,
     "compile_seconds": seconds,
   }
 
@@ -290,6 +298,24 @@ def row_of(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     "estimate": 1e3 * figures["estimate"],
     "compile": f"{figures['compile_seconds']:.0f}",
   }
+
+
+def top_table(figures: Mapping[str, Any]) -> str:
+  """The table of a program's operations of most cycles."""
+  rows = [
+    {
+      "ms": 1e3 * x["seconds"],
+      "share": f"{100 * x['seconds'] / figures['estimate']:.1f} %",
+      "count": x["count"],
+      "kind": "product" if x["product"] else "other",
+      "result": x["result"],
+      # The last of its scopes: the first are the same for all.
+      "origin": x["origin"][-80:],
+    }
+    for x in figures["top"]
+  ]
+  columns = ("origin", "result", "kind", "count", "ms", "share")
+  return markdown_table(rows, {name: name for name in columns})
 
 
 def verdict(name: str, figures: Mapping[str, Any]) -> str:
@@ -384,7 +410,7 @@ def _check_cases() -> None:
     print(name, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
       file = os.path.join(folder, "out.json")
-      more = [f"--out={file}", f"--quick={QUICK.value}"]
+      more = [f"--out={file}", f"--quick={QUICK.value}", f"--top={_TOP.value}"]
       subprocess.run([*command, *words, *more], stdout=subprocess.DEVNULL)
       if os.path.exists(file):
         figures = read_object(file)["table"]
@@ -402,6 +428,9 @@ def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
     del columns["between"]
   print(markdown_table(rows, columns))
   print(f"\n{what}")
+  for name, figures in table.items():
+    if figures.get("top"):
+      print(f"\n{name}: operations of most cycles\n\n{top_table(figures)}")
   if OUT.value:
     write_json(OUT.value, {"table": dict(table)})
   bad = [name for name, row in table.items() if not row.get("fits")]

@@ -9,9 +9,10 @@ budget: one pass over the text, and the rules for each kind of instruction.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.bench.hlo_text import array_bytes, computations, instructions
 
@@ -63,6 +64,25 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
+class Operation:
+  """What a program does at one place of its source.
+
+  Attributes:
+    origin: of the model's code, as JAX names it; "" where the compiler made it.
+    result: type and shape.
+    product: whether it is a matrix product, or is fused with one.
+    count: how often it runs.
+    cycles: the compiler's estimate for all of those.
+  """
+
+  origin: str
+  result: str
+  product: bool
+  count: int
+  cycles: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Instruction:
   """An instruction: the text of its type, its operation, operands and line."""
 
@@ -88,47 +108,88 @@ def work(
     units: what all sums are divided by.
     pool_read: bytes that a kernel reads of an operand that is large.
   """
-  module = {name: _parsed(lines) for name, lines in computations(text)[0].items()}
   out = Work()
-  for count, owner, name, line in instructions(text, turns):
-    definition = _DEFINITION.match(line)
-    # Inside a fusion nothing goes to memory, and its estimate is that of the whole.
-    if name != owner or not definition:
-      continue
-    x = module[name][definition[1]]
-    inside = module.get(_called(line), {}) if x.operation == "fusion" else {}
-    operations = {x.operation} | {each.operation for each in inside.values()}
+  for count, around, x, inside in _running(text, turns):
+    operations = _operations(x, inside)
 
     # --- Time.
-    if estimate := _CYCLES.search(line):
-      if operations & {"convolution", "dot"}:
+    if estimate := _CYCLES.search(x.line):
+      if _is_product(operations):
         out.product_cycles += count * int(estimate[1])
       else:
         out.other_cycles += count * int(estimate[1])
-    if x.operation == "custom-call" and "tpu_custom_call" in line:
+    if x.operation == "custom-call" and "tpu_custom_call" in x.line:
       out.kernels += count
       arrays = _hbm_bytes(x.kind)
       for operand in x.operands:
-        if operand in module[name]:
-          size = sum(_hbm_bytes(module[name][operand].kind))
+        if operand in around:
+          size = sum(_hbm_bytes(around[operand].kind))
           arrays.append(pool_read if large and size >= large else size)
       out.kernels_moved += count * sum(arrays)
       out.moved += count * sum(arrays)
       continue
 
     # --- Memory.
-    out.moved += count * _moved(module[name], x, inside)
+    out.moved += count * _moved(around, x, inside)
     size = max(_hbm_bytes(x.kind), default=0)
     whole = _is_copy(x, inside)
     if large and whole and size >= large:
       out.copies += count
       out.copied += count * size
-    if "sort" in operations or "topk" in line.lower():
+    if "sort" in operations or "topk" in x.line.lower():
       out.sorts += count
       out.sorted += count * size
   for field in dataclasses.fields(Work):
     setattr(out, field.name, getattr(out, field.name) / units)
   return out
+
+
+def longest(text: str, turns: Sequence[int], most: int) -> list[Operation]:
+  """Lists the operations of most cycles, without collectives and kernels.
+
+  Args:
+    text: of the compiled HLO module.
+    turns: as in `instructions`.
+    most: how many of them.
+  """
+  counts: collections.Counter[tuple[str, str, bool]] = collections.Counter()
+  cycles: collections.Counter[tuple[str, str, bool]] = collections.Counter()
+  for count, _, x, inside in _running(text, turns):
+    if estimate := _CYCLES.search(x.line):
+      origin = re.search(r'op_name="([^"]*)"|$', x.line)[1] or ""
+      result = re.sub(r"\{[^}]*\}", "", x.kind)  # without layouts
+      key = origin, result, _is_product(_operations(x, inside))
+      counts[key] += count
+      cycles[key] += count * int(estimate[1])
+  return [Operation(*key, counts[key], n) for key, n in cycles.most_common(most)]
+
+
+def _running(
+  text: str, turns: Sequence[int]
+) -> Iterator[
+  tuple[int, Mapping[str, _Instruction], _Instruction, Mapping[str, _Instruction]]
+]:
+  """Yields what runs by itself: inside a fusion nothing does.
+
+  Yields:
+    How often it runs, the instructions around it, itself, and those inside it where it
+    is a fusion.
+  """
+  module = {name: _parsed(lines) for name, lines in computations(text)[0].items()}
+  for count, owner, name, line in instructions(text, turns):
+    definition = _DEFINITION.match(line)
+    if name == owner and definition:
+      x = module[name][definition[1]]
+      inside = module.get(_called(line), {}) if x.operation == "fusion" else {}
+      yield count, module[name], x, inside
+
+
+def _operations(x: _Instruction, inside: Mapping[str, _Instruction]) -> set[str]:
+  return {x.operation} | {each.operation for each in inside.values()}
+
+
+def _is_product(operations: set[str]) -> bool:
+  return bool(operations & {"convolution", "dot"})
 
 
 def _parsed(lines: Sequence[str]) -> dict[str, _Instruction]:

@@ -191,6 +191,8 @@ class GreedyEpisode:
 def vllm_engine(folder: str, job: dict[str, Any], **options: Any) -> Any:
   """vLLM's offline engine; what it would print in text is left out."""
   os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+  # By itself it leaves a core to its scheduler: of two, one would compute.
+  os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
   import vllm
 
   return vllm.LLM(

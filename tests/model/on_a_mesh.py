@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 import sys
+import time
 
 import virtual_devices
 
@@ -91,6 +93,35 @@ def batches() -> list[batching.Batch]:
   return out
 
 
+class Together:
+  """A jitted function that no process runs before all have compiled it.
+
+  Otherwise one waits in its first collective for another's compiler, and a CPU's
+  collectives wait for 30 s at most.
+  """
+
+  def __init__(self, jitted):
+    self.jitted = jitted
+    self.compiled = False
+
+  def __call__(self, *arguments):
+    if not self.compiled:
+      self.jitted.lower(*arguments).compile()
+      wait_for_all()
+      self.compiled = True
+    return self.jitted(*arguments)
+
+
+def wait_for_all() -> None:
+  """Returns once every process has called this: each leaves a file beside OUT."""
+  for process in range(PROCESSES):
+    here = pathlib.Path(f"{sys.argv[1]}.{process}")
+    if process == jax.process_index():
+      here.touch(exist_ok=False)
+    while not here.exists():
+      time.sleep(0.05)
+
+
 def whole(tree):
   """Every array on this host."""
 
@@ -120,6 +151,8 @@ def trained(
   # Nor does it change anything where the moments lie between steps.
   offload = partitioner is not None and cfg.scan
   learner = Learner(loss, optimizer, partitioner, offload)
+  if PROCESSES > 1 and partitioner:
+    learner.jitted = Together(learner.jitted)
   state = init_state(params, optimizer, partitioner, offload)
   micro = batches()
   tokens = sum(float(b.loss_mask_BT.sum()) for b in micro)
