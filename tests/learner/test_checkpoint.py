@@ -234,7 +234,8 @@ def test_what_saving_took_is_given_back(tmp_path):
     before = resident_bytes()
     checkpoints.save(TrainState(jnp.int32(2), w, ()), {})
     checkpoints.wait()
-    assert resident_bytes() < before + size / 3
+    # 0.06 alone, 0.38 in a process of many tests; 0.6 where nothing is given back.
+    assert resident_bytes() < before + size / 2
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
