@@ -33,8 +33,8 @@ window:
 Cycles become seconds by three plain programs compiled beside it: a large product (for
 learn, score and extend), a product of 64 rows (for windows), and a stream of
 multiplications (for all else). The table is of compiled programs and not measured.
---top adds a table of the N operations that take most of each program's cycles, with
-where they stand in the model: what to change next. --text keeps all of the text.
+--top adds a table of the N operations of each program that take longest by those
+cycles, with where they stand in the model. --text keeps all of the text.
 
 Exit status 1 when a program does not compile, or does not fit with what is beside it.
 Each is compiled in a process of its own, for the compiler keeps what it allocates.
@@ -70,7 +70,7 @@ from coa_jax.rl import RLConfig
 from experiments.bench import program as bench
 from experiments.bench import tpu_programs
 from experiments.bench.hlo_text import collectives
-from experiments.bench.hlo_work import longest, work
+from experiments.bench.hlo_work import operations, work
 from experiments.bench.program import OUT, QUICK
 from experiments.bench.tpu_programs import Program
 from experiments.deploy.slices import read_slice
@@ -84,7 +84,7 @@ _LIVE = flags.DEFINE_integer(
 )
 _LIST = flags.DEFINE_bool("list", False, "Print the programs' names and stop.")
 _TEXT = flags.DEFINE_string("text", "", "Folder to write compiled programs' text to.")
-_TOP = flags.DEFINE_integer("top", 0, "Print so many operations of each program.", 0)
+_TOP = flags.DEFINE_integer("top", 0, "Print so many of the longest operations.", 0)
 _CHILD = flags.DEFINE_string("child", "", "Used by the program itself: one program.")
 
 _QUICK_LAYERS = 2
@@ -223,9 +223,11 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
   }
   cycles = done.product_cycles / product + done.other_cycles / rates["stream"]
   top = []
-  for x in longest(text, program.turns, _TOP.value):
-    seconds_of_it = x.cycles / (product if x.product else rates["stream"])
-    top.append({**dataclasses.asdict(x), "seconds": seconds_of_it / program.units})
+  if _TOP.value:
+    for x in operations(text, program.turns, program.units):
+      takes = x.cycles / (product if x.product else rates["stream"])
+      top.append({**dataclasses.asdict(x), "seconds": takes})
+  top.sort(key=lambda x: -x["seconds"])
   return {
     "fits": own + program.beside <= chip.hbm,
     "own": own,
@@ -248,7 +250,7 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "bound": max(floors, key=floors.get),
     "estimate": cycles + done.kernels_moved / chip.hbm_rate + waited / chip.ici_rate,
     "rates": rates,
-    "top": top,
+    "top": top[: _TOP.value],
     "compile_seconds": seconds,
   }
 
@@ -301,7 +303,7 @@ def row_of(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def top_table(figures: Mapping[str, Any]) -> str:
-  """The table of a program's operations of most cycles."""
+  """The table of a program's longest operations."""
   rows = [
     {
       "ms": 1e3 * x["seconds"],
@@ -430,7 +432,7 @@ def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
   print(f"\n{what}")
   for name, figures in table.items():
     if figures.get("top"):
-      print(f"\n{name}: operations of most cycles\n\n{top_table(figures)}")
+      print(f"\n{name}: the longest operations\n\n{top_table(figures)}")
   if OUT.value:
     write_json(OUT.value, {"table": dict(table)})
   bad = [name for name, row in table.items() if not row.get("fits")]

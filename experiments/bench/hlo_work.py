@@ -78,8 +78,8 @@ class Operation:
   origin: str
   result: str
   product: bool
-  count: int
-  cycles: int
+  count: float
+  cycles: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +144,13 @@ def work(
   return out
 
 
-def longest(text: str, turns: Sequence[int], most: int) -> list[Operation]:
-  """Lists the operations of most cycles, without collectives and kernels.
+def operations(text: str, turns: Sequence[int], units: int = 1) -> list[Operation]:
+  """Lists what the compiler estimates cycles for: no collectives, no kernels.
 
   Args:
     text: of the compiled HLO module.
     turns: as in `instructions`.
-    most: how many of them.
+    units: what counts and cycles are divided by.
   """
   counts: collections.Counter[tuple[str, str, bool]] = collections.Counter()
   cycles: collections.Counter[tuple[str, str, bool]] = collections.Counter()
@@ -161,7 +161,12 @@ def longest(text: str, turns: Sequence[int], most: int) -> list[Operation]:
       key = origin, result, _is_product(_operations(x, inside))
       counts[key] += count
       cycles[key] += count * int(estimate[1])
-  return [Operation(*key, counts[key], n) for key, n in cycles.most_common(most)]
+  out = []
+  for key, count in counts.items():
+    origin, result, product = key
+    each = Operation(origin, result, product, count / units, cycles[key] / units)
+    out.append(each)
+  return out
 
 
 def _running(
@@ -169,7 +174,9 @@ def _running(
 ) -> Iterator[
   tuple[int, Mapping[str, _Instruction], _Instruction, Mapping[str, _Instruction]]
 ]:
-  """Yields what runs by itself: inside a fusion nothing does.
+  """Yields the instructions that run by themselves, so none that is inside a fusion.
+
+  Nothing of those goes to memory, and a fusion's estimate is that of the whole.
 
   Yields:
     How often it runs, the instructions around it, itself, and those inside it where it

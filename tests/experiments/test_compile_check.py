@@ -72,12 +72,13 @@ def test_cycles_count_as_often_as_their_loops_run():
   assert (done.product_cycles, done.other_cycles) == (0, 4 * 24 * 100)
 
 
-def test_the_longest_operations_are_those_of_most_cycles_in_all():
-  first, second = hlo_work.longest(WINDOW, turns=(10, 3), most=2)
-  assert (first.product, first.count, first.cycles) == (True, 10, 10 * 50)
-  assert (second.product, second.count, second.cycles) == (False, 30, 30 * 1)
-  assert hlo_work.longest(WINDOW, turns=(10, 3), most=1) == [first]
-  assert hlo_work.longest(WINDOW, turns=(10, 3), most=0) == []
+def test_operations_count_as_often_as_their_loops_run():
+  product, block = hlo_work.operations(WINDOW, turns=(10, 3))
+  assert (product.product, product.count, product.cycles) == (True, 10, 10 * 50)
+  assert (block.product, block.count, block.cycles) == (False, 30, 30 * 1)
+  done = hlo_work.work(WINDOW, turns=(10, 3), units=10)
+  product, block = hlo_work.operations(WINDOW, turns=(10, 3), units=10)
+  assert (product.cycles, block.cycles) == (done.product_cycles, done.other_cycles)
 
 
 def test_what_a_window_moves_copies_and_sorts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import multiprocessing
 import os
 import pathlib
 import re
@@ -220,7 +221,9 @@ def test_a_step_is_saved_when_it_is_due_and_once(tmp_path):
     assert checkpoints.restore(tiny(0))[1] == {"n": 5}
 
 
-def test_what_saving_took_is_given_back(tmp_path):
+def kept_by_saving(folder: pathlib.Path) -> float:
+  """Memory that a process keeps after it has saved a state, in sizes of that state."""
+
   def resident_bytes() -> int:
     pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -228,14 +231,21 @@ def test_what_saving_took_is_given_back(tmp_path):
   rng = np.random.default_rng(0)
   w = {f"w{i}": jnp.asarray(rng.random((1024, 1024), np.float32)) for i in range(60)}
   size = sum(x.nbytes for x in w.values())
-  with Checkpoints(tmp_path) as checkpoints:
+  with Checkpoints(folder) as checkpoints:
     checkpoints.save(tiny(1), {})
     checkpoints.wait()
     before = resident_bytes()
     checkpoints.save(TrainState(jnp.int32(2), w, ()), {})
     checkpoints.wait()
-    # 0.06 alone, 0.38 in a process of many tests; 0.6 where nothing is given back.
-    assert resident_bytes() < before + size / 2
+    return (resident_bytes() - before) / size
+
+
+def test_what_saving_took_is_given_back(tmp_path):
+  """In a process of its own: what other tests left here may grow meanwhile."""
+  fresh = multiprocessing.get_context("spawn")
+  with concurrent.futures.ProcessPoolExecutor(1, fresh) as pool:
+    # 0.06 on two cores of an EPYC; 0.6 where nothing is given back.
+    assert pool.submit(kept_by_saving, tmp_path).result() < 1 / 3
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
