@@ -25,6 +25,8 @@ from coa_jax.model.transformer import Transformer
 
 # Of float32 logits; some 880 tokens of a vocabulary of 152,000, enough for any product.
 _LOGIT_BYTES = 2**29
+# Tokens of a tile of a TPU's arrays: others leave part of each product's last one empty.
+_TILE = 128
 
 
 def token_logps(
@@ -212,17 +214,26 @@ def _by_chunks(
 
 def _logits_at_once(vocabulary: int) -> int:
   """Of how many tokens a device holds the logits, where nobody says."""
-  return max(1, _LOGIT_BYTES // (4 * vocabulary))
+  return _whole_tiles(max(1, _LOGIT_BYTES // (4 * vocabulary)))
+
+
+def _whole_tiles(tokens: int) -> int:
+  """Rounds down to whole tiles; what is less than one stays."""
+  return tokens - tokens % _TILE if tokens > _TILE else tokens
 
 
 def _chunks(length: int, most: int) -> tuple[int, int]:
-  """How many parts of at most `most` tokens hold `length`.
+  """Divides `length` into parts of at most `most` tokens, of whole tiles if possible.
 
   Returns:
-    The fewest there can be, and the tokens of each; the last may lack some.
+    How many, and the tokens of each; the last may lack some.
   """
+  most = _whole_tiles(most)
   chunks = -(-length // most)
-  return chunks, -(-length // chunks)
+  C = -(-length // chunks)
+  if chunks > 1 and most >= _TILE:
+    C += -C % _TILE
+  return -(-length // C), C
 
 
 def cross_entropy(

@@ -156,6 +156,16 @@ def test_chunks_of_rows_of_a_prime_length_are_the_whole():
     assert_close(total(dataclasses.replace(CFG, logit_chunk=chunk)), expected)
 
 
+@pytest.mark.parametrize("most", [1, 100, 128, 200, 882, 4096])
+def test_chunks_hold_a_row_and_are_of_whole_tiles_from_one_on(most):
+  for length in (1, 109, 128, 300, 1000, 8191, 8192, 32768):
+    chunks, tokens = log_probs._chunks(length, most)
+    assert tokens <= most
+    assert (chunks - 1) * tokens < length <= chunks * tokens
+    if chunks > 1 and most >= 128:
+      assert tokens % 128 == 0
+
+
 def largest(jaxpr) -> int:
   """Elements of the largest array of a program, in whatever loop."""
   sizes = [int(np.prod(v.aval.shape)) for e in jaxpr.eqns for v in e.outvars]
