@@ -143,7 +143,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     dtype="float32" if tiny else "bfloat16",
     remat="none" if tiny else "full",
     scan=not tiny,
-    logit_chunk=1024,
   )
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1) if tiny else mesh
   config.optim = dict(
