@@ -90,10 +90,10 @@ class RunOptions:
       auto, which takes splash on TPU, on GPU in bfloat16 cudnn for rows of up to 4,096
       tokens on a device and triton for longer ones, and xla elsewhere and where those
       do not take the model's head_dim or the rows' length.
-    logit_chunk: tokens of a row whose logits exist at once in a loss, more than 128 as
-      a multiple of that; 0 for those that half a gigabyte of a device holds (SFT, where
-      devices split rows alone: at most a quarter of its tokens). With a whole row's
-      RL makes no logits twice.
+    logit_chunk: tokens of a row whose logits exist at once in a loss, above 128 rounded
+      down to a multiple of it; 0 for those that half a gigabyte of a device holds (SFT,
+      where devices split rows alone: at most a quarter of its tokens). Where a whole
+      row's do, RL makes none twice.
   """
 
   dtype: str = choice("float32", of=_FLOATS)
