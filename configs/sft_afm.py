@@ -57,6 +57,7 @@ SIZES = {
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
   """The config; `arg` is an agent, a size and "tiny", joined by colons."""
+  # --- Which agent, of which size.
   words = arg.split(":") if arg else []
   unknown = set(words) - {*AGENTS, *SIZES, "tiny"}
   several = any(len([w for w in words if w in names]) > 1 for names in (AGENTS, SIZES))
@@ -75,6 +76,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   steps = round(agent.epochs * agent.records / agent.batch)
   coder = "Coder-" if name in ("code", "math") else ""
 
+  # --- Its config; the tiny form is for a CPU.
   config = ml_collections.ConfigDict()
   config.init = f"models/Qwen2.5-{coder}{size.upper()}-Instruct"
   config.model = dict(

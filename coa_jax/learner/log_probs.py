@@ -305,7 +305,7 @@ def _rows_cross_entropy(
   B, T, D = hidden_BTD.shape
   # A quarter at most: where few tokens count, whole chunks are never computed.
   few = min(-(-B * T // 4), _logits_at_once(cfg.vocab_size))
-  chunk = min(B * T, B * cfg.logit_chunk or few)
+  chunk = min(B * T, B * _whole_tiles(cfg.logit_chunk) or few)
   total = _cross_entropy(
     hidden_BTD.reshape(B * T, D),
     output_DV,

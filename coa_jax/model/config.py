@@ -92,8 +92,8 @@ class RunOptions:
       do not take the model's head_dim or the rows' length.
     logit_chunk: tokens of a row whose logits exist at once in a loss, above 128 rounded
       down to a multiple of it; 0 for those that half a gigabyte of a device holds (SFT,
-      where devices split rows alone: at most a quarter of its tokens). Where a whole
-      row's do, RL makes none twice.
+      where devices split rows alone: at most a quarter of its tokens). With a whole row
+      at once RL makes no logits twice.
   """
 
   dtype: str = choice("float32", of=_FLOATS)

@@ -496,7 +496,7 @@ def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Arra
 
 
 def _stages(before: NamedSharding, after: NamedSharding) -> list[NamedSharding]:
-  """Lists the splits on the way to `after`: each gives up one mesh axis of the last."""
+  """Lists the splits on the way: each gives up one more axis that `after` lacks."""
   mesh = before.mesh
   split = [_mesh_axes(entry) for entry in before.spec]
   stages = []

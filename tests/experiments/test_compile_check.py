@@ -164,7 +164,7 @@ def test_a_first_hosts_chips_add_up_among_themselves(monkeypatch, name):
 @pytest.mark.slow
 @needs_compiler
 def test_a_cube_of_chips_gathers_matrices_and_scatters_their_gradients(monkeypatch):
-  """Asked for it over two mesh axes at once, libtpu 0.0.42 adds up zeros instead."""
+  """Asked for it over two mesh axes at once, libtpu 0.0.42 adds up whole matrices."""
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   devices = tpu_programs.devices_of(read_slice("v5p:4x4x4"))
