@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,9 +16,14 @@ from coa_jax import heartbeat
 
 _AT_ONCE = 8  # programs; each takes some GB of the host's memory
 _SAY_S = 10.0  # between two lines that say how far compiling is
+_TURN = threading.Lock()
 
 
-def compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) -> None:
+def compile_all(
+  of: str,
+  lowered: Sequence[Callable[[], jax.stages.Lowered]],
+  take_turns: bool = False,
+) -> None:
   """Compiles programs beside each other; says on standard error how far it is.
 
   JAX calls what was compiled so without compiling it again.
@@ -24,7 +31,15 @@ def compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) ->
   Args:
     of: whose they are, for messages.
     lowered: what traces each.
+    take_turns: whether other threads compile programs that JAX's persistent cache takes
+      for the same: one after the other, so that all but the first find them there.
   """
+  shared = take_turns and jax.config.jax_compilation_cache_dir
+  with _TURN if shared else contextlib.nullcontext():
+    _compile_all(of, lowered)
+
+
+def _compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) -> None:
   began = said = time.monotonic()
   total = len(lowered)
   print(f"compiling programs of {of}: {total}", file=sys.stderr)

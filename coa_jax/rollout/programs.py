@@ -2,8 +2,9 @@
 
 Every shape that the scheduler gives to a function of the device is a program of its
 own, minutes to compile for a large model. They are few because numbers are rounded up:
-given tokens to a power of two, the rows that they are given to to one of four, and the
-pages of a cache that grows to one in every half of a doubling.
+given tokens to a power of two, the rows that they are given to to one of four (on a CPU
+to one number for each number of tokens), and the pages of a cache that grows to one in
+every half of a doubling.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Protocol
 from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
 from coa_jax.rollout import slot_cache
+
+_CPU_TOKENS = 256  # that a call gives to all rows of a CPU, where a row has no more
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -65,8 +68,6 @@ def device_calls(
   """
   # --- Rows, tokens and pages that a call with given tokens may have. The last token of
   # a text stays pending, and one more place is left to sample.
-  most_rows = min(config.inject_rows, config.slots)
-  rows = {row_bucket(n + 1, most_rows, on) for n in range(most_rows)}
   most = config.max_len - 2
   fewest: dict[int, int] = {}  # of each length bucket the fewest tokens
   for given in range(1, min(most, slot_cache.PIECE) + 1):
@@ -82,8 +83,11 @@ def device_calls(
   whole = num_blocks(config.max_len, config.max_len)
   for pages in page_counts:
     for tokens, blocks, needed in shapes:
-      if needed <= pages:
-        out.update(DeviceCall("extend", pages, blocks, r, tokens) for r in rows)
+      if needed > pages:
+        continue
+      rows = most_rows(tokens, min(config.inject_rows, config.slots), on)
+      for r in {row_bucket(n + 1, rows, on) for n in range(rows)}:
+        out.add(DeviceCall("extend", pages, blocks, r, tokens))
     out.add(DeviceCall("window", pages, whole, config.slots, config.window))
   return sorted(out, key=lambda c: (c.pages, c.function, c.tokens, c.blocks, c.rows))
 
@@ -110,6 +114,21 @@ def block_bucket(places: int, max_len: int) -> int:
   return min(bucket, blocks)
 
 
+def most_rows(tokens: int, inject_rows: int, on: str) -> int:
+  """Returns how many rows a call may have that gives so many tokens to each.
+
+  Args:
+    tokens: given to a row, as `token_bucket` rounds them.
+    inject_rows: of the config, or slots where they are fewer.
+    on: the kind of device: cpu, gpu or tpu.
+  """
+  if on != "cpu":
+    return inject_rows
+  # All of them are computed there, used or not (`row_bucket`), and with this many
+  # tokens the products are as fast as with more.
+  return max(1, min(inject_rows, _CPU_TOKENS // tokens))
+
+
 def row_bucket(rows: int, most: int, on: str) -> int:
   """Rounds the rows of a call up: a power of four, or the most.
 
@@ -118,7 +137,7 @@ def row_bucket(rows: int, most: int, on: str) -> int:
 
   Args:
     rows: how many are given tokens.
-    most: `inject_rows`.
+    most: of `most_rows`.
     on: the kind of device: cpu, gpu or tpu.
   """
   if on == "cpu":

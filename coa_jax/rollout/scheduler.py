@@ -239,9 +239,12 @@ class Scheduler:
       self.model, config.slots, config.max_len, counts, self.partitioner
     )
     if self.compiles_ahead and counts != self._page_counts:
-      calls = programs.device_calls(config, platform(self.partitioner), counts)
+      on = platform(self.partitioner)
+      calls = programs.device_calls(config, on, counts)
       lowered = [functools.partial(self._lower, call, policy) for call in calls]
-      compiling.compile_all("the sampler", lowered)
+      # On GPUs JAX's cache has one entry for the programs of all replicas. A TPU's
+      # compiler makes others for other chips (experiments/LOG.md).
+      compiling.compile_all("the sampler", lowered, take_turns=on != "tpu")
     self._page_counts = counts
 
   def _lower(self, call: programs.DeviceCall, policy: Any) -> jax.stages.Lowered:
@@ -428,14 +431,14 @@ class Scheduler:
     for turn, batches in sorted(turns.items()):
       self._cache.copy(prefilled=turn * most)
       for length, batch in batches.items():
-        for i in range(0, len(batch), self.inject_rows):
-          self._extend_batch(batch[i : i + self.inject_rows], length)
+        rows = programs.most_rows(length, self.inject_rows, platform(self.partitioner))
+        for i in range(0, len(batch), rows):
+          self._extend_batch(batch[i : i + rows], length, rows)
     self.timings.decode += time.monotonic() - began
 
-  def _extend_batch(self, pieces: list[_Given], length: int) -> None:
-    """Runs as many pieces as a call may have rows, each filled up to a length."""
-    on = platform(self.partitioner)
-    R = programs.row_bucket(len(pieces), self.inject_rows, on)
+  def _extend_batch(self, pieces: list[_Given], length: int, rows: int) -> None:
+    """Runs pieces, each filled up to a length, as rows of a call that may have more."""
+    R = programs.row_bucket(len(pieces), rows, platform(self.partitioner))
     end = max(piece.start + len(piece.ids) for piece in pieces)
     blocks = programs.block_bucket(end, self.config.max_len)
     table_BC = self._cache.table_BC[:, :blocks]

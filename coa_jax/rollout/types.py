@@ -51,7 +51,8 @@ class RolloutConfig:
     same_calls: times a trajectory may make one and the same call (its tag and its
       content); more are answered by an error and not run. 0 for any number.
     inject_rows: slots that receive given tokens in one call of the device, at most;
-      where fewer do, it has 1, 4 or 16 rows, and so on (on a CPU always the most).
+      where fewer do, it has 1, 4 or 16 rows, and so on. On a CPU it always has the
+      most, but no more than make 256 tokens.
     constrain: sample only what the variant's grammar allows.
     top_k: sample from the most likely tokens; 0 for all.
     top_p: sample from the most likely tokens of this probability in all; 1 for all.

@@ -26,6 +26,7 @@ window:
   sorts        their number.
   collectives  their number, those that overlap other work, GB that a device sends.
   between      with several slices: number and GB of what goes from one to another.
+  Gcycles      10^9 cycles, by the compiler: of all but collectives and kernels.
   floor ms     the largest of arithmetic, needed GB and sent GB at their peaks.
   estimate ms  the compiler's cycles, collectives that do not overlap, and what kernels
                move at HBM's peak; without their arithmetic and the network between
@@ -175,6 +176,7 @@ _COLUMNS = {
   "sorts": "sorts",
   "collectives": "collectives",
   "between": "between slices",
+  "cycles": "Gcycles",
   "floor": "floor ms",
   "estimate": "estimate ms",
   "compile": "compile s",
@@ -296,6 +298,7 @@ def row_of(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     "sorts": f"{figures['sorts']:.0f}",
     "collectives": f"{collected}, {figures['sent'] / 1e9:.1f}",
     "between": f"{figures['between']:.0f}, {figures['sent_between'] / 1e9:.2f}",
+    "cycles": (figures["product_cycles"] + figures["other_cycles"]) / 1e9,
     "floor": 1e3 * figures["floor"],
     "estimate": 1e3 * figures["estimate"],
     "compile": f"{figures['compile_seconds']:.0f}",

@@ -157,19 +157,25 @@ class Worker:
     module: str,
     python: str = sys.executable,
     env: Mapping[str, str] | None = None,
-    checkout: str | os.PathLike[str] = ROOT,
+    checkout: pathlib.Path = ROOT,
   ):
     """Starts it, in an environment if not ours, and waits until its model is loaded.
 
-    It runs the code of a checkout of this repository, this one unless said.
+    It runs the code of a checkout of this repository, this one unless said; of one
+    that is older than the benchmark all but the module itself.
 
     Raises:
       ValueError: it ended; the message has the last lines that it wrote.
     """
     self.name = name
     self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+    command = [python, "-m", module]
+    file = pathlib.Path(*module.split(".")).with_suffix(".py")
+    if (ROOT / file).exists() and not (checkout / file).exists():
+      command = [python, "-P", str(ROOT / file)]
+      env = {**(os.environ if env is None else env), "PYTHONPATH": str(checkout)}
     self._process = subprocess.Popen(
-      [python, "-m", module, name, folder],
+      [*command, name, folder],
       cwd=checkout,
       env=env,
       stdin=subprocess.PIPE,
@@ -266,7 +272,7 @@ def start_worker(
 ) -> Worker:
   """Starts a contestant of `available`, whose entry for `BEFORE` is a checkout."""
   if who == BEFORE:
-    return Worker("ours", folder, module, env=env, checkout=python)
+    return Worker("ours", folder, module, env=env, checkout=pathlib.Path(python))
   return Worker(who, folder, module, python, env)
 
 

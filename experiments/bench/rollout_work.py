@@ -195,11 +195,11 @@ def vllm_engine(folder: str, job: dict[str, Any], **options: Any) -> Any:
   os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
   import vllm
 
+  options = {"max_num_seqs": 64} | options
   return vllm.LLM(
     os.path.join(folder, MODEL),
     dtype=job["dtype"],
     skip_tokenizer_init=True,
-    max_num_seqs=64,
     **options,
   )
 
@@ -217,13 +217,16 @@ def vllm(folder: str, job: dict[str, Any]) -> Generate:
   """vLLM, all prompts at once; none is asked twice, so without a prefix cache."""
   length = job["prompt"] + job["new"]
   engine = vllm_engine(folder, job, max_model_len=length, enable_prefix_caching=False)
+  return lambda prompt_ids, new: vllm_continue(engine, prompt_ids, new)
 
-  def generate(prompt_ids: list[list[int]], new: int) -> list[list[int]]:
-    requests = [{"prompt_token_ids": ids} for ids in prompt_ids]
-    out = engine.generate(requests, vllm_sampling(new), use_tqdm=False)
-    return [list(o.outputs[0].token_ids) for o in out]
 
-  return generate
+def vllm_continue(
+  engine: Any, prompt_ids: list[list[int]], new: int
+) -> list[list[int]]:
+  """Continues every prompt by so many tokens; the new ids of each."""
+  requests = [{"prompt_token_ids": ids} for ids in prompt_ids]
+  out = engine.generate(requests, vllm_sampling(new), use_tqdm=False)
+  return [list(o.outputs[0].token_ids) for o in out]
 
 
 class NumberTokenizer:

@@ -35,6 +35,7 @@ from experiments.bench import (
   soak_sandbox,
   train,
   train_work,
+  uneven,
 )
 from tests.backend import BACKEND
 from tools_sandbox.jail import keeper as jail
@@ -56,6 +57,12 @@ SMALLEST = {
   "rollout": (
     lambda: rollout.measure("tiny", FIELDS, "float32", {}, [2], rounds=1, new=4),
     {"batch": 2},
+  ),
+  "uneven": (
+    lambda: uneven.measure(
+      "tiny", FIELDS, "float32", {}, slots=4, rounds=1, mean=8, longest=30
+    ),
+    {"slots": 4},
   ),
   "agentic": (
     lambda: agentic.measure(
@@ -79,7 +86,7 @@ SMALLEST = {
   ),
   "scaling": (_scaling, {}),
 }
-_SLOW = ("rollout", "agentic", "rl", "decode", "mfu")
+_SLOW = ("rollout", "uneven", "agentic", "rl", "decode", "mfu")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,21 @@ def test_ours_of_another_checkout_takes_part(monkeypatch, tmp_path):
     program.available()
 
 
+def test_a_checkout_older_than_a_benchmark_takes_part_in_it(monkeypatch, tmp_path):
+  """This checkout's worker runs on the library of the other."""
+  new = tmp_path / "new"
+  new.mkdir()
+  (new / "fresh.py").write_text(ECHO)
+  old = tmp_path / "old"
+  library = old / "experiments" / "bench" / "peers.py"
+  library.parent.mkdir(parents=True)
+  library.write_text(pathlib.Path(peers.__file__).read_text())
+  monkeypatch.setattr(peers, "ROOT", new)
+  peers.write_job(str(tmp_path), {"token": 3})
+  with peers.Worker("ours", str(tmp_path), "fresh", checkout=old) as worker:
+    assert worker.ask(batch=1)["first"] == [3]
+
+
 def test_a_worker_that_dies_says_why(worker):
   with pytest.raises(ValueError, match=r"worker of dies ended(.|\n)*no weights here"):
     worker("dies")

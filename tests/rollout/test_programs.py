@@ -115,8 +115,8 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
   ahead = []
   real = compiling.compile_all
 
-  def spy(of, lowered) -> None:
-    real(of, lowered)
+  def spy(*args, **options) -> None:
+    real(*args, **options)
     ahead.append(compiled())
 
   monkeypatch.setattr(compiling, "compile_all", spy)

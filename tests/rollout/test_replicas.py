@@ -5,16 +5,20 @@ JAX is told of virtual devices before it starts, so the first test runs the othe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 import toy
 import virtual_devices
+from jax._src import cache_key
+from jax.experimental.compilation_cache import compilation_cache
 from playing import (
   CFG,
   CONFIG,
@@ -32,7 +36,7 @@ from coa_jax.model.sharding import (
   make_partitioner,
   make_partitioners,
 )
-from coa_jax.rollout import memory
+from coa_jax.rollout import memory, programs, sampler
 from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
@@ -76,6 +80,58 @@ def test_the_number_of_devices_changes_nothing(novice):
   num_given = sum(t.usage.prompt + t.usage.observation for t in played.values())
   assert on.counters.prefilled_tokens + on.counters.copied_tokens == num_given
   assert on.capacity == DEVICES * CONFIG.slots
+
+
+@on_devices
+def test_replicas_find_in_jaxs_cache_what_the_first_has_compiled(
+  novice, monkeypatch, tmp_path
+):
+  """Where keys have no devices in them, as JAX makes them on GPUs."""
+  real = cache_key._hash_serialized_compile_options
+  monkeypatch.setattr(
+    cache_key,
+    "_hash_serialized_compile_options",
+    lambda *args, **_: real(*args, strip_device_assignment=True),
+  )
+  on = replicas()
+  for replica in on._replicas:
+    replica.compiles_ahead = True
+  expected = play(novice, range(40))
+  for function in (sampler.extend, sampler.window):
+    function.clear_cache()
+  events: list[str] = []
+  jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+  with compiled_programs(str(tmp_path)):
+    played = play(novice, range(40), on=on)
+  jax.monitoring.clear_event_listeners()
+  assert contents(played) == contents(expected)
+  files = os.listdir(tmp_path)
+  listed = [
+    f for f in files if f.startswith(("jit_extend", "jit_window")) and "-cache" in f
+  ]
+  (counts,) = {tuple(r._page_counts) for r in on._replicas}
+  assert len(listed) == len(programs.device_calls(on.config, "cpu", counts))
+  hits = events.count("/jax/compilation_cache/cache_hits")
+  assert hits >= (DEVICES - 1) * len(listed)
+
+
+@contextlib.contextmanager
+def compiled_programs(folder: str) -> Iterator[None]:
+  """Has JAX keep every program that it compiles in a folder."""
+  names = {
+    "jax_compilation_cache_dir": folder,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+  }
+  before = {name: getattr(jax.config, name) for name in names}
+  for name, value in names.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @on_devices

@@ -356,9 +356,15 @@ def test_a_call_has_few_rows_to_spare_and_on_a_cpu_always_as_many():
   assert [rows(n, 16, "tpu") for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
   assert [rows(n, 6, "gpu") for n in (1, 4, 5)] == [1, 4, 6]
   assert [rows(n, 16, "cpu") for n in (1, 2, 16)] == [16, 16, 16]
+  # There, of long rows, few: whoever comes with a long prompt comes alone.
+  most = programs.most_rows
+  assert [most(tokens, 16, "cpu") for tokens in (16, 32, 64, 512)] == [16, 8, 4, 1]
+  assert [most(512, 16, on) for on in ("tpu", "gpu")] == [16, 16]
 
 
-def test_latency_order_and_neighbours_change_nothing(novice):
+@pytest.mark.parametrize("tokens", [256, 32])
+def test_latency_order_and_neighbours_change_nothing(novice, monkeypatch, tokens):
+  monkeypatch.setattr(programs, "_CPU_TOKENS", tokens)  # of a call: in few rows or one
   order = list(range(16))
   expected = play(novice, order)
   statuses = {t.status for t in expected.values()}
