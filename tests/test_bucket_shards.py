@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import http_server
 import object_store
 import pytest
 from programs import ROOT, small_distillation
@@ -167,13 +168,20 @@ def test_three_machines_import_from_a_bucket_into_it(store, tmp_path):
       "import_traces", *flags, f"--out={out}", f"--shard={number}/3", scratch
     )
 
-  # --- Number 1 is killed once it holds its part.
+  def fault(request: http_server.Request) -> str:
+    where = request.path + request.body[:300].decode("latin-1")
+    writes = request.command in ("POST", "PUT") and "1-of-3" in where
+    return "silence" if writes and ".lease" not in where else ""
+
+  # --- Number 1 is killed once it holds its part, and before it has written any of it.
+  store.fault = fault
   killed = shard(1, "m1")
   while not store.files("cut/t.jsonl.work/shards/1-of-3/.lease"):
     assert killed.poll() is None, killed.communicate()
     time.sleep(0.02)
   killed.send_signal(signal.SIGKILL)
   killed.wait()
+  store.fault = lambda request: ""
   end(shard(0, "m0"))
   end(shard(2, "m2"))
   assert set(store.files("cut")) and "t.jsonl" not in store.files("cut")
