@@ -16,7 +16,7 @@ from coa_jax import heartbeat
 
 _AT_ONCE = 8  # programs; each takes some GB of the host's memory
 _SAY_S = 10.0  # between two lines that say how far compiling is
-_TURN = threading.Lock()
+_TURN = threading.Lock()  # of those who compile one after the other
 
 
 def compile_all(

@@ -102,7 +102,7 @@ class Slow:
     store.fault = self.fault
 
   def fault(self, request: http_server.Request) -> str:
-    where = request.path + request.body[:300].decode("latin-1")
+    where = object_store.asked(request)
     proof = re.search(r"checkpoints(?:/|%2F)(\d+)(?:/|%2F)manifest", where)
     if proof and request.command in ("POST", "PUT"):
       self.proofs.append((int(proof[1]), self._logged()))

@@ -169,7 +169,7 @@ def test_three_machines_import_from_a_bucket_into_it(store, tmp_path):
     )
 
   def fault(request: http_server.Request) -> str:
-    where = request.path + request.body[:300].decode("latin-1")
+    where = object_store.asked(request)
     writes = request.command in ("POST", "PUT") and "1-of-3" in where
     return "silence" if writes and ".lease" not in where else ""
 

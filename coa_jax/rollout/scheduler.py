@@ -101,7 +101,8 @@ class Scheduler:
     self.inject_rows = min(config.inject_rows, config.slots)
     # A CPU computes with the very cores that Python needs: nothing is gained there, and
     # a slot that stopped would miss a window.
-    on_cpu = platform(partitioner) == "cpu"
+    self._on = platform(partitioner)
+    on_cpu = self._on == "cpu"
     self._most_in_flight = config.in_flight or (1 if on_cpu else 2)
     # A CPU's cache grows: of programs for all of its sizes few come to be used.
     self.compiles_ahead = not on_cpu
@@ -239,12 +240,11 @@ class Scheduler:
       self.model, config.slots, config.max_len, counts, self.partitioner
     )
     if self.compiles_ahead and counts != self._page_counts:
-      on = platform(self.partitioner)
-      calls = programs.device_calls(config, on, counts)
+      calls = programs.device_calls(config, self._on, counts)
       lowered = [functools.partial(self._lower, call, policy) for call in calls]
-      # On GPUs JAX's cache has one entry for the programs of all replicas. A TPU's
-      # compiler makes others for other chips (experiments/LOG.md).
-      compiling.compile_all("the sampler", lowered, take_turns=on != "tpu")
+      # On GPUs JAX's cache has one entry for a program of all replicas. For other chips
+      # a TPU's compiler makes another program: to wait for the first is of no use.
+      compiling.compile_all("the sampler", lowered, take_turns=self._on != "tpu")
     self._page_counts = counts
 
   def _lower(self, call: programs.DeviceCall, policy: Any) -> jax.stages.Lowered:
@@ -431,14 +431,14 @@ class Scheduler:
     for turn, batches in sorted(turns.items()):
       self._cache.copy(prefilled=turn * most)
       for length, batch in batches.items():
-        rows = programs.most_rows(length, self.inject_rows, platform(self.partitioner))
+        rows = programs.most_rows(length, self.inject_rows, self._on)
         for i in range(0, len(batch), rows):
           self._extend_batch(batch[i : i + rows], length, rows)
     self.timings.decode += time.monotonic() - began
 
   def _extend_batch(self, pieces: list[_Given], length: int, rows: int) -> None:
     """Runs pieces, each filled up to a length, as rows of a call that may have more."""
-    R = programs.row_bucket(len(pieces), rows, platform(self.partitioner))
+    R = programs.row_bucket(len(pieces), rows, self._on)
     end = max(piece.start + len(piece.ids) for piece in pieces)
     blocks = programs.block_bucket(end, self.config.max_len)
     table_BC = self._cache.table_BC[:, :blocks]

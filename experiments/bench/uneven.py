@@ -24,7 +24,9 @@ from experiments.bench.train_work import SIZES
 from experiments.launch import run_program
 
 NEW = 64
-MEAN, LONGEST = 500, 4_032  # tokens of prompts
+# Tokens of prompts.
+MEAN = 500
+LONGEST = 4_032
 # Name -> size, dtype, sequences at once.
 CASES = {f"5M {dtype} 256": ("5M", dtype, 256) for dtype in ("float32", "bfloat16")}
 
@@ -41,21 +43,21 @@ def measure(
 ) -> list[dict[str, Any]]:
   """Rows of the table: every contestant at one size and dtype, ours first.
 
-  Args:
-    name: of the size.
-    model: fields of ModelConfig.
-    dtype: of weights and computation.
-    pythons: the interpreter of every peer that takes part.
-    slots: sequences at once.
-    rounds: turns of every contestant, after one to compile.
-    mean: of the prompts' tokens, before those above the longest are cut off.
-    longest: tokens of a prompt.
+  Args as of `rollout.measure`, and sequences at once, the mean of the prompts' tokens
+  before those above the longest are cut off, and the longest.
 
   Raises:
     ValueError: float32 continuations differ, or a worker ended.
   """
-  job = {"model": model, "dtype": dtype, "slots": slots, "devices": 1}
-  job |= {"mean": mean, "longest": longest, "new": NEW}
+  job = {
+    "model": model,
+    "dtype": dtype,
+    "slots": slots,
+    "mean": mean,
+    "longest": longest,
+    "new": NEW,
+    "devices": 1,
+  }
   rows = []
   with peers.contestants("experiments.bench.uneven_work", job, pythons) as workers:
     first = peers.ask_all(workers, new=NEW)

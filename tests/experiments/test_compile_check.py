@@ -163,6 +163,26 @@ def test_a_first_hosts_chips_add_up_among_themselves(monkeypatch, name):
 
 @pytest.mark.slow
 @needs_compiler
+def test_other_hosts_chips_get_another_program(monkeypatch):
+  """So replicas on TPUs can not share one, as those on GPUs do (libtpu 0.0.42)."""
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  texts = []
+  for host in range(3):
+    chips = [
+      device
+      for device in tpu_programs.devices_of(read_slice("v5p:2x2x4"))
+      if device.process_index == host
+    ]
+    split = NamedSharding(Mesh(np.array(chips), ("tensor",)), PartitionSpec("tensor"))
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=split)
+    texts.append(jax.jit(lambda x: x.T @ x).lower(x).compile().as_text())
+  # The text names no chips: of two hosts that are alike it is the same.
+  assert texts[0] != texts[1] == texts[2]
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_a_cube_of_chips_gathers_matrices_and_scatters_their_gradients(monkeypatch):
   """Asked for it over two mesh axes at once, libtpu 0.0.42 adds up whole matrices."""
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
