@@ -242,9 +242,7 @@ class Scheduler:
     if self.compiles_ahead and counts != self._page_counts:
       calls = programs.device_calls(config, self._on, counts)
       lowered = [functools.partial(self._lower, call, policy) for call in calls]
-      # On GPUs JAX's cache has one entry for a program of all replicas. For other chips
-      # a TPU's compiler makes another program: to wait for the first is of no use.
-      compiling.compile_all("the sampler", lowered, take_turns=self._on != "tpu")
+      compiling.compile_all("the sampler", lowered, replica_on=self._on)
     self._page_counts = counts
 
   def _lower(self, call: programs.DeviceCall, policy: Any) -> jax.stages.Lowered:

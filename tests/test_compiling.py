@@ -1,0 +1,38 @@
+"""What was compiled is found again at the next start, by every process."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+PROGRAM = pathlib.Path(__file__).parent / "compile_in_processes.py"
+
+
+def start(cache: pathlib.Path) -> list[list[str]]:
+  """What each of two processes found of a replica's program, and of both processes'."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  env = {**os.environ, "PYTHONPATH": str(PROGRAM.parent.parent)}
+  started = [
+    subprocess.Popen(
+      [sys.executable, str(PROGRAM), str(cache), address, str(i)],
+      env=env,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  return [process.communicate(timeout=300)[0].split() for process in started]
+
+
+def test_every_process_finds_its_replicas_programs_at_the_next_start(tmp_path):
+  """JAX by itself writes the first process's alone, since it takes all to be alike."""
+  assert start(tmp_path) == [["0", "0"], ["0", "0"]]
+  # One of each process, and one of both, which the first wrote.
+  assert len([f for f in os.listdir(tmp_path) if f.endswith("-cache")]) == 3
+  # On CPUs that one's key is another in each process.
+  assert start(tmp_path) == [["1", "1"], ["1", "0"]]
