@@ -62,20 +62,27 @@ def device_grid(
   if not alike or not any(num_split(grid, ways) for ways in teams):
     return grid
 
-  # --- A block for each host: its devices fill the last axes first.
+  # --- A block for each host: its devices fill the last axes first. All hosts in one
+  # order of places: JAX has the four chips of v5e's and v6e's first host in a ring, and
+  # libtpu 0.0.42 finds no route for groups of v5e chips that do not lie alike.
   inner = [1] * len(sizes)
   left = local
   for axis in reversed(range(len(sizes))):
     inner[axis] = math.gcd(sizes[axis], left)
     left //= inner[axis]
   outer = [size // part for size, part in zip(sizes, inner, strict=True)]
-  return mesh_utils.create_hybrid_device_mesh(
-    inner,
-    outer,
-    devices,
-    process_is_granule=True,
-    allow_split_physical_axes=True,
-  )
+  blocks = np.array([sorted(host, key=_place) for host in hosts])
+  blocks = blocks.reshape(*outer, *inner)
+  # Each axis: first its hosts, then the devices within one.
+  axes = range(len(sizes))
+  order = [axis + part for axis in axes for part in (0, len(sizes))]
+  return blocks.transpose(order).reshape(sizes)
+
+
+def _place(device: jax.Device) -> tuple[int, ...]:
+  """Where a device is in a TPU slice; elsewhere its number."""
+  core = getattr(device, "core_on_chip", 0)
+  return (*getattr(device, "coords", ()), core, device.id)
 
 
 def num_split(grid: np.ndarray, ways: int) -> int:

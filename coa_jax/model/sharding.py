@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import placement
 
@@ -63,6 +63,12 @@ PARAMETERS = {
 # The letters of activations that are constrained: attention's, the SwiGLU's, logits,
 # and what goes from layer to layer.
 _ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV", "BR.")
+# By kind of device: over how many of a mesh axis a gather goes at once, and over how
+# many it goes first where there are more. Over 64 chips or more libtpu 0.0.42 makes an
+# all-reduce of the whole array. Not of other kinds: v5e's compiler fails at some
+# gathers over parts of an axis, TPU7x's makes an all-reduce all the same, and on GPUs
+# the second gather would send between hosts what NCCL sends within them.
+_GATHERED_OVER = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), (32, 8))
 # The field of `ModelConfig` that gives an axis its size, for messages.
 _FIELDS = {
   "D": "width",
@@ -481,8 +487,9 @@ def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Arra
   """Takes an array from one split to another, and its gradient back; inside a jit.
 
   Of a sum over devices each receives its own part of `after` alone. What was split over
-  several mesh axes is gathered over one after the other: of all chips of v5p:4x4x4 at
-  once the TPU's compiler makes an all-reduce of the whole array, there and back.
+  several mesh axes is gathered over one after the other, and over a long one in two
+  steps: at once a TPU's compiler makes an all-reduce of the whole array, there and
+  back.
 
   Args:
     x: an array, or what devices have yet to add up to one.
@@ -497,11 +504,11 @@ def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Arra
 
 def _stages(before: NamedSharding, after: NamedSharding) -> list[NamedSharding]:
   """Lists the splits on the way: each gives up one more axis that `after` lacks."""
-  mesh = before.mesh
-  split = [_mesh_axes(entry) for entry in before.spec]
+  mesh, halves = _halved(before.mesh)
+  split = [_mesh_axes(entry, halves) for entry in before.spec]
   stages = []
   for axis, entry in enumerate(after.spec):
-    kept = _mesh_axes(entry)
+    kept = _mesh_axes(entry, halves)
     # Where nothing is gathered, or something else as well, `after` is the only stage.
     while split[axis] != kept and split[axis][: len(kept)] == kept:
       given_up = split[axis][-1]
@@ -511,11 +518,37 @@ def _stages(before: NamedSharding, after: NamedSharding) -> list[NamedSharding]:
   return [*stages[:-1], after]
 
 
-def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-  """The mesh axes of an entry of a PartitionSpec."""
+def _halved(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
+  """The same devices in the same order, with two axes for each that is long.
+
+  Returns:
+    The mesh, and the names that it has for each axis.
+  """
+  if isinstance(mesh, AbstractMesh):  # of no devices in particular
+    return mesh, {axis: (axis,) for axis in mesh.shape}
+  kind = mesh.devices.flat[0].device_kind
+  most, first = _GATHERED_OVER.get(kind, (mesh.size, 1))
+  names: dict[str, tuple[str, ...]] = {}
+  sizes: list[int] = []
+  for axis, size in mesh.shape.items():
+    if size > most and size % first == 0:
+      names[axis] = (axis, f"{axis}_first")
+      sizes += [size // first, first]
+    else:
+      names[axis] = (axis,)
+      sizes.append(size)
+  axes = tuple(itertools.chain(*names.values()))
+  return _mesh(mesh.devices.reshape(sizes), axes), names
+
+
+def _mesh_axes(
+  entry: str | tuple[str, ...] | None, halves: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+  """The mesh axes of an entry of a PartitionSpec, each by its halves."""
   if entry is None:
     return ()
-  return (entry,) if isinstance(entry, str) else tuple(entry)
+  axes = (entry,) if isinstance(entry, str) else entry
+  return tuple(itertools.chain(*(halves[axis] for axis in axes)))
 
 
 def _moved_once(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
@@ -570,10 +603,10 @@ def _reordered(x_BT: jax.Array, order: np.ndarray) -> jax.Array:
   return pieces[:, order].reshape(x_BT.shape)
 
 
-def _mesh(grid: np.ndarray) -> Mesh:
+def _mesh(grid: np.ndarray, axes: tuple[str, ...] = AXES) -> Mesh:
   """A mesh over a grid of devices; XLA finds the shardings that nobody states."""
-  kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
-  return Mesh(grid, AXES, axis_types=kinds)
+  kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+  return Mesh(grid, axes, axis_types=kinds)
 
 
 def platform(partitioner: Partitioner | None) -> str:

@@ -29,7 +29,7 @@ from coa_jax.learner import batch as batching  # noqa: E402
 from coa_jax.learner import log_probs  # noqa: E402
 from coa_jax.learner.optim import OptimConfig, make_optimizer  # noqa: E402
 from coa_jax.learner.state import Learner, init_state  # noqa: E402
-from coa_jax.model import lora, transformer  # noqa: E402
+from coa_jax.model import lora, sharding, transformer  # noqa: E402
 from coa_jax.model.config import ModelConfig  # noqa: E402
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner  # noqa: E402
 
@@ -51,6 +51,7 @@ ROWS, LENGTH = 8, 64
 MESHES = {
   "one": None,
   "fsdp8": MeshConfig(),
+  "fsdp8_gathered_twice": MeshConfig(),
   "data8": MeshConfig(data=8, fsdp=1),
   "tensor2_fsdp4": MeshConfig(tensor=2, fsdp=4),
   "context2_fsdp2_tensor2": MeshConfig(context=2, fsdp=2, tensor=2),
@@ -67,7 +68,11 @@ CASES = {
     "scan": (SCAN, None, ("one", _MIXED)),
   },
   "more": {
-    "plain": ({}, None, ("one", "data8", "context4_data2", "whole_kv_heads")),
+    "plain": (
+      {},
+      None,
+      ("one", "data8", "context4_data2", "whole_kv_heads", "fsdp8_gathered_twice"),
+    ),
     "lora": (SCAN, ADAPTERS, ("one", "tensor2_fsdp4")),
   },
   "two processes": {"plain": ({}, None, ("one", _MIXED))},
@@ -192,6 +197,10 @@ def main() -> None:
     expected = None
     for mesh in meshes:
       partitioner = make_partitioner(MESHES[mesh]) if MESHES[mesh] else None
+      if mesh == "fsdp8_gathered_twice":  # as over 64 chips of a TPU
+        sharding._GATHERED_OVER["cpu"] = (4, 2)
+        split = partitioner.sharding("D")
+        assert len(sharding._stages(split, partitioner.sharding("."))) == 2
       result = trained(partitioner, adapters, changes)
       expected = expected or result
       out[f"{case}/{mesh}"] = {

@@ -85,6 +85,19 @@ def test_a_team_that_a_host_can_hold_is_of_one_host(name: str):
   assert not num_split(grid, local) and max(team_sizes(grid)) == local
 
 
+def test_where_hosts_are_blocks_their_devices_lie_alike():
+  """JAX has a first host of v5e and v6e in another order than the others."""
+  for name in SLICES:
+    devices = chips(name)
+    sizes = (1, len(devices) // 4, 1, 4)
+    if not split_by_jax(sizes, devices):
+      continue  # then they are as JAX has them
+    grid = device_grid(sizes, devices, 4)
+    teams = np.array([[(*d.coords, d.core_on_chip) for d in t] for t in grid[0, :, 0]])
+    within = teams - teams[:, :1]
+    assert (within == within[0]).all(), name
+
+
 def test_jax_would_split_teams_between_hosts():
   """Else nothing above is shown. A mesh that JAX places well stays as it was."""
   assert split_by_jax((1, 4, 1, 4), chips("v6e:4x4")) == 4

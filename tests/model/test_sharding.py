@@ -104,7 +104,9 @@ def test_sharded_is_one_device(figures: dict, mesh: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data8", "context4_data2", "whole_kv_heads"])
+@pytest.mark.parametrize(
+  "mesh", ["data8", "context4_data2", "whole_kv_heads", "fsdp8_gathered_twice"]
+)
 def test_sharded_otherwise_is_one_device(more: dict, mesh: str):
   assert_equal(more[f"plain/{mesh}"])
   if mesh == "whole_kv_heads":
