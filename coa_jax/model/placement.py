@@ -62,18 +62,25 @@ def device_grid(
   if not alike or not any(num_split(grid, ways) for ways in teams):
     return grid
 
-  # --- A block for each host: its devices fill the last axes first. All hosts in one
-  # order of places: JAX has the four chips of v5e's and v6e's first host in a ring, and
-  # libtpu 0.0.42 finds no route for groups of v5e chips that do not lie alike.
+  return _blocks_of_hosts(sizes, hosts)
+
+
+def _blocks_of_hosts(
+  sizes: Sequence[int], hosts: Sequence[Sequence[jax.Device]]
+) -> np.ndarray:
+  """A grid in which the devices of each host fill the last axes first."""
+  local = len(hosts[0])
   inner = [1] * len(sizes)
-  left = local
   for axis in reversed(range(len(sizes))):
-    inner[axis] = math.gcd(sizes[axis], left)
-    left //= inner[axis]
+    inner[axis] = math.gcd(sizes[axis], local)
+    local //= inner[axis]
   outer = [size // part for size, part in zip(sizes, inner, strict=True)]
+  # All hosts in one order of places. JAX has the chips of v5e's and v6e's first host in
+  # another than the others', and for groups of v5e chips that do not lie alike libtpu
+  # 0.0.42 finds no route.
   blocks = np.array([sorted(host, key=_place) for host in hosts])
   blocks = blocks.reshape(*outer, *inner)
-  # Each axis: first its hosts, then the devices within one.
+  # Each axis of the grid: first its hosts, then the devices within one.
   axes = range(len(sizes))
   order = [axis + part for axis in axes for part in (0, len(sizes))]
   return blocks.transpose(order).reshape(sizes)
