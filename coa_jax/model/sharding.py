@@ -63,12 +63,11 @@ PARAMETERS = {
 # The letters of activations that are constrained: attention's, the SwiGLU's, logits,
 # and what goes from layer to layer.
 _ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV", "BR.")
-# By kind of device: over how many of a mesh axis a gather goes at once, and over how
+# By platform: over how many devices of a mesh axis a gather goes at once, and over how
 # many it goes first where there are more. Over 64 chips or more libtpu 0.0.42 makes an
-# all-reduce of the whole array. Not of other kinds: v5e's compiler fails at some
-# gathers over parts of an axis, TPU7x's makes an all-reduce all the same, and on GPUs
-# the second gather would send between hosts what NCCL sends within them.
-_GATHERED_OVER = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), (32, 8))
+# all-reduce of the whole array. On GPUs the second gather would send between hosts
+# what NCCL sends within them.
+_GATHERED_OVER = {"tpu": (32, 8)}
 # The field of `ModelConfig` that gives an axis its size, for messages.
 _FIELDS = {
   "D": "width",
@@ -526,8 +525,8 @@ def _halved(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
   """
   if isinstance(mesh, AbstractMesh):  # of no devices in particular
     return mesh, {axis: (axis,) for axis in mesh.shape}
-  kind = mesh.devices.flat[0].device_kind
-  most, first = _GATHERED_OVER.get(kind, (mesh.size, 1))
+  platform = mesh.devices.flat[0].platform
+  most, first = _GATHERED_OVER.get(platform, (mesh.size, 1))
   names: dict[str, tuple[str, ...]] = {}
   sizes: list[int] = []
   for axis, size in mesh.shape.items():
