@@ -20,7 +20,8 @@ from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
-from coa_jax.model.sharding import Partitioner, moved, straight, zigzag
+from coa_jax.model.moving import moved, straight, zigzag
+from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import Transformer
 
 # Of float32 logits; some 880 tokens of a vocabulary of 152,000, enough for any product.

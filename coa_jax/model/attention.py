@@ -18,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels import blockwise, splash, triton
-from coa_jax.model.sharding import Partitioner, straight
+from coa_jax.model.moving import straight
+from coa_jax.model.sharding import Partitioner
 
 # The name under which a checkpoint policy may keep what attention computed.
 OUT = "attention_out"
@@ -47,7 +48,7 @@ def attend_packed(
     window: tokens that a query sees, itself included; 0 for all.
     kernel: as `RunOptions.attention` names it.
     partitioner: the mesh that the arrays are split over. Where it splits rows, their
-      tokens are in the order of `sharding.zigzag`, and every device computes its own
+      tokens are in the order of `moving.zigzag`, and every device computes its own
       queries against the keys and values before them, gathered once (Llama 3, arXiv
       2407.21783, section 3.3.2).
 
@@ -101,7 +102,7 @@ def _attend_part(
     attend_last: the kernel, whose queries are the last T of S places.
     context: the mesh axes that split a row.
     row_devices: how many devices they have.
-    q_BTNH: this device's queries, in the order of `sharding.zigzag`.
+    q_BTNH: this device's queries, in the order of `moving.zigzag`.
     k_BTKH: its keys.
     v_BTKH: its values.
     segment_BT: the segments of its tokens.

@@ -332,7 +332,7 @@ class Transformer(nn.Module):
       tokens_BT: int token ids.
       position_BT: int position of each token in its own sequence.
       segment_BT: packed rows: the segment of each token, 0 for padding. Without a
-        cache only. Rows that a mesh splits are in the order of `sharding.zigzag`.
+        cache only. Rows that a mesh splits are in the order of `moving.zigzag`.
       cache: keys and values; those of this call's tokens are appended at their
         positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage

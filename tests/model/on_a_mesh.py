@@ -29,7 +29,7 @@ from coa_jax.learner import batch as batching  # noqa: E402
 from coa_jax.learner import log_probs  # noqa: E402
 from coa_jax.learner.optim import OptimConfig, make_optimizer  # noqa: E402
 from coa_jax.learner.state import Learner, init_state  # noqa: E402
-from coa_jax.model import lora, sharding, transformer  # noqa: E402
+from coa_jax.model import lora, moving, transformer  # noqa: E402
 from coa_jax.model.config import ModelConfig  # noqa: E402
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner  # noqa: E402
 
@@ -198,9 +198,9 @@ def main() -> None:
     for mesh in meshes:
       partitioner = make_partitioner(MESHES[mesh]) if MESHES[mesh] else None
       if mesh == "fsdp8_gathered_twice":  # as over 64 chips of a TPU
-        sharding._GATHERED_OVER["cpu"] = (4, 2)
+        moving._GATHERED_OVER["cpu"] = (4, 2)
         split = partitioner.sharding("D")
-        assert len(sharding._stages(split, partitioner.sharding("."))) == 2
+        assert len(moving._stages(split, partitioner.sharding("."))) == 2
       result = trained(partitioner, adapters, changes)
       expected = expected or result
       out[f"{case}/{mesh}"] = {

@@ -23,7 +23,7 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import init_state
-from coa_jax.model import lora, sharding, transformer
+from coa_jax.model import lora, moving, sharding, transformer
 from coa_jax.model.sharding import (
   AXES,
   MeshConfig,
@@ -177,11 +177,11 @@ def test_every_axis_that_does_not_divide_is_named():
 def test_a_row_in_zigzag_is_equal_work_for_all_devices(row_devices: int):
   T = 24
   row_BT = np.stack([np.arange(T), np.arange(T)[::-1]])
-  dealt_BT = sharding.zigzag(row_BT, row_devices)
+  dealt_BT = moving.zigzag(row_BT, row_devices)
   # A causal query at place t sees t + 1 places.
   seen = (dealt_BT[0] + 1).reshape(row_devices, -1).sum(axis=1)
   assert set(seen) == {T * (T + 1) // 2 // row_devices}
-  np.testing.assert_array_equal(sharding.straight(dealt_BT, row_devices), row_BT)
+  np.testing.assert_array_equal(moving.straight(dealt_BT, row_devices), row_BT)
 
 
 def test_rows_over_several_devices_are_cut_into_two_pieces_for_each():

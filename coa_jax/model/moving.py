@@ -1,0 +1,145 @@
+"""How arrays of a mesh go from one split to another, and rows over several devices.
+
+Which array is split how is in `sharding.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+# By platform: over how many devices of a mesh axis a gather goes at once, and over how
+# many it goes first where there are more. Over 64 chips or more libtpu 0.0.42 makes an
+# all-reduce of the whole array. On GPUs the second gather would send between hosts
+# what NCCL sends within them.
+_GATHERED_OVER = {"tpu": (32, 8)}
+
+
+def mesh_over(grid: np.ndarray, axes: tuple[str, ...]) -> Mesh:
+  """Makes a mesh of a grid of devices; XLA finds the shardings that nobody states."""
+  kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+  return Mesh(grid, axes, axis_types=kinds)
+
+
+def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
+  """Takes an array from one split to another, and its gradient back; inside a jit.
+
+  Of a sum over devices each receives its own part of `after` alone. What was split over
+  several mesh axes is gathered over one after the other, and over a long one in two
+  steps: at once a TPU's compiler makes an all-reduce of the whole array, there and
+  back.
+
+  Args:
+    x: an array, or what devices have yet to add up to one.
+    before: how it is split.
+    after: how it shall be.
+  """
+  for stage in _stages(before, after):
+    x = _moved_once(x, before, stage)
+    before = stage
+  return x
+
+
+def _stages(before: NamedSharding, after: NamedSharding) -> list[NamedSharding]:
+  """Lists the splits on the way: each gives up one more axis that `after` lacks."""
+  mesh, parts = _in_parts(before.mesh)
+  split = [_mesh_axes(entry, parts) for entry in before.spec]
+  stages = []
+  for axis, entry in enumerate(after.spec):
+    kept = _mesh_axes(entry, parts)
+    # Where nothing is gathered, or something else as well, `after` is the only stage.
+    while split[axis] != kept and split[axis][: len(kept)] == kept:
+      given_up = split[axis][-1]
+      split[axis] = split[axis][:-1]
+      if mesh.shape[given_up] > 1:
+        stages.append(NamedSharding(mesh, PartitionSpec(*split)))
+  return [*stages[:-1], after]
+
+
+def _in_parts(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
+  """The same devices in the same order, with two axes for each that is long.
+
+  Returns:
+    The mesh, and the names that it has for each axis.
+  """
+  if isinstance(mesh, AbstractMesh):  # of no devices in particular
+    return mesh, {axis: (axis,) for axis in mesh.shape}
+  platform = mesh.devices.flat[0].platform
+  most, first = _GATHERED_OVER.get(platform, (mesh.size, 1))
+  names: dict[str, tuple[str, ...]] = {}
+  sizes: list[int] = []
+  for axis, size in mesh.shape.items():
+    if size > most and size % first == 0:
+      names[axis] = (axis, f"{axis}_first")
+      sizes += [size // first, first]
+    else:
+      names[axis] = (axis,)
+      sizes.append(size)
+  axes = tuple(itertools.chain(*names.values()))
+  return mesh_over(mesh.devices.reshape(sizes), axes), names
+
+
+def _mesh_axes(
+  entry: str | tuple[str, ...] | None, parts: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+  """The mesh axes of an entry of a PartitionSpec, each by its parts."""
+  if entry is None:
+    return ()
+  axes = (entry,) if isinstance(entry, str) else entry
+  return tuple(itertools.chain(*(parts[axis] for axis in axes)))
+
+
+def _moved_once(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
+  """Takes an array to another split in one exchange, and its gradient back."""
+
+  @jax.custom_vjp
+  def move(x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, after)
+
+  def forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return move(x), None
+
+  def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(gradient, before),)
+
+  move.defvjp(forward, backward)
+  return move(x)
+
+
+def zigzag(x_BT: jax.Array, row_devices: int) -> jax.Array:
+  """Orders the tokens of rows so that causal attention is equal work for all devices.
+
+  A row is cut into two pieces for each device. Device i gets the i-th from the front
+  and the i-th from the back: what its queries see is as much as any other's do (Llama
+  3, arXiv 2407.21783, section 3.3.2).
+
+  Args:
+    x_BT: [B, T, ...], rows in their order.
+    row_devices: devices that split a row; 1 changes nothing. Twice as many divide T.
+  """
+  return _reordered(x_BT, _zigzag_order(row_devices))
+
+
+def straight(x_BT: jax.Array, row_devices: int) -> jax.Array:
+  """Puts the tokens of rows back into their order: the inverse of `zigzag`."""
+  return _reordered(x_BT, np.argsort(_zigzag_order(row_devices)))
+
+
+def _zigzag_order(row_devices: int) -> np.ndarray:
+  """The pieces of a row as the devices hold them: 0, last, 1, last but one, ..."""
+  front = np.arange(row_devices)
+  back = 2 * row_devices - 1 - front
+  return np.stack([front, back], axis=1).ravel()
+
+
+def _reordered(x_BT: jax.Array, order: np.ndarray) -> jax.Array:
+  """Puts the pieces of rows, of one length, into another order."""
+  if len(order) == 2:  # one device has both, and they are in order
+    return x_BT
+  B, T, *rest = x_BT.shape
+  pieces = x_BT.reshape(B, len(order), T // len(order), *rest)
+  return pieces[:, order].reshape(x_BT.shape)
