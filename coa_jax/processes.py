@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _SPEC = PartitionSpec("process", None, "device")
+_own_devices: list[jax.Device] = []  # that all of this goes over; all where empty
+
+
+def keep_to(devices: Iterable[jax.Device]) -> None:
+  """Has processes talk over these devices alone; over all where there are none.
+
+  Others may belong to rollouts, whose threads give them work meanwhile: two programs
+  that both talk between devices could wait for each other.
+  """
+  _own_devices[:] = devices
+  _mesh.cache_clear()
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -25,10 +36,10 @@ def gather_json(value: Any) -> list[Any]:
     return [value]
   own = json.dumps(value).encode()
   # An all-gather takes arrays of one shape: the bytes, padded to the longest.
-  sizes = multihost_utils.process_allgather(np.array([len(own)]))[:, 0]
+  sizes = _all_gather(np.array([len(own)], np.int32))[:, 0]
   padded = np.zeros(_rounded(int(sizes.max())), np.uint8)
   padded[: len(own)] = np.frombuffer(own, np.uint8)
-  rows = multihost_utils.process_allgather(padded)
+  rows = _all_gather(padded)
   values = []
   for row, size in zip(rows, sizes, strict=True):
     values.append(json.loads(row[:size].tobytes()))
@@ -101,6 +112,14 @@ def send(
   return out
 
 
+def _all_gather(own: np.ndarray) -> np.ndarray:
+  """Returns the arrays of all processes, which are of one shape, stacked."""
+  mesh = _mesh()
+  of_process = NamedSharding(mesh, PartitionSpec("process"))
+  whole = jax.make_array_from_process_local_data(of_process, own[None])
+  return np.asarray(_gather(mesh)(whole).addressable_data(0))
+
+
 def _all_to_all(own_PS: np.ndarray) -> np.ndarray:
   """Sends row p to process p; returns the row that each sent here, [P, S] int32."""
   count, size = own_PS.shape
@@ -116,10 +135,19 @@ def _all_to_all(own_PS: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _mesh() -> Mesh:
-  """All devices, those of each process in a row."""
-  devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-  grid = np.array(devices).reshape(jax.process_count(), -1)
-  return Mesh(grid, ("process", "device"))
+  """The devices of each process in a row, as many of each."""
+  rows: dict[int, list[jax.Device]] = {}
+  for device in _own_devices or jax.devices():
+    rows.setdefault(device.process_index, []).append(device)
+  count = min(map(len, rows.values()))
+  grid = [sorted(rows[i], key=lambda d: d.id)[:count] for i in sorted(rows)]
+  return Mesh(np.array(grid), ("process", "device"))
+
+
+@functools.cache
+def _gather(mesh: Mesh) -> Any:
+  """The program of `_all_gather`; as `_exchange`'s compiled for every length."""
+  return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 @functools.cache

@@ -23,7 +23,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax import capacity
+from coa_jax import capacity, processes
 from coa_jax.config import read_config
 from coa_jax.fields import bounded, check_fields, section
 from coa_jax.learner import advantages
@@ -290,6 +290,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   partitioner, rollout_partitioner = make_partitioners(
     settings.mesh, rollout_tensor=rollout.tensor
   )
+  apart = settings.mesh.rollout and partitioner
+  processes.keep_to(partitioner.mesh.devices.flat if apart else ())
   cfg, tokenizer = open_folder(settings.init, settings.model)
   _check_fit(settings, cfg, partitioner)
   own_dir = process_dir(workdir)

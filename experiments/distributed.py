@@ -56,7 +56,26 @@ def join(where: str) -> None:
       jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_S.value)
     except (ValueError, RuntimeError) as e:
       stop(f"--distributed=auto: {e}; elsewhere give HOST:PORT,PROCESSES,PROCESS")
-    return
+  else:
+    _join_at(where)
+
+
+def leave_devices_alone() -> None:
+  """Has processes that save wait for each other at JAX's coordination service.
+
+  By itself Orbax has them meet on all devices. Those that `mesh.rollout` keeps are
+  given work by threads of their own meanwhile, and two programs that both talk between
+  devices could wait for each other. At the service a process waits 300 s at most.
+  """
+  import orbax.checkpoint  # noqa: F401  # it has the flag
+
+  flags.FLAGS.set_default("experimental_orbax_use_distributed_barrier", True)
+
+
+def _join_at(where: str) -> None:
+  """Joins processes at an address: HOST:PORT,PROCESSES,PROCESS."""
+  import jax
+
   # --- Read the flag.
   match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where)
   if not match or int(match[3]) >= int(match[2]):

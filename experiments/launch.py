@@ -125,6 +125,8 @@ def launch(
     shard = _shard() if logs else None
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
+      if (config.get("mesh") or {}).get("rollout"):
+        distributed.leave_devices_alone()
       if not is_uri(workdir.value):
         distributed.check_shared(workdir.value)
 

@@ -20,6 +20,7 @@ os.environ.update(virtual_devices.environment(int(devices)))
 
 import jax  # noqa: E402
 import ml_collections  # noqa: E402
+from absl import flags  # noqa: E402
 
 from coa_jax import evaluate, rl  # noqa: E402
 
@@ -35,6 +36,9 @@ if last := os.environ.get("KILL"):
 
   evaluate.write_jsonl = write_until
 
+# As `experiments.distributed.leave_devices_alone` has it.
+flags.FLAGS.set_default("experimental_orbax_use_distributed_barrier", True)
+flags.FLAGS.mark_as_parsed()
 if others:
   jax.distributed.initialize(others[0], int(others[1]), int(others[2]))
 with open(config, encoding="utf-8") as f:

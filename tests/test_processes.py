@@ -254,9 +254,48 @@ def test_rl_in_several_processes_is_that_of_one(sections, tmp_path, processes):
 
 
 @pytest.mark.slow
-def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
-  """Each plays every second group; both learn all of them, in the stream's order."""
+def test_rollouts_on_devices_of_their_own_in_two_processes_change_no_bit(
+  sections, tmp_path
+):
+  """Both learn on their first device; rollouts share it, or have the second."""
+  config = {
+    **sections,
+    "optim": dict(lr=1e-3),
+    "algo": dict(
+      steps=2,
+      keep_every=1,
+      sampling=dict(prompts=4, samples=4, rounds=1),
+      batch=dict(rows=4, length=toy.MAX_LEN),
+    ),
+    "dev": dict(every=1, uri=sections["tasks"]["uri"]),
+    "checkpoint": dict(every=1),
+  }
+  together, apart = tmp_path / "together", tmp_path / "apart"
+  run("rl", config, together, processes=2, devices=1)
+  run("rl", {**config, "mesh": dict(rollout=2)}, apart, processes=2, devices=2)
+  for step in range(2):
+    name = f"step_{step:06d}.jsonl"
+    expected = [content(t) for t in dealt(folders(together, 2), name, 4 * step, 4)]
+    assert [content(t) for t in dealt(folders(apart, 2), name, 4 * step, 4)] == expected
+  weights = []
+  for out in (together, apart):
+    weights.append((out / "run/model/model.safetensors").read_bytes())
+  assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [False, True])
+def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path, apart: bool):
+  """Each plays every second group; both learn all of them, in the stream's order.
+
+  Replicas of two devices need some of their own.
+  """
   steps, prompts = 6, 3
+  devices = 1
+  if apart:
+    devices = 3
+    of_replicas = {**sections["rollout"], "tensor": 2}
+    sections = {**sections, "mesh": dict(rollout=4), "rollout": of_replicas}
   config = {
     **sections,
     "optim": dict(lr=1e-3),
@@ -270,7 +309,7 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
     "dev": dict(every=2, uri=sections["tasks"]["uri"]),
     "checkpoint": dict(every=2),
   }
-  run("rl", config, tmp_path / "two", processes=2, devices=1)
+  run("rl", config, tmp_path / "two", processes=2, devices=devices)
   both = folders(tmp_path / "two", 2)
   rows = pathlib.Path(sections["tasks"]["uri"]).read_text().splitlines()
   ids = [json.loads(row)["id"] for row in rows]

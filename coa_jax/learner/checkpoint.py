@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from coa_jax.bucket import mirror
 from coa_jax.fields import bounded, check_fields
@@ -33,6 +32,7 @@ from coa_jax.learner import bucket_steps
 from coa_jax.learner.interruption import Interrupted, Interruption, SharedSignal
 from coa_jax.learner.manifest import MANIFEST, fault_of, write_manifest
 from coa_jax.learner.state import TrainState
+from coa_jax.processes import gather_json
 
 _LISTEN_EVERY_S = 0.2
 _log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Checkpoints:
     if jax.process_index() == 0:
       step = bucket_steps.choose(self._bucket) if self._bucket else self._choose()
     if jax.process_count() > 1:
-      step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+      step = gather_json(step)[0]
     if step == -2:
       raise ValueError(
         f"{self._path}: every checkpoint is damaged (the log of the first process says "
@@ -255,7 +255,7 @@ class Checkpoints:
     number = self._interruption.number
     if jax.process_count() == 1:
       return number
-    return int(multihost_utils.process_allgather(np.array([number])).max())
+    return max(gather_json(number))
 
   def _interrupted(self, number: int, state: TrainState) -> Interrupted:
     """What ends the run, once all that was saved is proven whole."""

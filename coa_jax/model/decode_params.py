@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
@@ -70,18 +71,17 @@ def decoding_views(
   if partitioner is None:
     return [view]
 
-  # --- A mesh: resharded, or sent to other devices.
+  # --- A mesh: sent to other devices, or resharded.
   partitioner = partitioner.decoding()
   outputs_first = bool(cfg.product_dtype)
   if _elsewhere(view, partitioner):
-    view = jax.device_put(view, partitioner.tree(view, outputs_first))
-  else:
-    # A layer at a time: one program for all would hold every gathered array twice.
-    rest = {name: x for name, x in view.items() if not is_layer(name)}
-    view |= resharder(cfg, partitioner, layer=False)(rest)
-    reshard = resharder(cfg, partitioner, layer=True)
-    for name in filter(is_layer, list(view)):
-      view[name] = reshard(view[name])
+    return _sent(view, partitioner.replicas(), outputs_first)
+  # A layer at a time: one program for all would hold every gathered array twice.
+  rest = {name: x for name, x in view.items() if not is_layer(name)}
+  view |= resharder(cfg, partitioner, layer=False)(rest)
+  reshard = resharder(cfg, partitioner, layer=True)
+  for name in filter(is_layer, list(view)):
+    view[name] = reshard(view[name])
 
   # --- Each replica's arrays are made of its own devices' shards, in place.
   def of_replica(replica: Partitioner) -> Any:
@@ -117,6 +117,31 @@ def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
   if not isinstance(array, jax.Array):
     return False
   return array.sharding.device_set.isdisjoint(partitioner.mesh.devices.flat)
+
+
+def _sent(
+  view: dict[str, Any], replicas: list[Partitioner], outputs_first: bool
+) -> list[dict[str, Any]]:
+  """Parameters on the devices of replicas, which hold none of them yet."""
+  views: list[dict[str, Any]] = [{} for _ in replicas]
+  trained_on = jax.tree.leaves(view)[0].sharding
+  for name, part in view.items():
+    # A layer at a time is whole on every device that trains: so each process sends
+    # from its own devices to its own.
+    if trained_on.num_devices > 1:
+      part = gatherer(trained_on.mesh)(part)
+    part = jax.tree.map(lambda x: x.addressable_data(0), part)
+    for of_replica, replica in zip(views, replicas, strict=True):
+      shardings = replica.tree({name: part}, outputs_first)
+      of_replica |= jax.device_put({name: part}, shardings)
+  return views
+
+
+@functools.lru_cache(maxsize=8)
+def gatherer(mesh: Mesh) -> Any:
+  """Returns the jitted function that gives all of some arrays to each device."""
+  whole = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(lambda arrays: arrays, out_shardings=whole)
 
 
 @functools.lru_cache(maxsize=8)

@@ -54,8 +54,10 @@ def device_grid(
 
   # --- As JAX would have it, which refuses an axis that is no product of a torus's
   # sides, such as tensor=2 on 4x4x8, unless it may take a part of a side.
-  grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   hosts = _grouped(devices, "process_index")
+  if not _is_box(devices):  # a part of every host: JAX makes no mesh of that
+    return _blocks_of_hosts(sizes, hosts)
+  grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   local = len(hosts[0])
   alike = all(len(host) == local for host in hosts)
   teams = [ways for ways in (sizes[-1], team) if local % ways == 0]
@@ -84,6 +86,13 @@ def _blocks_of_hosts(
   axes = range(len(sizes))
   order = [axis + part for axis in axes for part in (0, len(sizes))]
   return blocks.transpose(order).reshape(sizes)
+
+
+def _is_box(devices: Sequence[jax.Device]) -> bool:
+  """Whether TPU devices are all of a box's places; devices without places are."""
+  places = np.array([_place(device)[:-1] for device in devices])
+  sides = places.max(0) - places.min(0) + 1
+  return math.prod(sides) in (1, len(devices))
 
 
 def _place(device: jax.Device) -> tuple[int, ...]:

@@ -394,12 +394,12 @@ def make_partitioners(
 ) -> tuple[Partitioner | None, Partitioner | None]:
   """Builds the learner's, as `make_partitioner` does, and that of its rollouts.
 
-  They are one where `config.rollout` is 0; else they have no device in common.
+  They are one where `config.rollout` is 0; else they have no device in common: of each
+  process the last ones roll out.
 
   Raises:
     ValueError: as `make_partitioner`; or `config.rollout` leaves nothing to the
-      learner, is no multiple of the devices that decode together, or there are several
-      processes.
+      learner, or is no multiple of what decodes together in every process.
   """
   devices = _used(config, devices)
   count = config.rollout
@@ -408,28 +408,32 @@ def make_partitioners(
     return both, both
 
   # --- Refuse what can not be shared out.
-  if jax.process_count() > 1:
-    # The learner's weights would go from some processes' devices to others', and those
-    # that only roll out have no part in its programs.
+  processes: dict[int, list[jax.Device]] = {}
+  for device in devices:
+    processes.setdefault(device.process_index, []).append(device)
+  if count >= len(processes) * min(map(len, processes.values())):
     raise ValueError(
-      f"mesh.rollout={count} is for one process, and there are {jax.process_count()}; "
-      "take 0"
-    )
-  if count >= len(devices):
-    raise ValueError(
-      f"mesh.rollout={count} leaves the learner none of the {len(devices)} devices"
+      f"mesh.rollout={count} leaves the learner none of the {len(devices)} devices, or "
+      "none of a process"
     )
   tensor = rollout_tensor or config.tensor
-  if count % tensor:
+  if count % (len(processes) * tensor):
+    of_processes = f" on each of {len(processes)} processes" * (len(processes) > 1)
     raise ValueError(
       f"mesh.rollout={count} must be a multiple of the {tensor} devices that decode "
-      "together (rollout.tensor; mesh.tensor where that is 0)"
+      f"together (rollout.tensor; mesh.tensor where that is 0){of_processes}"
     )
+  own = count // len(processes)
 
-  # --- The first devices learn, the last ones roll out.
-  learner = _over(config, devices[:-count])
-  grid = placement.device_grid((count // tensor, 1, 1, tensor), devices[-count:], 1)
-  return learner, Partitioner(mesh_over(grid, AXES)).replacing(_rules_of(config))
+  # --- Of each process the first devices learn, and the last ones roll out.
+  learning: list[jax.Device] = []
+  grids = []
+  for local in processes.values():
+    learning += local[:-own]
+    grids.append(placement.device_grid((own // tensor, 1, 1, tensor), local[-own:], 1))
+  learner = _over(config, learning)
+  rollouts = Partitioner(mesh_over(np.concatenate(grids), AXES))
+  return learner, rollouts.replacing(_rules_of(config))
 
 
 def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Device]:

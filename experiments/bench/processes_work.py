@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from coa_jax import evaluate, processes
 from coa_jax.learner import log_probs
@@ -60,16 +59,16 @@ class Meter:
   def on(self) -> Iterator[Meter]:
     """Counts while inside."""
     gather, exchange, put = (
-      multihost_utils.process_allgather,
+      processes._all_gather,
       processes._all_to_all,
       Partitioner.put,
     )
     others = jax.process_count() - 1
 
-    def metered_gather(x: np.ndarray, **options: Any) -> Any:
-      self.sent += x.nbytes * others
-      self.received += x.nbytes * others
-      return gather(x, **options)
+    def metered_gather(own: np.ndarray) -> np.ndarray:
+      self.sent += own.nbytes * others
+      self.received += own.nbytes * others
+      return gather(own)
 
     def metered_exchange(own_PS: np.ndarray) -> np.ndarray:
       self.sent += own_PS[1:].nbytes
@@ -82,13 +81,13 @@ class Meter:
       self.held = max(self.held, size)
       return put(partitioner, tree)
 
-    multihost_utils.process_allgather = metered_gather
+    processes._all_gather = metered_gather
     processes._all_to_all = metered_exchange
     Partitioner.put = metered_put
     try:
       yield self
     finally:
-      multihost_utils.process_allgather = gather
+      processes._all_gather = gather
       processes._all_to_all = exchange
       Partitioner.put = put
 

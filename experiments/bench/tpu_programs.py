@@ -329,6 +329,8 @@ def _learning(run: Run, name: str, rolling: float) -> Program:
 def _handing_over(run: Run, beside: float) -> list[Program]:
   """What `decode_params.decoding_views` compiles: it rounds, then gathers by layers.
 
+  budget: three programs, each in a few fields.
+
   Args:
     run: the run.
     beside: bytes of a device of the learner that are taken meanwhile, the policy's
@@ -351,10 +353,24 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
       **shared,
     )
   ]
+  # --- Gathered: where rollouts have devices of their own, a layer after the other,
+  # until those have it.
   if run.settings.mesh.rollout:
-    return out  # sent to other devices: no program does that
+    layer = converted["layer_0"]
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer))
+    gather = decode_params.gatherer(run.learner.mesh)
+    out.append(
+      Program(
+        name="gather a layer, whole",
+        lower=functools.partial(gather.lower, layer),
+        needed=device_bytes(layer) + whole,
+        beside=beside + device_bytes(converted) - device_bytes(layer),
+        **shared,
+      )
+    )
+    return out
 
-  # --- Gathered: first what is of no layer, whose parts stay, then layer after layer.
+  # --- Else first what is of no layer, whose parts stay, then layer after layer.
   def rest(tree: dict[str, Any]) -> dict[str, Any]:
     return {k: x for k, x in tree.items() if not decode_params.is_layer(k)}
 

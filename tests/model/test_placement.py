@@ -98,6 +98,18 @@ def test_where_hosts_are_blocks_their_devices_lie_alike():
     assert (within == within[0]).all(), name
 
 
+def test_a_part_of_every_host_is_a_mesh():
+  """As `mesh.rollout` leaves it to the learner; of most JAX makes none."""
+  for name in SLICES:
+    part = []
+    for _, host in itertools.groupby(chips(name), key=lambda d: d.process_index):
+      devices = list(host)
+      part += devices[: len(devices) // 2]
+    grid = device_grid((1, len(part), 1, 1), part, 2)
+    assert sorted(d.id for d in grid.flat) == sorted(d.id for d in part)
+    assert not num_split(grid, 2)
+
+
 def test_jax_would_split_teams_between_hosts():
   """Else nothing above is shown. A mesh that JAX places well stays as it was."""
   assert split_by_jax((1, 4, 1, 4), chips("v6e:4x4")) == 4

@@ -11,6 +11,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -352,7 +353,7 @@ def test_a_mesh_of_more_devices_than_there_are_says_so():
   assert make_partitioner(MeshConfig(devices=1), jax.devices() * 8) is None
 
 
-def test_devices_that_can_not_be_shared_out_are_refused(monkeypatch):
+def test_devices_that_can_not_be_shared_out_are_refused():
   eight = jax.devices() * 8
   with pytest.raises(ValueError, match=r"mesh.rollout=1 gives devices to the rollouts"):
     make_partitioner(MeshConfig(rollout=1), eight)
@@ -362,8 +363,10 @@ def test_devices_that_can_not_be_shared_out_are_refused(monkeypatch):
     ValueError, match=r"rollout=3 must be a multiple of the 2 devices"
   ):
     make_partitioners(MeshConfig(rollout=3), eight, rollout_tensor=2)
+  two_hosts = [SimpleNamespace(process_index=i // 4) for i in range(8)]
+  with pytest.raises(ValueError, match=r"rollout=2 must be .* on each of 2 processes"):
+    make_partitioners(MeshConfig(rollout=2), two_hosts, rollout_tensor=2)
+  with pytest.raises(ValueError, match=r"none of the 6 devices, or none of a process"):
+    make_partitioners(MeshConfig(rollout=4), two_hosts[:6])
   with pytest.raises(ValueError, match=r"there are 4 beside mesh.rollout=4"):
     make_partitioners(MeshConfig(fsdp=8, rollout=4), eight)
-  monkeypatch.setattr(sharding.jax, "process_count", lambda: 2)
-  with pytest.raises(ValueError, match=r"mesh.rollout=4 is for one process, and there"):
-    make_partitioners(MeshConfig(rollout=4), eight)
