@@ -84,8 +84,9 @@ class MeshConfig:
     context: devices that split the tokens of a row.
     tensor: devices that split heads, hidden units and the vocabulary.
     devices: how many are used, the first of them; 0 for all.
-    rollout: how many of them, the last ones, RL gives to rollouts alone; the other axes
-      share what is left to the learner. 0: all do both, by turns or side by side.
+    rollout: how many of them RL gives to rollouts alone, the last ones of each process;
+      the other axes share what is left to the learner. 0: all do both, by turns or side
+      by side.
     rules: lines that replace those of `RULES`, e.g. {"K": ()} keeps all key-value
       heads on every device.
   """
