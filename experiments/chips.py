@@ -1,11 +1,11 @@
 r"""Says from a run's own times whether its rollouts should have devices of their own.
 
-  python -m experiments.chips --workdir=runs/rl --devices=8 [--team=2]
+  python -m experiments.chips --workdir=runs/rl [--team=2]
 
 Reads the seconds by phase of an on-policy run of RL (`metrics.jsonl`) and prints what a
 step would take in three arrangements of the same devices: by turns (as measured), side
-by side (`algo.sampling.staleness`), and apart (`mesh.rollout`, at its best number). The
-model behind it, of N devices, n of which roll out:
+by side (`algo.sampling.staleness`), and apart (`mesh.rollout`, at its best number, as
+many of each process). The model behind it, of N devices, n of which roll out:
 
   by turns      sync + decode + wait + learn
   side by side  sync + max(decode + learn, decode + wait)
@@ -78,23 +78,40 @@ class StepSeconds:
     rollouts = self.decode * devices / own + self.wait
     return self.sync + max(rollouts, self.learn * devices / (devices - own))
 
-  def best_apart(self, devices: int, team: int) -> int:
+  def best_apart(self, devices: int, team: int, processes: int = 1) -> int:
     """Returns the number of devices of rollouts' own at which a step is fastest.
 
+    Args:
+      devices: of all processes.
+      team: devices of a replica, which one process has.
+      processes: each gives as many.
+
     Raises:
-      ValueError: a replica would leave the learner no device.
+      ValueError: a replica of each process would leave the learner no device.
     """
-    if team >= devices:
+    least = team * processes
+    if least >= devices:
       raise ValueError(
-        f"a replica of {team} leaves the learner none of {devices} devices"
+        f"a replica of {team} on each of {processes} processes leaves the learner none "
+        f"of {devices} devices"
       )
-    numbers = range(team, devices, team)
+    numbers = range(least, devices, least)
     return min(numbers, key=lambda own: self.apart(devices, own))
 
 
-def lines(seconds: StepSeconds, devices: int, team: int) -> list[str]:
-  """Says what a step takes in each arrangement, the fastest last."""
-  own = seconds.best_apart(devices, team)
+def lines(log: Sequence[Mapping[str, float]], team: int) -> list[str]:
+  """Says what a step takes in each arrangement, the fastest last.
+
+  Args:
+    log: of an on-policy run.
+    team: devices of a replica.
+
+  Raises:
+    ValueError: see `StepSeconds`.
+  """
+  seconds = StepSeconds.of(log)
+  devices = round(log[-1]["devices"])
+  own = seconds.best_apart(devices, team, round(log[-1]["processes"]))
   ways = {
     "by turns (staleness=0, mesh.rollout=0)": seconds.by_turns(),
     f"apart (staleness>=1, mesh.rollout={own})": seconds.apart(devices, own),
@@ -114,7 +131,6 @@ def lines(seconds: StepSeconds, devices: int, team: int) -> list[str]:
 def define_flags() -> None:
   """Defines this program's flags: not on import, for other programs have like ones."""
   flags.DEFINE_string("workdir", None, "Of a run of RL.", required=True)
-  flags.DEFINE_integer("devices", None, "That it had.", 2, required=True)
   flags.DEFINE_integer("team", 1, "Devices of a replica (rollout.tensor).", 1)
 
 
@@ -122,7 +138,7 @@ def main() -> None:
   """Prints the three arrangements."""
   log = read_metrics(os.path.join(flags.FLAGS.workdir, METRICS_FILE), "rl")
   try:
-    print("\n".join(lines(StepSeconds.of(log), flags.FLAGS.devices, flags.FLAGS.team)))
+    print("\n".join(lines(log, flags.FLAGS.team)))
   except ValueError as e:
     stop(f"{flags.FLAGS.workdir}: {e}")
 

@@ -21,7 +21,8 @@ def test_hand_computed():
   assert seconds.apart(8, 4) == 1 + max(2 * 2 + 10, 6 * 2) == 15.0
   assert seconds.best_apart(8, 1) == 4
   assert seconds.best_apart(8, 3) == 3
-  with pytest.raises(ValueError, match="a replica of 4 leaves the learner none of 4"):
+  assert seconds.best_apart(12, 2, processes=3) == 6
+  with pytest.raises(ValueError, match="a replica of 4 on each of 1 processes leaves"):
     seconds.best_apart(4, 4)
 
 
@@ -38,7 +39,8 @@ def test_a_log_is_read_without_its_first_step_evaluation_and_saving():
   row |= {"seconds_learn": 4.0, "seconds_sync": 0.5, "seconds_dev": 9, "seconds": 99}
   seconds = StepSeconds.of([{**row, "seconds_learn": 100.0}, row, row])
   assert seconds == StepSeconds(sync=0.5, decode=2.0, wait=4.0, learn=4.0)
-  text = chips.lines(seconds, devices=8, team=2)
+  row |= {"devices": 8.0, "processes": 1.0}
+  text = chips.lines([row, row], team=2)
   assert len(text) == 3 and "by turns" in text[1] and "mesh.rollout=4" in text[2]
   with pytest.raises(ValueError, match="has 1 steps"):
     StepSeconds.of([row])
