@@ -492,13 +492,13 @@ def _check_fit(
 
   # --- What processes can agree on without waiting for each other.
   if sampling.staleness and jax.process_count() > 1:
-    processes = "several processes and"
+    beside = "several processes and"
     if settings.vllm:
-      raise ValueError(_hindrance(sampling, f"{processes} section vllm"))
+      raise ValueError(_hindrance(sampling, f"{beside} section vllm"))
     if sampling.task_sampler != "uniform":
       # What one draws next depends on what has been learnt from when it does.
       sampler = f"algo.sampling.task_sampler={sampling.task_sampler!r}"
-      raise ValueError(_hindrance(sampling, f"{processes} {sampler}"))
+      raise ValueError(_hindrance(sampling, f"{beside} {sampler}"))
 
 
 def _hindrance(sampling: SamplingConfig, what: str) -> str:

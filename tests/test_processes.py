@@ -210,13 +210,9 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
     assert again == expected  # a task each
 
 
-@pytest.mark.parametrize(
-  "processes",
-  [pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.slow)],
-)
-def test_rl_in_several_processes_is_that_of_one(sections, tmp_path, processes):
-  """The same trajectories, of which each writes its own, and the same training."""
-  config = {
+def two_steps(sections: dict) -> dict:
+  """A run of RL that evaluates and saves at each of its two steps."""
+  return {
     **sections,
     "optim": dict(lr=1e-3),
     "algo": dict(
@@ -228,6 +224,15 @@ def test_rl_in_several_processes_is_that_of_one(sections, tmp_path, processes):
     "dev": dict(every=1, uri=sections["tasks"]["uri"]),
     "checkpoint": dict(every=1),
   }
+
+
+@pytest.mark.parametrize(
+  "processes",
+  [pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.slow)],
+)
+def test_rl_in_several_processes_is_that_of_one(sections, tmp_path, processes):
+  """The same trajectories, of which each writes its own, and the same training."""
+  config = two_steps(sections)
   one, several = tmp_path / "one", tmp_path / "several"
   run("rl", config, one, processes=1, devices=processes)
   run("rl", config, several, processes=processes, devices=1)
@@ -258,18 +263,7 @@ def test_rollouts_on_devices_of_their_own_in_two_processes_change_no_bit(
   sections, tmp_path
 ):
   """Both learn on their first device; rollouts share it, or have the second."""
-  config = {
-    **sections,
-    "optim": dict(lr=1e-3),
-    "algo": dict(
-      steps=2,
-      keep_every=1,
-      sampling=dict(prompts=4, samples=4, rounds=1),
-      batch=dict(rows=4, length=toy.MAX_LEN),
-    ),
-    "dev": dict(every=1, uri=sections["tasks"]["uri"]),
-    "checkpoint": dict(every=1),
-  }
+  config = two_steps(sections)
   together, apart = tmp_path / "together", tmp_path / "apart"
   run("rl", config, together, processes=2, devices=1)
   run("rl", {**config, "mesh": dict(rollout=2)}, apart, processes=2, devices=2)

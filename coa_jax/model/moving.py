@@ -12,11 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-# By platform: over how many devices of a mesh axis a gather goes at once, and over how
-# many it goes first where there are more. Over 64 chips or more libtpu 0.0.42 makes an
-# all-reduce of the whole array. On GPUs the second gather would send between hosts
-# what NCCL sends within them.
-_GATHERED_OVER = {"tpu": (32, 8)}
+# By kind of device: over how many of a mesh axis a gather goes at once, and over how
+# many it goes first where there are more. Over 64 chips or more libtpu 0.0.42 makes
+# all-reduces of the whole array. TPU7x's compiler makes more of them in two steps; on
+# GPUs the second gather would send between hosts what NCCL sends within them.
+_GATHERED_OVER = dict.fromkeys(
+  ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), (32, 8)
+)
 
 
 def mesh_over(grid: np.ndarray, axes: tuple[str, ...]) -> Mesh:
@@ -68,8 +70,8 @@ def _in_parts(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
   """
   if isinstance(mesh, AbstractMesh):  # of no devices in particular
     return mesh, {axis: (axis,) for axis in mesh.shape}
-  platform = mesh.devices.flat[0].platform
-  most, first = _GATHERED_OVER.get(platform, (mesh.size, 1))
+  kind = mesh.devices.flat[0].device_kind
+  most, first = _GATHERED_OVER.get(kind, (mesh.size, 1))
   names: dict[str, tuple[str, ...]] = {}
   sizes: list[int] = []
   for axis, size in mesh.shape.items():
