@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import inspect
 import os
 import sys
 import threading
@@ -81,17 +82,19 @@ def _compile_all(
         print(line, file=sys.stderr)
 
 
-# What JAX 0.10 calls to write a program. Should another version not have it, processes
-# after the first compile their replicas' programs at every start.
+# What JAX calls to write a program, as of 0.10 to 0.12; private, so another version may
+# not have it so. There processes after the first compile their replicas' programs at
+# every start.
 _write = getattr(compiler, "_cache_write", None)
+_WRITTEN = ("cache_key", "compile_time_secs", "module_name", "backend", "executable")
 
 
 def _write_own(
-  key: str, seconds: float, name: str, backend: Any, program: Any, callbacks: Any
+  key: str, seconds: float, name: str, backend: Any, program: Any, *more: Any
 ) -> None:
   """Writes a program into JAX's persistent cache, from the process that it is of."""
   if not _thread.own or jax.process_index() == 0:
-    _write(key, seconds, name, backend, program, callbacks)
+    _write(key, seconds, name, backend, program, *more)
   elif seconds >= jax.config.jax_persistent_cache_min_compile_time_secs:
     try:
       compilation_cache.put_executable_and_time(
@@ -101,5 +104,5 @@ def _write_own(
       warnings.warn(f"{name} is not kept for the next start: {e}", stacklevel=2)
 
 
-if _write:
+if _write and tuple(inspect.signature(_write).parameters)[:5] == _WRITTEN:
   compiler._cache_write = _write_own

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import toy
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
@@ -153,7 +153,7 @@ def test_two_processes_are_one(both):
 def abstract(**sizes: int) -> Partitioner:
   """A partitioner over devices that are not there: `check` needs none."""
   shape = tuple(sizes.get(axis, 1) for axis in AXES)
-  return Partitioner(AbstractMesh(shape, AXES))
+  return Partitioner(AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
 
 
 def test_every_axis_that_does_not_divide_is_named():
