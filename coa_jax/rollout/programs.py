@@ -17,7 +17,10 @@ from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
 from coa_jax.rollout import slot_cache
 
-_CPU_TOKENS = 256  # that a call gives to all rows of a CPU, where a row has no more
+# That a call gives to all rows together, where a row has no more. On a GPU what a call
+# needs for a 7B model then stays under half a gigabyte.
+_CPU_TOKENS = 256
+_GPU_TOKENS = 4096
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -75,7 +78,7 @@ def device_calls(
   shapes: set[tuple[int, int, int]] = set()
   for needed in range(1, num_blocks(most, config.max_len) + 1):
     end = min(needed * page_size(config.max_len), most)
-    blocks = block_bucket(end, config.max_len)
+    blocks = block_bucket(end, config.max_len, on)
     shapes.update((t, blocks, needed) for t, given in fewest.items() if given <= end)
 
   # --- Of each size of the cache those that it can hold.
@@ -100,13 +103,19 @@ def token_bucket(length: int) -> int:
   return bucket
 
 
-def block_bucket(places: int, max_len: int) -> int:
-  """Rounds the pages of a row up that a call reads: for short rows a power of two.
+def block_bucket(places: int, max_len: int, on: str) -> int:
+  """Rounds the pages of a row up that a call reads: on a CPU to a power of two.
 
-  Longer ones are read page by page, as many as are there: they have one program.
+  Long rows, and those of other devices, are read page by page, as many as are there:
+  they have one program.
+
+  Args:
+    places: that the call reads.
+    max_len: of a row.
+    on: the kind of device: cpu, gpu or tpu.
   """
   blocks = num_blocks(max_len, max_len)
-  if max_len > SHORT:
+  if on != "cpu" or max_len > SHORT:
     return blocks
   bucket = 1
   while bucket < num_blocks(places, max_len):
@@ -122,11 +131,12 @@ def most_rows(tokens: int, inject_rows: int, on: str) -> int:
     inject_rows: of the config, or slots where they are fewer.
     on: the kind of device: cpu, gpu or tpu.
   """
-  if on != "cpu":
+  if on == "tpu":
     return inject_rows
-  # All of them are computed there, used or not (`row_bucket`), and with this many
+  # On a CPU all of them are computed, used or not (`row_bucket`), and with this many
   # tokens the products are as fast as with more.
-  return max(1, min(inject_rows, _CPU_TOKENS // tokens))
+  most = _CPU_TOKENS if on == "cpu" else _GPU_TOKENS
+  return max(1, min(inject_rows, most // tokens))
 
 
 def row_bucket(rows: int, most: int, on: str) -> int:

@@ -438,7 +438,7 @@ class Scheduler:
     """Runs pieces, each filled up to a length, as rows of a call that may have more."""
     R = programs.row_bucket(len(pieces), rows, self._on)
     end = max(piece.start + len(piece.ids) for piece in pieces)
-    blocks = programs.block_bucket(end, self.config.max_len)
+    blocks = programs.block_bucket(end, self.config.max_len, self._on)
     table_BC = self._cache.table_BC[:, :blocks]
     # Rows that are not used have no pages: they are written nowhere.
     table_RC = np.full((R, table_BC.shape[1]), -1, np.int32)

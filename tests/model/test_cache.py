@@ -120,7 +120,9 @@ def by_block(q_BTNH, k_BSKH, v_BSKH, position_BT, P: int) -> np.ndarray:
   k_BKCHP = k_BSKH.reshape(B, S // P, P, K, H).transpose(0, 3, 1, 4, 2)
   v_BKCPH = v_BSKH.reshape(B, S // P, P, K, H).transpose(0, 3, 1, 2, 4)
   mask_BTS = jnp.arange(S) <= position_BT[:, :, None]
-  score_BKCRP = jax.jit(paged._scores)(q_BTNH, k_BKCHP, mask_BTS)
+  score_BKCRP = jax.jit(paged._scores, static_argnums=3)(
+    q_BTNH, k_BKCHP, mask_BTS, True
+  )
   weighted = jax.jit(paged._weighted)
   max_BK1R = score_BKCRP.max((2, 4))[:, :, None]
   sum_BKCR, out_BKCRH = weighted(score_BKCRP, max_BK1R, v_BKCPH)

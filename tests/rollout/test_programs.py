@@ -138,6 +138,12 @@ def test_long_rows_have_one_program_for_any_number_of_pages():
   calls = device_calls(config, "tpu", [640])
   assert len(calls) == 3 * 6 + 1 and {call.blocks for call in calls} == {128}
   assert str(calls[-1]) == "window 16 x 8, 128 of 640 pages"
+  # Short ones have a few on a CPU alone, which reads their pages at once.
+  short = dataclasses.replace(config, max_len=1024)
+  blocks = {
+    on: {c.blocks for c in device_calls(short, on, [8])} for on in ("cpu", "gpu")
+  }
+  assert blocks == {"cpu": {1, 2, 4}, "gpu": {4}}
 
 
 def test_a_pool_grows_by_a_half_and_holds_all_that_slots_can_need():

@@ -17,7 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-# The most places of a row over which several tokens attend at once.
+# The most places of a CPU's row over which several tokens attend at once.
 SHORT = 1024
 # Finite, so that a token that may read nothing stays free of NaN.
 _MASKED = -1e30
@@ -65,8 +65,8 @@ def attend(
   One token of each row reads the pages where they lie, if `rows` says whose they are:
   all of a pool that is no larger than what rows have. Several tokens' scores with all
   places of a long row would be large: they read block after block, up to the last that
-  any of them may read, in memory that the row's length does not change. Those of short
-  rows read all blocks at once.
+  any of them may read, in memory that the row's length does not change. On a CPU those
+  of short rows read all blocks at once.
 
   Args:
     q_BTNH: queries.
@@ -91,20 +91,21 @@ def attend(
   page_BC = jnp.maximum(rows.table_BC, 0)  # what is not there is not read either
 
   def blocks(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, K, c, H, P] and values [B, K, c, P, H] of the rows."""
+    """Values [B, K, c, P, H] of the rows, and keys, of which H comes first or last."""
     page_Bc = jax.lax.dynamic_slice_in_dim(page_BC, first, count, axis=1)
     axis = 0 if places_last else 1
     k = jnp.take(keys, page_Bc, axis=axis, mode="clip")
     v = jnp.take(values, page_Bc, axis=axis, mode="clip")
     if places_last:
       return k.swapaxes(1, 2), v.swapaxes(1, 2)
-    # Turned only now: before, all pages would be.
-    return jnp.moveaxis(k, 0, 1).swapaxes(3, 4), jnp.moveaxis(v, 0, 1)
+    # Keys stay as they are: to turn over one row's, XLA would turn over the whole pool.
+    return jnp.moveaxis(k, 0, 1), jnp.moveaxis(v, 0, 1)
 
-  if C * P <= SHORT:
+  if places_last and C * P <= SHORT:
     mask_BTS = _mask(position_BT[..., None], jnp.arange(C * P), window)
     return _attend(q_BTNH, *blocks(0, C), mask_BTS)
-  return _attend_by_block(q_BTNH, blocks, position_BT, (K, C, P), window)
+  shape = (K, C, P)
+  return _attend_by_block(q_BTNH, blocks, position_BT, shape, window, places_last)
 
 
 def _mask(position: jax.Array, place: jax.Array, window: int) -> jax.Array:
@@ -160,7 +161,7 @@ def _attend(
 
   Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
   """
-  score_BKCRP = _scores(q_BTNH, k_BKCHP, mask_BTS)
+  score_BKCRP = _scores(q_BTNH, k_BKCHP, mask_BTS, True)
   # One maximum of all blocks, and each block's own sum.
   max_BKR = score_BKCRP.max((2, 4))
   sum_BKCR, out_BKCRH = _weighted(score_BKCRP, max_BKR[:, :, None], v_BKCPH)
@@ -173,6 +174,7 @@ def _attend_by_block(
   position_BT: jax.Array,
   shape: tuple[int, int, int],
   window: int,
+  places_last: bool,
 ) -> jax.Array:
   """Attends as `_attend` does, one block after the other; sums in their order.
 
@@ -185,6 +187,7 @@ def _attend_by_block(
     position_BT: of each query.
     shape: kv heads K, blocks C and places P of each.
     window: places that a token reads; 0 for all.
+    places_last: how keys lie.
 
   Returns:
     out_BTNH in q's dtype.
@@ -194,9 +197,9 @@ def _attend_by_block(
   R = T * (N // K)
 
   def scored(c: jax.Array) -> tuple[jax.Array, jax.Array]:
-    k_BK1HP, v_BK1PH = blocks(c, 1)
+    keys, v_BK1PH = blocks(c, 1)
     mask_BTP = _mask(position_BT[..., None], c * P + jnp.arange(P), window)
-    return _scores(q_BTNH, k_BK1HP, mask_BTP), v_BK1PH
+    return _scores(q_BTNH, keys, mask_BTP, places_last), v_BK1PH
 
   def highest(c: jax.Array, max_BKR: jax.Array) -> jax.Array:
     return jnp.maximum(max_BKR, scored(c)[0].max((2, 4)))
@@ -212,23 +215,33 @@ def _attend_by_block(
   # block: without the loops it would compute with other kernels, of other bits.
   count = jnp.clip(position_BT.max() // P + 1, 1, C)
   count = jax.lax.optimization_barrier(count)
-  zero_BKR = jnp.zeros((B, K, R), jnp.float32)
-  max_BKR = jax.lax.fori_loop(0, count, highest, zero_BKR + _MASKED)
-  sums = (zero_BKR, jnp.zeros((B, K, R, H), jnp.float32))
+  max_BKR = jnp.full((B, K, R), _MASKED, jnp.float32)
+  max_BKR = jax.lax.fori_loop(0, count, highest, max_BKR)
+  # Zeros that wait for these queries: else a GPU has those of all layers at once.
+  zero = (q_BTNH[0, 0, 0, 0] > jnp.inf).astype(jnp.float32)
+  sums = (jnp.full((B, K, R), zero), jnp.full((B, K, R, H), zero))
   sum_BKR, out_BKRH = jax.lax.fori_loop(0, count, summed, sums)
   return _normalized(q_BTNH, sum_BKR, out_BKRH)
 
 
-def _scores(q_BTNH: jax.Array, k_BKCHP: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+def _scores(
+  q_BTNH: jax.Array, keys: jax.Array, mask_BTS: jax.Array, places_last: bool
+) -> jax.Array:
   """score_BKCRP of all blocks, float32. R: the G T rows of a kv head's queries."""
   B, T, N, H = q_BTNH.shape
-  _, K, C, _, P = k_BKCHP.shape
+  K, C = keys.shape[1:3]
+  P = keys.shape[4 if places_last else 3]
   G = N // K
   # One matrix product per kv head, with the rows of its G query heads together. The
   # queries are repeated: a product over all blocks at once would move the keys.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
   q_BKCRH = jnp.broadcast_to(q_BKGTH.reshape(B, K, 1, G * T, H), (B, K, C, G * T, H))
-  score_BKCRP = jnp.matmul(q_BKCRH, k_BKCHP, preferred_element_type=jnp.float32)
+  score_BKCRP = jnp.einsum(
+    "BKCRH,BKCHP->BKCRP" if places_last else "BKCRH,BKCPH->BKCRP",
+    q_BKCRH,
+    keys,
+    preferred_element_type=jnp.float32,
+  )
   score_BKCGTP = score_BKCRP.reshape(B, K, C, G, T, P)
   mask_BCTP = mask_BTS.reshape(B, T, C, P).swapaxes(1, 2)
   score_BKCGTP = jnp.where(mask_BCTP[:, None, :, None], score_BKCGTP, _MASKED)
