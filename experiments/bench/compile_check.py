@@ -1,4 +1,4 @@
-r"""Compiles an RL run's programs for a TPU slice, without a TPU: do they fit, how fast?
+r"""Compiles an RL run's programs for a TPU slice without one: do they fit, how fast?
 
   pip install 'jax[tpu]'   (the compiler, libtpu, in the version that this jax reads)
   python -m experiments.bench.compile_check --config=configs/rl_qwen.py \
@@ -34,6 +34,9 @@ window:
 Cycles become seconds by three plain programs compiled beside it: a large product (for
 learn, score and extend), a product of 64 rows (for windows), and a stream of
 multiplications (for all else). The table is of compiled programs and not measured.
+--slice=h100:8 (or h200; up to a host's eight, or whole hosts) compiles for GPUs without
+one: pip install 'jax[cuda13]'. Their compiler estimates no cycles, so the columns made
+of those are left out.
 --top adds a table of the N operations of each program that take longest by those
 cycles, with where they stand in the model. --text keeps all of the text.
 
@@ -70,14 +73,15 @@ from coa_jax.report.tables import markdown_table
 from coa_jax.rl import RLConfig
 from experiments.bench import program as bench
 from experiments.bench import tpu_programs
+from experiments.bench.gpus import gpus, read_gpus
 from experiments.bench.hlo_text import collectives
-from experiments.bench.hlo_work import operations, work
+from experiments.bench.hlo_work import Work, operations, work
 from experiments.bench.program import OUT, QUICK
 from experiments.bench.tpu_programs import Program
 from experiments.deploy.slices import read_slice
 from experiments.launch import run_program, start, stop
 
-_SLICE = flags.DEFINE_string("slice", "", "As v5p:2x2x4, or v5p-32.")
+_SLICE = flags.DEFINE_string("slice", "", "As v5p:2x2x4, v5p-32, or h100:8.")
 _SLICES = flags.DEFINE_integer("slices", 1, "How many of them share mesh.data.", 1)
 _MODEL = flags.DEFINE_string("model", "", "A published model in place of config.init.")
 _LIVE = flags.DEFINE_integer(
@@ -99,8 +103,8 @@ class Chip:
     flops: bf16 operations a second.
     hbm: bytes of its memory.
     hbm_rate: bytes a second of that.
-    ici_rate: bytes a second that it sends within a slice.
-    dcn_rate: bytes a second between slices.
+    ici_rate: bytes a second that it sends within a slice, or a host of GPUs.
+    dcn_rate: bytes a second between those.
   """
 
   flops: float
@@ -119,6 +123,10 @@ CHIPS = {
   "v5p": Chip(459e12, 95e9, 2765e9, 600e9, 6.25e9),
   "v6e": Chip(918e12, 32e9, 1640e9, 400e9, 12.5e9),
   "tpu7x": Chip(1153.5e12, 96e9, 3690e9, 300e9, 6.25e9),
+  # NVIDIA's data sheets, NVLink one way, 400 Gb/s a GPU between hosts. Memory is what
+  # JAX takes of it unless told otherwise, as it was on one of each.
+  "h100": Chip(989e12, 63.7e9, 3350e9, 450e9, 50e9),
+  "h200": Chip(989e12, 112.6e9, 4800e9, 450e9, 50e9),
 }
 
 
@@ -181,6 +189,7 @@ _COLUMNS = {
   "estimate": "estimate ms",
   "compile": "compile s",
 }
+_BY_CYCLES = ("cycles", "estimate")  # columns that a compiler for GPUs has nothing for
 
 
 def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
@@ -215,21 +224,16 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
   sent_between = sum(c.sent for c in between) / program.units
 
   # --- Time.
-  rates = calibrate(device, chip)
-  product = rates["rows"] if program.units > 1 else rates["product"]
   floors = {
     "compute": program.flops / chip.flops,
     "hbm": program.needed / chip.hbm_rate,
     "ici": sent / chip.ici_rate,
     "dcn": sent_between / chip.dcn_rate,
   }
-  cycles = done.product_cycles / product + done.other_cycles / rates["stream"]
-  top = []
-  if _TOP.value:
-    for x in operations(text, program.turns, program.units):
-      takes = x.cycles / (product if x.product else rates["stream"])
-      top.append({**dataclasses.asdict(x), "seconds": takes})
-  top.sort(key=lambda x: -x["seconds"])
+  timed: dict[str, Any] = {}
+  if device.platform == "tpu":
+    timed = _timed(program, text, done, calibrate(device, chip))
+    timed["estimate"] += done.kernels_moved / chip.hbm_rate + waited / chip.ici_rate
   return {
     "fits": own + program.beside <= chip.hbm,
     "own": own,
@@ -250,10 +254,33 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "floors": floors,
     "floor": max(floors.values()),
     "bound": max(floors, key=floors.get),
-    "estimate": cycles + done.kernels_moved / chip.hbm_rate + waited / chip.ici_rate,
+    "compile_seconds": seconds,
+    **timed,
+  }
+
+
+def _timed(
+  program: Program, text: str, done: Work, rates: Mapping[str, float]
+) -> dict[str, Any]:
+  """What the compiler's cycles come to, and the longest operations by them.
+
+  Args:
+    program: what was compiled.
+    text: of it.
+    done: what it does.
+    rates: cycles of a second, of `calibrate`.
+  """
+  product = rates["rows"] if program.units > 1 else rates["product"]
+  top = []
+  if _TOP.value:
+    for x in operations(text, program.turns, program.units):
+      takes = x.cycles / (product if x.product else rates["stream"])
+      top.append({**dataclasses.asdict(x), "seconds": takes})
+  top.sort(key=lambda x: -x["seconds"])
+  return {
+    "estimate": done.product_cycles / product + done.other_cycles / rates["stream"],
     "rates": rates,
     "top": top[: _TOP.value],
-    "compile_seconds": seconds,
   }
 
 
@@ -300,7 +327,7 @@ def row_of(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     "between": f"{figures['between']:.0f}, {figures['sent_between'] / 1e9:.2f}",
     "cycles": (figures["product_cycles"] + figures["other_cycles"]) / 1e9,
     "floor": 1e3 * figures["floor"],
-    "estimate": 1e3 * figures["estimate"],
+    "estimate": 1e3 * figures.get("estimate", 0),
     "compile": f"{figures['compile_seconds']:.0f}",
   }
 
@@ -365,27 +392,40 @@ def _alone(words: Sequence[str]) -> dict[str, Any]:
   return {"error": " ".join(reasons[-2:])[:600] or f"exit status {done.returncode}"}
 
 
+def _devices() -> tuple[Chip, list[jax.Device]]:
+  """What --slice names: what each of its devices does at most, and all of them.
+
+  Raises:
+    ValueError: there is no such slice, or its compiler is not installed.
+  """
+  if found := read_gpus(_SLICE.value):
+    if _SLICES.value > 1:
+      raise ValueError("--slices is of TPUs; give GPUs as h100:16")
+    return CHIPS[found[0]], gpus(*found)
+  tpus = read_slice(_SLICE.value)
+  _need_libtpu()
+  return CHIPS[tpus.generation], tpu_programs.devices_of(tpus, _SLICES.value)
+
+
+def _need_libtpu() -> None:
+  if importlib.util.find_spec("libtpu") is None:
+    raise ValueError("this needs the compiler for TPUs: pip install 'jax[tpu]'")
+
+
 def _check_run(config: ml_collections.ConfigDict) -> None:
   """Compiles the programs of a config's run and prints their table."""
   # --- What there is to compile.
   settings = read_config(config, RLConfig)
-  tpus = read_slice(_SLICE.value)
+  chip, devices = _devices()
   layers = _QUICK_LAYERS if QUICK.value else 0
-  devices = tpu_programs.devices_of(tpus, _SLICES.value)
-  run = tpu_programs.make_run(
-    settings,
-    devices,
-    CHIPS[tpus.generation].hbm,
-    _MODEL.value,
-    layers,
-  )
+  run = tpu_programs.make_run(settings, devices, chip.hbm, _MODEL.value, layers)
   live = _LIVE.value or settings.rollout.max_len // 4
   programs = {p.name: p for p in tpu_programs.programs(run, live)}
   if _LIST.value:
     print("\n".join(programs))
     return
   if _CHILD.value:
-    figures = measure(programs[_CHILD.value], CHIPS[tpus.generation], devices[0])
+    figures = measure(programs[_CHILD.value], chip, devices[0])
     print(json.dumps(figures))
     return
   names = [name for name, p in programs.items() if p.decides]
@@ -405,6 +445,7 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
 
 def _check_cases() -> None:
   """Compiles the programs of every case that --cases finds, and prints one table."""
+  _need_libtpu()
   cases = bench.chosen(CASES)  # the first of them with --quick
   if _LIST.value:
     print("\n".join(f"{name}\n  {' '.join(words)}" for name, words in cases.items()))
@@ -431,6 +472,9 @@ def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
   columns = dict(_COLUMNS)
   if _SLICES.value == 1:
     del columns["between"]
+  if read_gpus(_SLICE.value):
+    for name in _BY_CYCLES:
+      del columns[name]
   print(markdown_table(rows, columns))
   print(f"\n{what}")
   for name, figures in table.items():
@@ -446,8 +490,6 @@ def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
 
 def main() -> None:
   """Checks the run of --config; without one, those of `CASES`."""
-  if importlib.util.find_spec("libtpu") is None:
-    stop("this needs the compiler for TPUs: pip install 'jax[tpu]'")
   tpu_programs.prepare()
   if any(word.startswith(("--config", "-config")) for word in sys.argv[1:]):
     start(_check_run, RLConfig)

@@ -32,6 +32,7 @@ _FREE = {
   "opt-barrier",
 }
 _DEFINITION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*)")
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cudnn$")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -118,7 +119,7 @@ def work(
         out.product_cycles += count * int(estimate[1])
       else:
         out.other_cycles += count * int(estimate[1])
-    if x.operation == "custom-call" and "tpu_custom_call" in x.line:
+    if x.operation == "custom-call" and any(name in x.line for name in _KERNELS):
       out.kernels += count
       arrays = _hbm_bytes(x.kind)
       for operand in x.operands:

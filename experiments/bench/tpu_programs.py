@@ -1,4 +1,4 @@
-"""The device programs of an RL run, made from its config for a TPU slice not at hand.
+"""The device programs of an RL run, made from its config for devices not at hand.
 
 `make_run` builds what `rl.run` builds before its first device call, over devices that
 only the compiler knows; a run that the journey would refuse is refused with its words.
@@ -49,7 +49,7 @@ _GRAMMAR = (256, 1024)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """An RL run on a slice.
+  """An RL run on a TPU slice, or on GPUs.
 
   Attributes:
     settings: its config.
@@ -139,13 +139,13 @@ def make_run(
   model: str = "",
   layers: int = 0,
 ) -> Run:
-  """Builds what a run on a slice is made of.
+  """Builds what a run on devices that are not at hand is made of.
 
   budget: what `rl.run` builds, in its order.
 
   Args:
     settings: the config.
-    devices: of the slice.
+    devices: all of the run.
     hbm: bytes that each has.
     model: a name in `variants.VARIANTS`, in place of the folder `init`.
     layers: of the model; 0 for all.
@@ -231,7 +231,8 @@ def programs(run: Run, live: int) -> list[Program]:
   # --- What is resident beside. The caches and the decode parameters are freed before
   # learning; with staleness they are not, and there are the parameters before, too.
   view = device_bytes(decoding_params(run))
-  calls = device_calls(run.settings.rollout, "tpu", [run.pages])
+  on = platform(run.replica)
+  calls = device_calls(run.settings.rollout, on, [run.pages])
   page_size = cache.page_size(run.settings.rollout.max_len)
   kept = device_bytes(run.state) + device_bytes(run.frozen)
   if run.settings.lora:
@@ -258,15 +259,21 @@ def programs(run: Run, live: int) -> list[Program]:
     one_layer = device_bytes(_cache(run).layers[0][0])
     page_bytes = int(one_layer) // run.pages
     tokens = call.tokens if call.function == "extend" else 1  # at once
-    pages = ragged.pages_read(
-      call.rows, tokens, live, page_size, call.blocks, page_bytes
-    )
+    turns = windows
+    if on == "tpu":
+      pages = ragged.pages_read(
+        call.rows, tokens, live, page_size, call.blocks, page_bytes
+      )
+    else:
+      pages = call.rows * live / page_size
+      if call.function == "extend":  # it has no kernel, but a loop over pages
+        turns = math.ceil(live / page_size)
     out.append(
       Program(
         name=str(call),
         lower=functools.partial(_lower_call, run, call),
         devices=run.replica.mesh.size,
-        turns=(windows,),
+        turns=(turns,),
         units=windows,
         flops=flops,
         needed=needed,

@@ -20,7 +20,7 @@ from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.model.transformer import init_params
 from coa_jax.rl import RLConfig
 from configs import rl_qwen
-from experiments.bench import compile_check, hlo_text, hlo_work, tpu_programs
+from experiments.bench import compile_check, gpus, hlo_text, hlo_work, tpu_programs
 from experiments.deploy.slices import read_slice
 
 # What a compiler writes, in small: a loop of 24 turns with two gathers, an asynchronous
@@ -245,6 +245,34 @@ def test_the_smallest_case_compiles_and_fits(tmp_path):
   # Pages are read by kernels, and nothing of the cache's size is copied.
   for row in (window, extend):
     assert row["kernels"] and not row["copies"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("jax_cuda13_plugin") is None,
+  reason="the compiler for GPUs is not installed: pip install 'jax[cuda13]'",
+)
+@pytest.mark.parametrize("max_len", [1024, 32768])
+def test_on_gpus_nothing_of_the_caches_size_is_copied(max_len: int, tmp_path):
+  out = tmp_path / "out.json"
+  words = ["--config=configs/rl_qwen.py", "--model=qwen2.5-7b", "--slice=h100:2"]
+  words += [f"--config.rollout.max_len={max_len}", "--config.algo.batch.length=32768"]
+  cases = "--cases=extend 1 x 512|extend 8 x 512|window"
+  finish("bench.compile_check", *words, "--quick", cases, f"--out={out}")
+  table = json.loads(out.read_text())["table"]
+  assert len(table) == 3 and all(row["fits"] for row in table.values())
+  for row in table.values():
+    assert not row["copies"] and row["temporaries"] < 0.5e9
+  (window,) = [row for name, row in table.items() if name.startswith("window")]
+  assert window["kernels"]
+
+
+def test_gpus_are_read_by_kind_and_number():
+  assert gpus.read_gpus("v5p:2x2x4") is None and gpus.read_gpus("h100") is None
+  assert gpus.read_gpus("h100:4") == ("h100", 4)
+  assert gpus.read_gpus("h200:16") == ("h200", 16)
+  with pytest.raises(ValueError, match="h100:12: give up to 8 of one host, or whole"):
+    gpus.read_gpus("h100:12")
 
 
 def test_what_goes_between_slices_is_told_from_the_rest():

@@ -1,0 +1,89 @@
+"""GPUs that are not at hand, as XLA's compiler for CUDA knows them.
+
+  pip install 'jax[cuda13]'   (the compiler; it needs neither a GPU nor a driver)
+
+XLA then tries out no kernels, as it does where there is a GPU: its programs are those
+of its first guesses.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+
+import jax
+from jax.experimental import topologies
+
+_A_HOST = 8  # GPUs
+# What XLA asks a GPU for (its GpuTargetConfigProto). Source: the compute capability 9.0
+# of NVIDIA's CUDA programming guide, and the data sheets of both.
+_HOPPER = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 }}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  l2_cache_size: 52428800
+  memory_bandwidth: {bandwidth}
+  device_memory_size: {memory}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
+"""
+_TARGETS = {
+  "h100": _HOPPER.format(
+    name="NVIDIA H100 80GB HBM3", bandwidth=3_350_000_000_000, memory=85_520_809_984
+  ),
+  "h200": _HOPPER.format(
+    name="NVIDIA H200", bandwidth=4_800_000_000_000, memory=150_754_820_096
+  ),
+}
+
+
+def read_gpus(text: str) -> tuple[str, int] | None:
+  """Reads h100:8, the kind and how many; None where it is no such text.
+
+  Raises:
+    ValueError: neither one host has so many, nor are they whole hosts.
+  """
+  match = re.fullmatch(rf"({'|'.join(_TARGETS)}):(\d+)", text)
+  if not match:
+    return None
+  count = int(match[2])
+  if not count or (count > _A_HOST and count % _A_HOST):
+    raise ValueError(
+      f"--slice={text}: give up to {_A_HOST} of one host, or whole hosts"
+    )
+  return match[1], count
+
+
+def gpus(kind: str, count: int) -> list[jax.Device]:
+  """Returns so many GPUs of hosts of eight, as the compiler knows them.
+
+  Raises:
+    ValueError: the compiler is not installed.
+  """
+  if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+    raise ValueError("this needs the compiler for GPUs: pip install 'jax[cuda13]'")
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # that there is a driver
+  a_host = min(count, _A_HOST)
+  described = topologies.get_topology_desc(
+    kind,
+    platform="cuda",
+    target_config=_TARGETS[kind],
+    topology=f"1x{count // a_host}x{a_host}",  # groups, hosts, GPUs of a host
+  )
+  return list(described.devices)
