@@ -116,6 +116,20 @@ def team_sizes(grid: np.ndarray) -> list[int]:
   return [ways for ways in range(1, local + 1) if local % ways == 0]
 
 
+def check_leaving_out(field: str, devices: Sequence[jax.Device]) -> None:
+  """Refuses a field that leaves some of these devices out of a program, where none can.
+
+  Raises:
+    ValueError: they are of slices whose compiler has no such program of several hosts.
+  """
+  largest = max(map(len, _grouped(devices, "slice_index")))
+  if devices[0].device_kind in ("TPU v5 lite", "TPU v5e") and largest >= 32:
+    raise ValueError(
+      f"{field}: the compiler for slices of v5e of 32 chips or more makes no program "
+      "that leaves some out (libtpu 0.0.42); 0 takes all for everything"
+    )
+
+
 def _grouped(devices: Sequence[jax.Device], attribute: str) -> list[list[jax.Device]]:
   """Devices by an attribute, in its order; one that lacks it counts as 0."""
   groups: dict[int, list[jax.Device]] = collections.defaultdict(list)

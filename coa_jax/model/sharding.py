@@ -400,7 +400,8 @@ def make_partitioners(
 
   Raises:
     ValueError: as `make_partitioner`; or `config.rollout` leaves nothing to the
-      learner, or is no multiple of what decodes together in every process.
+      learner, or is no multiple of what decodes together in every process, or the
+      devices are of a slice whose programs leave none out.
   """
   devices = _used(config, devices)
   count = config.rollout
@@ -424,6 +425,7 @@ def make_partitioners(
       f"mesh.rollout={count} must be a multiple of the {tensor} devices that decode "
       f"together (rollout.tensor; mesh.tensor where that is 0){of_processes}"
     )
+  placement.check_leaving_out(f"mesh.rollout={count}", devices)
   own = count // len(processes)
 
   # --- Of each process the first devices learn, and the last ones roll out.
@@ -444,6 +446,8 @@ def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Devi
     return devices
   if config.devices > len(devices):
     raise ValueError(f"mesh.devices={config.devices}; there are {len(devices)}")
+  if config.devices < len(devices):
+    placement.check_leaving_out(f"mesh.devices={config.devices}", devices)
   devices = devices[: config.devices]
   if len({d.process_index for d in devices}) != jax.process_count():
     raise ValueError(

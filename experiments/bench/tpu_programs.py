@@ -231,9 +231,7 @@ def programs(run: Run, live: int) -> list[Program]:
   # --- What is resident beside. The caches and the decode parameters are freed before
   # learning; with staleness they are not, and there are the parameters before, too.
   view = device_bytes(decoding_params(run))
-  on = platform(run.replica)
-  calls = device_calls(run.settings.rollout, on, [run.pages])
-  page_size = cache.page_size(run.settings.rollout.max_len)
+  calls = device_calls(run.settings.rollout, platform(run.replica), [run.pages])
   kept = device_bytes(run.state) + device_bytes(run.frozen)
   if run.settings.lora:
     kept += device_bytes(_policy(run))  # merged for decoding
@@ -257,29 +255,19 @@ def programs(run: Run, live: int) -> list[Program]:
     flops, needed = _decoding_needs(run, call, live)
     windows = call.tokens if call.function == "window" else 1
     one_layer = device_bytes(_cache(run).layers[0][0])
-    page_bytes = int(one_layer) // run.pages
-    tokens = call.tokens if call.function == "extend" else 1  # at once
-    turns = windows
-    if on == "tpu":
-      pages = ragged.pages_read(
-        call.rows, tokens, live, page_size, call.blocks, page_bytes
-      )
-    else:
-      pages = call.rows * live / page_size
-      if call.function == "extend":  # it has no kernel, but a loop over pages
-        turns = math.ceil(live / page_size)
+    pages, page_turns = _pages_read(run, call, live)
     out.append(
       Program(
         name=str(call),
         lower=functools.partial(_lower_call, run, call),
         devices=run.replica.mesh.size,
-        turns=(turns,),
+        turns=(windows * page_turns,),
         units=windows,
         flops=flops,
         needed=needed,
         beside=beside_decoding,
         large=one_layer / 2,
-        pool_read=pages * page_bytes,
+        pool_read=pages * one_layer / run.pages,
         decides=call in deciding,
       )
     )
@@ -294,6 +282,20 @@ def device_bytes(tree: Any) -> float:
       continue
     total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
   return total
+
+
+def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
+  """Pages of a layer that a kernel of a call reads; turns of a loop that does so."""
+  page_size = cache.page_size(run.settings.rollout.max_len)
+  if platform(run.replica) == "tpu":
+    page_bytes = device_bytes(_cache(run).layers[0][0]) // run.pages
+    tokens = call.tokens if call.function == "extend" else 1  # at once
+    pages = ragged.pages_read(
+      call.rows, tokens, live, page_size, call.blocks, int(page_bytes)
+    )
+    return pages, 1
+  in_a_loop = call.function == "extend"  # which has no kernel on a GPU
+  return call.rows * live / page_size, math.ceil(live / page_size) if in_a_loop else 1
 
 
 def _deciding(calls: list[DeviceCall]) -> list[DeviceCall]:

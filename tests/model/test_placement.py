@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import mesh_utils, topologies
 
 from coa_jax.model.placement import device_grid, num_split, team_sizes
-from coa_jax.model.sharding import MeshConfig, make_partitioner
+from coa_jax.model.sharding import MeshConfig, make_partitioner, make_partitioners
 
 # Kind of device and cores a chip, by generation. A host of any has 2 x 2 chips.
 KINDS = {
@@ -65,6 +65,19 @@ def split_by_jax(sizes: tuple[int, ...], devices: list) -> int:
   """The teams that JAX's own placement puts on several hosts."""
   grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   return num_split(grid, sizes[-1])
+
+
+def test_a_slice_whose_programs_leave_no_chip_out_refuses_to():
+  """Else the compiler ends in an error of its own, minutes later."""
+  for name in ("v5e:4x4", "v6e:8x8"):
+    devices = chips(name)
+    half = len(devices) // 2
+    learner, rollouts = make_partitioners(MeshConfig(rollout=half), devices)
+    assert learner.mesh.size == rollouts.mesh.size == half
+  for field in ("rollout", "devices"):
+    reason = rf"mesh\.{field}=32: the compiler for slices of v5e"
+    with pytest.raises(ValueError, match=reason):
+      make_partitioners(MeshConfig(**{field: 32}), chips("v5e:8x8"))
 
 
 @pytest.mark.parametrize("name", SLICES)
