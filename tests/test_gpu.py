@@ -114,9 +114,9 @@ def test_log_probs_are_the_learners_up_to_rounding(novice):
   assert sum(len(t.calls) for t in played) >= 8
   theirs = np.concatenate(toy.logps_of(MODEL, novice, played))
   mine = np.concatenate([toy.sampled_logps(t) for t in played])
-  apart = np.abs(mine - theirs)
-  print(f"{apart.size} tokens: mean {apart.mean():.4f}, largest {apart.max():.3f} nats")
-  assert apart.mean() < 0.02 and apart.max() < 0.5
+  diff = np.abs(mine - theirs)
+  print(f"{diff.size} tokens: mean {diff.mean():.4f}, largest {diff.max():.3f} nats")
+  assert diff.mean() < 0.02 and diff.max() < 0.5
 
 
 def test_given_tokens_take_less_than_a_layers_keys(novice):

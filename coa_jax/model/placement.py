@@ -117,7 +117,7 @@ def team_sizes(grid: np.ndarray) -> list[int]:
 
 
 def check_leaving_out(field: str, devices: Sequence[jax.Device]) -> None:
-  """Refuses a field that leaves some of these devices out of a program, where none can.
+  """Refuses a field that leaves out some of these devices, where no program can.
 
   Raises:
     ValueError: they are of slices whose compiler has no such program of several hosts.

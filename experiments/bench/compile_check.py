@@ -124,7 +124,7 @@ CHIPS = {
   "v6e": Chip(918e12, 32e9, 1640e9, 400e9, 12.5e9),
   "tpu7x": Chip(1153.5e12, 96e9, 3690e9, 300e9, 6.25e9),
   # NVIDIA's data sheets, NVLink one way, 400 Gb/s a GPU between hosts. Memory is what
-  # JAX takes of it unless told otherwise, as it was on one of each.
+  # JAX takes of it by itself, as seen on one of each.
   "h100": Chip(989e12, 63.7e9, 3350e9, 450e9, 50e9),
   "h200": Chip(989e12, 112.6e9, 4800e9, 450e9, 50e9),
 }
@@ -401,6 +401,8 @@ def _devices() -> tuple[Chip, list[jax.Device]]:
   if found := read_gpus(_SLICE.value):
     if _SLICES.value > 1:
       raise ValueError("--slices is of TPUs; give GPUs as h100:16")
+    if _TOP.value:
+      raise ValueError("--top is of TPUs: compilers for GPUs estimate no cycles")
     return CHIPS[found[0]], gpus(*found)
   tpus = read_slice(_SLICE.value)
   _need_libtpu()

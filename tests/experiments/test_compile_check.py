@@ -138,11 +138,15 @@ def test_the_verdict_says_by_how_much_and_what_to_change():
       "can be 1, 2, 4, 8",
     ),
     (("--slice=v6e:4x4", "--model=qwen9"), "no variant 'qwen9'"),
+    (("--slice=h100:12",), "give up to 8 of one host, or whole hosts"),
+    (("--slice=h100:8", "--slices=2"), "--slices is of TPUs"),
+    (("--slice=h100:8", "--top=5"), "--top is of TPUs"),
   ],
 )
 def test_a_run_that_the_journey_refuses_is_refused(words, says):
   base = ("--config=configs/rl_qwen.py", "--model=qwen3-8b", "--list")
-  finish("bench.compile_check", *base, *words, reason=says)
+  refused = finish("bench.compile_check", *base, *words, reason=says)
+  assert not refused.stdout  # nothing was listed
 
 
 @pytest.mark.slow

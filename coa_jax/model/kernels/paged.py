@@ -91,7 +91,7 @@ def attend(
   page_BC = jnp.maximum(rows.table_BC, 0)  # what is not there is not read either
 
   def blocks(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
-    """Values [B, K, c, P, H] of the rows, and keys, of which H comes first or last."""
+    """Keys [B, K, c, H, P] (else P, H) and values [B, K, c, P, H] of the rows."""
     page_Bc = jax.lax.dynamic_slice_in_dim(page_BC, first, count, axis=1)
     axis = 0 if places_last else 1
     k = jnp.take(keys, page_Bc, axis=axis, mode="clip")
@@ -161,7 +161,7 @@ def _attend(
 
   Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
   """
-  score_BKCRP = _scores(q_BTNH, k_BKCHP, mask_BTS, True)
+  score_BKCRP = _scores(q_BTNH, k_BKCHP, mask_BTS, places_last=True)
   # One maximum of all blocks, and each block's own sum.
   max_BKR = score_BKCRP.max((2, 4))
   sum_BKCR, out_BKCRH = _weighted(score_BKCRP, max_BKR[:, :, None], v_BKCPH)
