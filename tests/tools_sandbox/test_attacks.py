@@ -18,7 +18,8 @@ from attacks_shared import ATTACKS
 from tests.backend import MISSING, needs_jail
 
 _HOST = pathlib.Path(__file__).parent / "attack_host.py"
-# A sample of what a process without walls can do: quick, and one of a class each.
+# A sample of what a process without walls can do: quick, one of a class each, and none
+# that needs luck, as remains in an allocator's memory do.
 _OPEN = {
   "secret_file": "host reads",
   "ptrace_a_child": "parent's environment and memory",
@@ -28,7 +29,7 @@ _OPEN = {
   "disk": "bombs",
   "tick_after_the_end": "daemons",
   "claim_infrastructure": "verdict forging",
-  "memory_of_the_last_run": "other runs",
+  "process_of_another_run": "other runs",
 }
 
 
