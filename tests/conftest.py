@@ -15,6 +15,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
+import jax
 import pytest
 import toy
 
@@ -40,6 +41,15 @@ def stock():
 def actor():
   """A policy that was trained until it knows `toy.SCRIPTS` by heart."""
   return toy.actor()
+
+
+@pytest.fixture
+def gpu_described():
+  """For a test that lowers programs for a GPU without one: JAX 0.12 asks which."""
+  gpu = jax.sharding.AbstractDevice("NVIDIA H100", num_cores=132, platform="gpu")
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
+  with jax.sharding.use_abstract_mesh(mesh):
+    yield
 
 
 def pytest_report_header() -> str:

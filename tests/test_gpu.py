@@ -8,6 +8,7 @@ Elsewhere all of it is skipped.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,32 @@ def test_decoding_over_pages_is_attention_over_rows(head_dim):
     theirs = paged.attend(*wide, rows, jnp.asarray(position), 0, False)
   error = apart(ours[:-1], theirs[:-1])
   print(head_dim, error)
+  assert error < _CLOSE
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("T", [16, 512])
+def test_given_tokens_over_pages_are_attention_over_rows(T, head_dim, window):
+  """Rows that begin anywhere, and one without pages."""
+  K, J, P, B, C = 2, 40, 256, 5, 8
+  keys = jax.random.split(jax.random.key(head_dim), 3)
+  q = jax.random.normal(keys[0], (B, T, 14, head_dim), jnp.bfloat16)
+  pools = [
+    jax.random.normal(key, (K, J, P, head_dim), jnp.bfloat16) for key in keys[1:]
+  ]
+  start = np.array([0, 200, 256, 1500, 7])
+  table = np.random.default_rng(0).permutation(J).reshape(B, C)
+  table[-1] = -1
+  rows = (jnp.asarray(table), jnp.asarray(start[:, None] + np.arange(T)))
+  attend = functools.partial(triton.attend_tokens, window=window)
+  ours = jax.jit(attend)(q, *pools, *rows)
+  assert not np.asarray(ours[-1], np.float32).any()
+  wide = [x.astype(jnp.float32) for x in (q, *pools)]
+  with jax.default_matmul_precision("highest"):
+    theirs = paged.attend(*wide, paged.RowPages(rows[0]), rows[1], window, False)
+  error = apart(ours[:-1], theirs[:-1])
+  print(T, head_dim, window, error)
   assert error < _CLOSE
 
 

@@ -202,13 +202,10 @@ class KVCache:
     # --- The device's kernel, where it has one that reads these pages; else plain XLA.
     if self.layout == "joined":
       kernel = functools.partial(ragged.attend, window=window)
-    elif (
-      self.layout == "heads_first"
-      and q_BTNH.shape[1] == 1
-      and not window
-      and triton.takes_pages(*pools)
-    ):
-      kernel = triton.attend_pages
+    elif self.layout == "heads_first" and triton.takes_pages(*pools):
+      kernel = functools.partial(triton.attend_tokens, window=window)
+      if q_BTNH.shape[1] == 1 and not window:
+        kernel = triton.attend_pages
     else:
       places_last = self.layout == "places_last"
       return paged.attend(q_BTNH, *pools, rows, position_BT, window, places_last)

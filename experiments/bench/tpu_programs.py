@@ -30,7 +30,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.flops import products
 from coa_jax.model.hf.io import load_config
-from coa_jax.model.kernels import ragged
+from coa_jax.model.kernels import ragged, triton
 from coa_jax.model.sharding import Partitioner, make_partitioners, platform
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
@@ -294,7 +294,7 @@ def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
       call.rows, tokens, live, page_size, call.blocks, int(page_bytes)
     )
     return pages, 1
-  in_a_loop = call.function == "extend"  # which has no kernel on a GPU
+  in_a_loop = not triton.takes_pages(*_cache(run).layers[0])  # no kernel reads them
   return call.rows * live / page_size, math.ceil(live / page_size) if in_a_loop else 1
 
 

@@ -257,7 +257,7 @@ def test_the_smallest_case_compiles_and_fits(tmp_path):
   reason="the compiler for GPUs is not installed: pip install 'jax[cuda13]'",
 )
 @pytest.mark.parametrize("max_len", [1024, 32768])
-def test_on_gpus_nothing_of_the_caches_size_is_copied(max_len: int, tmp_path):
+def test_on_gpus_pages_are_read_by_kernels_and_not_copied(max_len: int, tmp_path):
   out = tmp_path / "out.json"
   words = ["--config=configs/rl_qwen.py", "--model=qwen2.5-7b", "--slice=h100:2"]
   words += [f"--config.rollout.max_len={max_len}", "--config.algo.batch.length=32768"]
@@ -267,8 +267,7 @@ def test_on_gpus_nothing_of_the_caches_size_is_copied(max_len: int, tmp_path):
   assert len(table) == 3 and all(row["fits"] for row in table.values())
   for row in table.values():
     assert not row["copies"] and row["temporaries"] < 0.5e9
-  (window,) = [row for name, row in table.items() if name.startswith("window")]
-  assert window["kernels"]
+    assert row["kernels"]
 
 
 def test_gpus_are_read_by_kind_and_number():

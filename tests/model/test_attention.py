@@ -139,6 +139,7 @@ def test_a_kernel_that_can_not_run_is_refused(
   attention.check(dataclasses.replace(cfg, attention="auto"), None, length)
 
 
+@pytest.mark.usefixtures("gpu_described")
 @pytest.mark.parametrize(
   ("where", "T", "calls"),
   [

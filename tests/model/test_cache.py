@@ -286,20 +286,49 @@ def test_a_gpus_kernel_reads_what_the_definition_does(P, G, monkeypatch):
   assert not np.asarray(out[2]).any()
 
 
-def test_on_a_gpu_a_token_of_each_row_is_the_kernels(monkeypatch):
-  """Lowered without a GPU. It reads no windows: then pages are gathered."""
+@pytest.mark.parametrize("window", [0, 5, 100])
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize(("P", "T"), [(64, 1), (64, 150), (256, 40)])
+def test_a_gpus_kernel_gives_tokens_what_the_definition_does(
+  P, T, G, window, monkeypatch
+):
+  """Interpreted; rows that begin anywhere, and one without pages."""
+  q, k, v = (x.astype(jnp.bfloat16) for x in heads(9, 4, 512, 2 * G, 2, 64))
+  q = q[:, :T]
+  monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
+  for name in ("attend_pages", "attend_tokens"):
+    interpreted = functools.partial(getattr(triton, name), interpret=True)
+    monkeypatch.setattr(triton, name, interpreted)
+  monkeypatch.setattr(paged, "attend", None)  # nothing else is asked
+  pages = table(4, 512 // P)
+  cache = filled(k, v, P, pages, dtype="bfloat16")
+  pages[2] = -1
+  position_BT = jnp.array([0, 300, 0, 512 - T])[:, None] + jnp.arange(T)
+  out = attend(cache, pages, q, position_BT, window).astype(jnp.float32)
+  some = np.array([0, 1, 3])
+  behind = np.asarray(position_BT)[some, :, None] - np.arange(512)
+  mask = (behind >= 0) & (behind < (window or 512))
+  q, k, v = (x[some].astype(jnp.float32) for x in (q, k, v))
+  np.testing.assert_allclose(out[some], by_definition(q, k, v, mask), atol=0.02)
+  assert not np.asarray(out[2]).any()
+
+
+@pytest.mark.usefixtures("gpu_described")
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("T", [1, 32])
+def test_on_a_gpu_pages_are_read_by_a_kernel(T, window, monkeypatch):
+  """Lowered without a GPU, in bfloat16."""
   monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
   cfg = dataclasses.replace(model(2, 64), dtype="bfloat16")
   cache = jax.eval_shape(lambda: KVCache.empty(cfg, 100, 256))
   table_BC = jax.ShapeDtypeStruct((4, 128), jnp.int32)
-  q_B1NH = jax.ShapeDtypeStruct((4, 1, 4, 64), jnp.bfloat16)
-  position_B = jax.ShapeDtypeStruct((4,), jnp.int32)
+  q_BTNH = jax.ShapeDtypeStruct((4, T, 4, 64), jnp.bfloat16)
+  position_BT = jax.ShapeDtypeStruct((4, T), jnp.int32)
   call = "__gpu$xla.gpu.triton"
-  for window, calls in ((0, 1), (40, 0)):
-    export = jax.export.export(
-      jax.jit(functools.partial(decode.__wrapped__, window=window)),
-      platforms=["cuda"],
-      disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(call)],
-    )
-    text = export(cache, table_BC, q_B1NH, position_B).mlir_module()
-    assert text.count(f"@{call}(") == calls
+  export = jax.export.export(
+    jax.jit(functools.partial(attend.__wrapped__, window=window)),
+    platforms=["cuda"],
+    disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(call)],
+  )
+  text = export(cache, table_BC, q_BTNH, position_BT).mlir_module()
+  assert text.count(f"@{call}(") == 1

@@ -64,12 +64,14 @@ def kernels(text: str) -> list[str]:
   return sorted(re.findall(r'name = "(mha_forward|mha_backward)"', text))
 
 
+@pytest.mark.usefixtures("gpu_described")
 def test_no_array_of_queries_by_keys():
   text = lowered(None)
   assert kernels(text) == ["mha_backward", "mha_forward", "mha_forward"]
   assert not re.search(r"tensor<(\d+x)*256x256x", text)
 
 
+@pytest.mark.usefixtures("gpu_described")
 def test_what_a_checkpoint_keeps_spares_the_second_forward_kernel():
   keep = jax.checkpoint_policies.save_only_these_names(attention.OUT)
   assert kernels(lowered(keep)) == ["mha_backward", "mha_forward"]

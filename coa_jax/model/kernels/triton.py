@@ -1,22 +1,30 @@
 """The GPU's attention over long packed rows, and of decoders over pages.
 
-The kernels are jax's own, in Pallas for Triton: scores of a block of queries and a
-block of keys at a time, none of keys after the queries or of pages of other rows.
+Kernels in Pallas for Triton, jax's own but for `attend_tokens`: scores of a block of
+queries and a block of keys at a time, none of keys after the queries or of pages of
+other rows.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 
-# Places that the kernel of pages reads at once, and the most parts into which it cuts a
-# row to compute them beside each other; their sums are added in the queries' dtype.
+# Places that the kernels of pages read at once: what a core's memory has room for.
 _PLACES = 64
+# The most parts into which a row is cut, where it has one token, to compute them beside
+# each other; their sums are added in the queries' dtype.
 _PARTS = 4
+# Queries of a kv head that share the places they read, where a row has several tokens.
+_QUERIES = 128
+# Finite, so that places which a query may not read stay free of NaN.
+_MASKED = -1e30
 
 
 def attend_segments(
@@ -86,7 +94,7 @@ def _named(kernel: Any, name: str) -> Any:
 
 
 def takes_pages(keys_KJPH: jax.Array, values_KJPH: jax.Array) -> bool:
-  """Tells whether `attend_pages` can read these pages."""
+  """Tells whether `attend_pages` and `attend_tokens` can read these pages."""
   P, H = values_KJPH.shape[2:]
   power_of_two = H >= 16 and H & (H - 1) == 0
   return power_of_two and P % _PLACES == 0 and keys_KJPH.dtype == jnp.bfloat16
@@ -115,23 +123,157 @@ def attend_pages(
   """
   from jax.experimental.pallas.ops.gpu import paged_attention as library
 
-  # --- Pages of fewer places, which a core's memory has room for.
-  K, J, P, H = keys_KJPH.shape
-  parts = P // _PLACES
-  fewer = (K, J * parts, _PLACES, H)
-  page_BC = jnp.maximum(table_BC, 0)[..., None] * parts + jnp.arange(parts)
-  page_BC = page_BC.reshape(len(table_BC), -1)
-
-  # --- One grid for all rows.
+  page_BC, pools = _in_parts(table_BC, keys_KJPH, values_KJPH)
   length_B = jnp.where(table_BC[:, 0] >= 0, position_B1[:, 0] + 1, 0)
+  # One grid for all rows.
   out_BNH = library.paged_attention(
-    q_B1NH[:, 0] * H**-0.5,
-    keys_KJPH.reshape(fewer),
-    values_KJPH.reshape(fewer),
-    page_BC.astype(jnp.int32),
+    q_B1NH[:, 0] * q_B1NH.shape[3] ** -0.5,
+    *pools,
+    page_BC,
     length_B.astype(jnp.int32),
     pages_per_compute_block=1,
     k_splits=math.gcd(page_BC.shape[1], _PARTS),
     interpret=interpret,
   )
   return out_BNH[:, None]
+
+
+def attend_tokens(
+  q_BTNH: jax.Array,
+  keys_KJPH: jax.Array,
+  values_KJPH: jax.Array,
+  table_BC: jax.Array,
+  position_BT: jax.Array,
+  window: int = 0,
+  interpret: bool = False,
+) -> jax.Array:
+  """Attends with tokens of each row over its pages, up to their own places.
+
+  No scores leave a core: a block of queries meets the places that it may read a few at
+  a time, and what was summed up is scaled as the highest score grows. Source: Dao 2023,
+  arXiv 2307.08691 (FlashAttention-2).
+
+  Args:
+    q_BTNH: queries.
+    keys_KJPH: J pages of P places.
+    values_KJPH: likewise.
+    table_BC: int page of each block of a row; -1 where it has none.
+    position_BT: of each query; a row's count on from its first.
+    window: places that a token reads, its own included; 0 for all.
+    interpret: runs the kernel without a GPU, slowly.
+
+  Returns:
+    out_BTNH in q's dtype; of rows without pages zeros.
+  """
+  # Where there are no Triton bindings, as without a GPU, only calls of it fail.
+  from jax.experimental.pallas import triton as pallas_triton
+
+  # --- Queries by kv head, filled up to whole blocks: the token, then its G heads.
+  B, T, N, H = q_BTNH.shape
+  K = keys_KJPH.shape[0]
+  G = N // K
+  R = T * G
+  rows = min(_QUERIES, pl.next_power_of_2(max(R, 16)))
+  q_BKRH = q_BTNH.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, R, H)
+  q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, -R % rows), (0, 0)))
+
+  # --- A program for each block of them. A row without pages begins before all places.
+  page_BC, pools = _in_parts(table_BC, keys_KJPH, values_KJPH)
+  start_B = jnp.where(table_BC[:, 0] >= 0, position_BT[:, 0], -q_BKRH.shape[2])
+  block = pl.BlockSpec((None, None, rows, H), lambda r, k, b: (b, k, r, 0))
+  pool = pl.BlockSpec((None, *pools[0].shape[1:]), lambda r, k, b: (k, 0, 0, 0))
+  pages = pl.BlockSpec((None, page_BC.shape[1]), lambda r, k, b: (b, 0))
+  start = pl.BlockSpec((1,), lambda r, k, b: (b,))
+  out_BKRH = pl.pallas_call(
+    functools.partial(_attend_block, queries=G, window=window),
+    grid=(q_BKRH.shape[2] // rows, K, B),
+    in_specs=[block, pool, pool, pages, start],
+    out_specs=block,
+    out_shape=jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
+    compiler_params=pallas_triton.CompilerParams(num_warps=8, num_stages=2),
+    interpret=interpret,
+    name="attend_tokens",
+  )(q_BKRH, *pools, page_BC, start_B.astype(jnp.int32))
+  out_BKTGH = out_BKRH[:, :, :R].reshape(B, K, T, G, H)
+  return out_BKTGH.swapaxes(1, 2).reshape(B, T, N, H)
+
+
+def _attend_block(
+  q_ref: Any,
+  keys_ref: Any,
+  values_ref: Any,
+  page_ref: Any,
+  start_ref: Any,
+  out_ref: Any,
+  *,
+  queries: int,
+  window: int,
+) -> None:
+  """Attends with a block of queries of one kv head of one row; see `attend_tokens`.
+
+  budget: the kernel, with what it is given.
+
+  Args:
+    q_ref: [R, H].
+    keys_ref: [pages, places, H].
+    values_ref: likewise.
+    page_ref: the row's pages in their order.
+    start_ref: [1]; position of the row's first token.
+    out_ref: [R, H].
+    queries: that each token has, one after the other.
+    window: places that a token reads; 0 for all.
+  """
+  R, H = q_ref.shape
+  q_RH = q_ref[...]
+  scale = H**-0.5 * math.log2(math.e)  # weights are powers of two
+  dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+
+  # --- What the block may read.
+  first = pl.program_id(0) * R
+  position_R = start_ref[0] + jax.lax.div(first + jnp.arange(R), queries)
+  last = start_ref[0] + jax.lax.div(first + R - 1, queries)
+  begin = 0
+  if window:
+    lowest = start_ref[0] + jax.lax.div(first, queries) - window + 1
+    begin = jax.lax.div(jnp.maximum(lowest, 0), _PLACES)
+  end = jax.lax.div(jnp.maximum(last + _PLACES, 0), _PLACES)
+  end = jnp.minimum(end, page_ref.shape[0])
+
+  def add(c: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    out_RH, sum_R, max_R = sums
+    page = page_ref[c]
+    score_RP = dot(q_RH, keys_ref[page].T) * scale
+    behind_RP = position_R[:, None] - (c * _PLACES + jnp.arange(_PLACES))
+    mask_RP = behind_RP >= 0
+    if window:
+      mask_RP &= behind_RP < window
+    score_RP = jnp.where(mask_RP, score_RP, _MASKED)
+    # What a query summed up before the first place that it reads is scaled to zero.
+    higher_R = jnp.maximum(max_R, score_RP.max(-1))
+    e_RP = jnp.exp2(score_RP - higher_R[:, None])
+    shrink_R = jnp.exp2(max_R - higher_R)
+    values_PH = values_ref[page]
+    more_RH = dot(e_RP.astype(values_PH.dtype), values_PH)
+    out_RH = out_RH * shrink_R[:, None] + more_RH
+    return out_RH, sum_R * shrink_R + e_RP.sum(-1), higher_R
+
+  # --- A few places after the other.
+  sums = (
+    jnp.zeros((R, H), jnp.float32),
+    jnp.zeros(R, jnp.float32),
+    jnp.full(R, _MASKED, jnp.float32),
+  )
+  out_RH, sum_R, _ = jax.lax.fori_loop(begin, end, add, sums)
+  sum_R = jnp.maximum(sum_R, 1e-30)  # of a row without pages
+  out_ref[...] = (out_RH / sum_R[:, None]).astype(out_ref.dtype)
+
+
+def _in_parts(
+  table_BC: jax.Array, *pools: jax.Array
+) -> tuple[jax.Array, list[jax.Array]]:
+  """Pages of fewer places each: which a row has, and the pools of them."""
+  K, J, P, H = pools[0].shape
+  parts = P // _PLACES
+  page_BC = jnp.maximum(table_BC, 0)[..., None] * parts + jnp.arange(parts)
+  page_BC = page_BC.reshape(len(table_BC), -1).astype(jnp.int32)
+  return page_BC, [x.reshape(K, J * parts, _PLACES, H) for x in pools]
