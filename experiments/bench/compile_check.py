@@ -37,8 +37,9 @@ multiplications (for all else). The table is of compiled programs and not measur
 --slice=h100:8 (or h200; up to a host's eight, or whole hosts) compiles for GPUs without
 one: pip install 'jax[cuda13]'. Their compiler estimates no cycles, so the columns made
 of those are left out.
---top adds a table of the N operations of each program that take longest by those
-cycles, with where they stand in the model. --text keeps all of the text.
+--top adds a table of the N operations of each program that take longest, with where
+they stand in the model: by those cycles, on GPUs by what they move at HBM's peak.
+Kernels are not among them. --text keeps all of the text.
 
 Exit status 1 when a program does not compile, or does not fit with what is beside it.
 Each is compiled in a process of its own, for the compiler keeps what it allocates.
@@ -75,7 +76,7 @@ from experiments.bench import program as bench
 from experiments.bench import tpu_programs
 from experiments.bench.gpus import gpus, read_gpus
 from experiments.bench.hlo_text import collectives
-from experiments.bench.hlo_work import Work, operations, work
+from experiments.bench.hlo_work import operations, work
 from experiments.bench.program import OUT, QUICK
 from experiments.bench.tpu_programs import Program
 from experiments.deploy.slices import read_slice
@@ -232,8 +233,16 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
   }
   timed: dict[str, Any] = {}
   if device.platform == "tpu":
-    timed = _timed(program, text, done, calibrate(device, chip))
-    timed["estimate"] += done.kernels_moved / chip.hbm_rate + waited / chip.ici_rate
+    rates = calibrate(device, chip)
+    timed["rates"] = rates
+    timed["estimate"] = (
+      done.product_cycles / _product_rate(program, rates)
+      + done.other_cycles / rates["stream"]
+      + done.kernels_moved / chip.hbm_rate
+      + waited / chip.ici_rate
+    )
+  if _TOP.value:
+    timed["top"] = _longest(program, text, chip, timed.get("rates"))
   return {
     "fits": own + program.beside <= chip.hbm,
     "own": own,
@@ -259,29 +268,32 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
   }
 
 
-def _timed(
-  program: Program, text: str, done: Work, rates: Mapping[str, float]
-) -> dict[str, Any]:
-  """What the compiler's cycles come to, and the longest operations by them.
+def _product_rate(program: Program, rates: Mapping[str, float]) -> float:
+  """Cycles of a second of a program's matrix products."""
+  return rates["rows"] if program.units > 1 else rates["product"]
+
+
+def _longest(
+  program: Program, text: str, chip: Chip, rates: Mapping[str, float] | None
+) -> list[dict[str, Any]]:
+  """The operations that take longest, by cycles; on GPUs by what they move.
 
   Args:
     program: what was compiled.
     text: of it.
-    done: what it does.
-    rates: cycles of a second, of `calibrate`.
+    chip: whose HBM it is moved through.
+    rates: cycles of a second, of `calibrate`; None where there are no cycles.
   """
-  product = rates["rows"] if program.units > 1 else rates["product"]
-  top = []
-  if _TOP.value:
-    for x in operations(text, program.turns, program.units):
-      takes = x.cycles / (product if x.product else rates["stream"])
-      top.append({**dataclasses.asdict(x), "seconds": takes})
-  top.sort(key=lambda x: -x["seconds"])
-  return {
-    "estimate": done.product_cycles / product + done.other_cycles / rates["stream"],
-    "rates": rates,
-    "top": top[: _TOP.value],
-  }
+  rows = []
+  for x in operations(text, program.turns, program.units):
+    takes = x.moved / chip.hbm_rate
+    if rates:
+      takes = x.cycles / (
+        _product_rate(program, rates) if x.product else rates["stream"]
+      )
+    rows.append({**dataclasses.asdict(x), "seconds": takes})
+  rows.sort(key=lambda x: -x["seconds"])
+  return rows[: _TOP.value]
 
 
 def calibrate(device: jax.Device, chip: Chip) -> dict[str, float]:
@@ -337,7 +349,7 @@ def top_table(figures: Mapping[str, Any]) -> str:
   rows = [
     {
       "ms": 1e3 * x["seconds"],
-      "share": f"{100 * x['seconds'] / figures['estimate']:.1f} %",
+      "GB": x["moved"] / 1e9,
       "count": x["count"],
       "kind": "product" if x["product"] else "other",
       "result": x["result"],
@@ -346,7 +358,7 @@ def top_table(figures: Mapping[str, Any]) -> str:
     }
     for x in figures["top"]
   ]
-  columns = ("origin", "result", "kind", "count", "ms", "share")
+  columns = ("origin", "result", "kind", "count", "GB", "ms")
   return markdown_table(rows, {name: name for name in columns})
 
 
@@ -401,8 +413,6 @@ def _devices() -> tuple[Chip, list[jax.Device]]:
   if found := read_gpus(_SLICE.value):
     if _SLICES.value > 1:
       raise ValueError("--slices is of TPUs; give GPUs as h100:16")
-    if _TOP.value:
-      raise ValueError("--top is of TPUs: compilers for GPUs estimate no cycles")
     return CHIPS[found[0]], gpus(*found)
   tpus = read_slice(_SLICE.value)
   _need_libtpu()

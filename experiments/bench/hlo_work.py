@@ -9,7 +9,6 @@ budget: one pass over the text, and the rules for each kind of instruction.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +72,8 @@ class Operation:
     result: type and shape.
     product: whether it is a matrix product, or is fused with one.
     count: how often it runs.
-    cycles: the compiler's estimate for all of those.
+    cycles: the compiler's estimate for all of those; 0 of one for GPUs.
+    moved: bytes that they read from HBM and write to it.
   """
 
   origin: str
@@ -81,6 +81,7 @@ class Operation:
   product: bool
   count: float
   cycles: float
+  moved: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ def work(
         out.product_cycles += count * int(estimate[1])
       else:
         out.other_cycles += count * int(estimate[1])
-    if x.operation == "custom-call" and any(name in x.line for name in _KERNELS):
+    if _is_kernel(x):
       out.kernels += count
       arrays = _hbm_bytes(x.kind)
       for operand in x.operands:
@@ -146,28 +147,28 @@ def work(
 
 
 def operations(text: str, turns: Sequence[int], units: int = 1) -> list[Operation]:
-  """Lists what the compiler estimates cycles for: no collectives, no kernels.
+  """Lists what takes cycles by the compiler, or moves bytes; no kernels.
 
   Args:
     text: of the compiled HLO module.
     turns: as in `instructions`.
-    units: what counts and cycles are divided by.
+    units: what counts, cycles and bytes are divided by.
   """
-  counts: collections.Counter[tuple[str, str, bool]] = collections.Counter()
-  cycles: collections.Counter[tuple[str, str, bool]] = collections.Counter()
-  for count, _, x, inside in _running(text, turns):
-    if estimate := _CYCLES.search(x.line):
-      origin = re.search(r'op_name="([^"]*)"|$', x.line)[1] or ""
-      result = re.sub(r"\{[^}]*\}", "", x.kind)  # without layouts
-      key = origin, result, _is_product(_operations(x, inside))
-      counts[key] += count
-      cycles[key] += count * int(estimate[1])
-  out = []
-  for key, count in counts.items():
-    origin, result, product = key
-    each = Operation(origin, result, product, count / units, cycles[key] / units)
-    out.append(each)
-  return out
+  found: dict[tuple[str, str, bool], Operation] = {}
+  for count, around, x, inside in _running(text, turns):
+    cycles = int(estimate[1]) if (estimate := _CYCLES.search(x.line)) else 0
+    moved = 0.0 if _is_kernel(x) else _moved(around, x, inside)
+    if not cycles and not moved:
+      continue
+    origin = re.search(r'op_name="([^"]*)"|$', x.line)[1] or ""
+    result = re.sub(r"\{[^}]*\}", "", x.kind)  # without layouts
+    key = origin, result, _is_product(_operations(x, inside))
+    old = found.get(key, Operation(*key, 0, 0, 0))
+    times = count / units
+    found[key] = Operation(
+      *key, old.count + times, old.cycles + times * cycles, old.moved + times * moved
+    )
+  return list(found.values())
 
 
 def _running(
@@ -194,6 +195,10 @@ def _running(
 
 def _operations(x: _Instruction, inside: Mapping[str, _Instruction]) -> set[str]:
   return {x.operation} | {each.operation for each in inside.values()}
+
+
+def _is_kernel(x: _Instruction) -> bool:
+  return x.operation == "custom-call" and any(name in x.line for name in _KERNELS)
 
 
 def _is_product(operations: set[str]) -> bool:

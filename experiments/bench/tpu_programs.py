@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 
 from coa_jax.learner import batch as batching
@@ -31,7 +32,8 @@ from coa_jax.model.distribution import TokenMask
 from coa_jax.model.flops import products
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.kernels import ragged, triton
-from coa_jax.model.sharding import Partitioner, make_partitioners, platform
+from coa_jax.model.moving import mesh_over
+from coa_jax.model.sharding import AXES, Partitioner, make_partitioners, platform
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
 from coa_jax.rl import RLConfig
@@ -157,8 +159,10 @@ def make_run(
   # --- The mesh, and the model.
   tensor = settings.rollout.tensor
   partitioner, rollouts = make_partitioners(settings.mesh, devices, tensor)
-  if partitioner is None or rollouts is None:
-    raise ValueError("--slice must leave learning two chips or more, and mesh.devices")
+  # A run on one device has no mesh. Here it says which device that is.
+  one = Partitioner(mesh_over(np.array(devices[:1]).reshape([1] * len(AXES)), AXES))
+  partitioner = partitioner or one
+  rollouts = rollouts or one
   if model:
     cfg = variant(model, **dataclasses.asdict(settings.model))
   else:
@@ -338,6 +342,8 @@ def _learning(run: Run, name: str, rolling: float) -> Program:
 def _handing_over(run: Run, beside: float) -> list[Program]:
   """What `decode_params.decoding_views` compiles: it rounds, then gathers by layers.
 
+  One device has nothing to gather.
+
   budget: three programs, each in a few fields.
 
   Args:
@@ -362,6 +368,8 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
       **shared,
     )
   ]
+  if run.learner.mesh.size == 1:
+    return out
   # --- Gathered: where rollouts have devices of their own, a layer after the other,
   # until those have it.
   if run.settings.mesh.rollout:
