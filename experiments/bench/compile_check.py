@@ -73,12 +73,12 @@ from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import markdown_table
 from coa_jax.rl import RLConfig
 from experiments.bench import program as bench
-from experiments.bench import tpu_programs
+from experiments.bench import run_programs
 from experiments.bench.gpus import gpus, read_gpus
 from experiments.bench.hlo_text import collectives
 from experiments.bench.hlo_work import operations, work
 from experiments.bench.program import OUT, QUICK
-from experiments.bench.tpu_programs import Program
+from experiments.bench.run_programs import Program
 from experiments.deploy.slices import read_slice
 from experiments.launch import run_program, start, stop
 
@@ -416,7 +416,7 @@ def _devices() -> tuple[Chip, list[jax.Device]]:
     return CHIPS[found[0]], gpus(*found)
   tpus = read_slice(_SLICE.value)
   _need_libtpu()
-  return CHIPS[tpus.generation], tpu_programs.devices_of(tpus, _SLICES.value)
+  return CHIPS[tpus.generation], run_programs.devices_of(tpus, _SLICES.value)
 
 
 def _need_libtpu() -> None:
@@ -430,9 +430,9 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
   settings = read_config(config, RLConfig)
   chip, devices = _devices()
   layers = _QUICK_LAYERS if QUICK.value else 0
-  run = tpu_programs.make_run(settings, devices, chip.hbm, _MODEL.value, layers)
+  run = run_programs.make_run(settings, devices, chip.hbm, _MODEL.value, layers)
   live = _LIVE.value or settings.rollout.max_len // 4
-  programs = {p.name: p for p in tpu_programs.programs(run, live)}
+  programs = {p.name: p for p in run_programs.programs(run, live)}
   if _LIST.value:
     print("\n".join(programs))
     return
@@ -502,7 +502,7 @@ def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
 
 def main() -> None:
   """Checks the run of --config; without one, those of `CASES`."""
-  tpu_programs.prepare()
+  run_programs.prepare()
   if any(word.startswith(("--config", "-config")) for word in sys.argv[1:]):
     start(_check_run, RLConfig)
   else:

@@ -72,7 +72,7 @@ class Operation:
     result: type and shape.
     product: whether it is a matrix product, or is fused with one.
     count: how often it runs.
-    cycles: the compiler's estimate for all of those; 0 of one for GPUs.
+    cycles: the compiler's estimate for all of those; 0 by a compiler for GPUs.
     moved: bytes that they read from HBM and write to it.
   """
 
@@ -147,7 +147,7 @@ def work(
 
 
 def operations(text: str, turns: Sequence[int], units: int = 1) -> list[Operation]:
-  """Lists what takes cycles by the compiler, or moves bytes; no kernels.
+  """Lists what the compiler estimates cycles for or what moves bytes, but no kernels.
 
   Args:
     text: of the compiled HLO module.

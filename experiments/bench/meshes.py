@@ -35,7 +35,7 @@ from coa_jax.rollout.memory import CacheBudget, cache_budget
 from coa_jax.rollout.types import RolloutConfig
 from experiments.bench import program as bench
 from experiments.bench.compile_check import CHIPS
-from experiments.bench.tpu_programs import devices_of, prepare
+from experiments.bench.run_programs import devices_of, prepare
 from experiments.deploy.slices import read_slice
 from experiments.launch import run_program, stop
 

@@ -28,8 +28,8 @@ from experiments.bench import (
   pages,
   peers,
   rl_work,
+  run_programs,
   soak_sandbox,
-  tpu_programs,
   train,
   train_work,
 )
@@ -187,19 +187,19 @@ def test_pages_hold_more_trajectories_at_once():
   assert paged["rate"] > dense["rate"] and paged["busy"] < dense["busy"] <= 100
 
 
-# --- Programs for TPUs.
+# --- The programs of a run.
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
   """Here for one device of this machine; the compiler for TPUs is not everywhere."""
-  monkeypatch.setattr(tpu_programs, "variant", lambda *_, **__: toy.MODEL)
+  monkeypatch.setattr(run_programs, "variant", lambda *_, **__: toy.MODEL)
   config = rl_qwen.get_config("tiny")
   config.algo.loss.update(kl_coef=0.1, is_clip=2.0)  # the reference's scores, too
   config.algo.sampling.staleness = staleness
   settings = read_config(config, rl.RLConfig)
-  run = tpu_programs.make_run(settings, jax.devices()[:1], hbm=1e9, model="toy")
-  programs = {p.name: p for p in tpu_programs.programs(run, live=100)}
+  run = run_programs.make_run(settings, jax.devices()[:1], hbm=1e9, model="toy")
+  programs = {p.name: p for p in run_programs.programs(run, live=100)}
   deciding = [p.name for p in programs.values() if p.decides]
   assert deciding == [
     "learn",
@@ -212,15 +212,15 @@ def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
     assert "func" in programs[name].lower().as_text()
   # Decoding stands beside the whole state; so do two views and the caches beside
   # learning, where rollouts go on meanwhile.
-  state = tpu_programs.device_bytes(run.state) + tpu_programs.device_bytes(run.frozen)
+  state = run_programs.device_bytes(run.state) + run_programs.device_bytes(run.frozen)
   assert programs[deciding[-1]].beside >= state
-  view = tpu_programs.device_bytes(tpu_programs.decoding_params(run))
+  view = run_programs.device_bytes(run_programs.decoding_params(run))
   cache = row_bytes(run.decoder, 1024) * 4
   assert programs["learn"].beside == staleness * (2 * view + cache)
   # On devices of their own rollouts are beside nothing of the learner's.
   mesh = dataclasses.replace(run.settings.mesh, rollout=1)
   settings = dataclasses.replace(run.settings, mesh=mesh)
-  apart = tpu_programs.programs(dataclasses.replace(run, settings=settings), live=100)
+  apart = run_programs.programs(dataclasses.replace(run, settings=settings), live=100)
   beside = {p.name: p.beside for p in apart if p.name in deciding}
   assert beside["learn"] == 0 and beside[deciding[-1]] == staleness * view
 

@@ -20,7 +20,7 @@ from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.model.transformer import init_params
 from coa_jax.rl import RLConfig
 from configs import rl_qwen
-from experiments.bench import compile_check, gpus, hlo_text, hlo_work, tpu_programs
+from experiments.bench import compile_check, gpus, hlo_text, hlo_work, run_programs
 from experiments.deploy.slices import read_slice
 
 # What a compiler writes, in small: a loop of 24 turns with two gathers, an asynchronous
@@ -158,7 +158,7 @@ def test_a_first_hosts_chips_add_up_among_themselves(monkeypatch, name):
   """Libtpu 0.0.42 compiles it with the flags that `experiments.pod` sets."""
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-  devices = tpu_programs.devices_of(read_slice(name))
+  devices = run_programs.devices_of(read_slice(name))
   host = np.array([device for device in devices if device.process_index == 0])
   assert len(host) == 4 < len(devices)
   split = NamedSharding(Mesh(host, ("tensor",)), PartitionSpec("tensor"))
@@ -177,7 +177,7 @@ def test_other_hosts_chips_get_another_program(monkeypatch):
   for host in range(3):
     chips = [
       device
-      for device in tpu_programs.devices_of(read_slice("v5p:2x2x4"))
+      for device in run_programs.devices_of(read_slice("v5p:2x2x4"))
       if device.process_index == host
     ]
     split = NamedSharding(Mesh(np.array(chips), ("tensor",)), PartitionSpec("tensor"))
@@ -192,7 +192,7 @@ def sent_for_a_matrix(slice_name: str, mesh: MeshConfig) -> dict[str, float]:
 
   In sizes of the matrix. Four chips decode together, as in pods' recipes.
   """
-  devices = tpu_programs.devices_of(read_slice(slice_name))
+  devices = run_programs.devices_of(read_slice(slice_name))
   partitioner = make_partitioner(mesh, devices, rollout_tensor=4)
 
   def loss(w, x):
@@ -343,7 +343,7 @@ def test_between_slices_goes_the_gradient_and_no_parameter(
     vocab_size=1024, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, ff=768
   )
   save_model(tmp_path, model, init_params(model, 0))
-  devices = tpu_programs.devices_of(read_slice(name), slices)
+  devices = run_programs.devices_of(read_slice(name), slices)
   config = rl_qwen.get_config()
   config.init = str(tmp_path)
   config.model.scan = True
@@ -352,7 +352,7 @@ def test_between_slices_goes_the_gradient_and_no_parameter(
   config.rollout.tensor = 2
   config.rollout.max_len = 512
   config.algo.batch = dict(rows=len(devices), length=512)
-  run = tpu_programs.make_run(read_config(config, RLConfig), devices, hbm=16e9)
+  run = run_programs.make_run(read_config(config, RLConfig), devices, hbm=16e9)
 
   # --- The mesh: every copy of the state is within a slice.
   for copy in run.learner.mesh.devices:
@@ -360,7 +360,7 @@ def test_between_slices_goes_the_gradient_and_no_parameter(
 
   # --- What is sent. Of each parameter a device has a part, whose gradient is summed.
   between = {}
-  for program in tpu_programs.programs(run, 128):
+  for program in run_programs.programs(run, 128):
     if program.name in ("learn", "gather", "gather a layer"):
       text = program.lower().compile().as_text()
       traffic = hlo_text.collectives(text, program.devices, (1,))
@@ -370,7 +370,7 @@ def test_between_slices_goes_the_gradient_and_no_parameter(
   sums = [c for c in between["learn"] if c.kind == "all-reduce"]
   others = [c for c in between["learn"] if c.kind != "all-reduce"]
   assert sums and all(c.ways == slices for c in sums)
-  gradient = tpu_programs.device_bytes(run.state.params) / 2  # in bfloat16
+  gradient = run_programs.device_bytes(run.state.params) / 2  # in bfloat16
   # Small arrays are padded. XLA may also move the embedding's to another device.
   assert 0.9 * gradient < sum(c.size for c in sums) < 1.6 * gradient
   embed = 2 * model.vocab_size * model.width / (len(devices) / slices)
