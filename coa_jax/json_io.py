@@ -13,12 +13,18 @@ import functools
 import json
 import math
 import os
+import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# Deeper than any file of ours; Python's own functions (copies, repr) recurse per level.
+MAX_DEPTH = 100
+_TOO_DEEP = f"nested too deeply; at most {MAX_DEPTH} levels are read"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Reads a value found at a path such as "segments[2].text".
 _Reader = Callable[[Any, str], Any]
 
@@ -31,13 +37,13 @@ def parse_json(text: str | bytes, where: str) -> Any:
     where: how messages name its place, as "FILE:LINE".
 
   Raises:
-    ValueError: it is no JSON, no UTF-8, nested too deeply, or has a number that is too
-      long.
+    ValueError: it is not JSON, not UTF-8, nested more than `MAX_DEPTH` levels deep, or
+      has a field twice, a number that is too long or half of a surrogate pair.
   """
   try:
     if isinstance(text, bytes):
       text = text.decode("utf-8-sig")
-    return json.loads(text)
+    value = json.loads(text, object_pairs_hook=_unique)
   except json.JSONDecodeError as e:
     line = ""
     if e.lineno > 1:  # in a file of one value; a line of JSON lines is in `where`
@@ -46,9 +52,48 @@ def parse_json(text: str | bytes, where: str) -> Any:
   except UnicodeDecodeError as e:
     raise ValueError(f"{where}: not UTF-8 ({e.reason} at byte {e.start})") from e
   except RecursionError:
-    raise ValueError(f"{where}: not JSON (it is nested too deeply)") from None
-  except ValueError as e:  # more digits than Python converts
-    raise ValueError(f"{where}: not JSON ({e})") from None
+    raise ValueError(f"{where}: {_TOO_DEEP}") from None
+  except ValueError:  # more digits than Python converts
+    digits = sys.get_int_max_str_digits()
+    raise ValueError(
+      f"{where}: not JSON (a whole number has more than {digits} digits)"
+    ) from None
+  if _is_deeper(value, MAX_DEPTH):
+    raise ValueError(f"{where}: {_TOO_DEEP}")
+  if _SURROGATE.search(text):
+    try:
+      json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+      half = ascii(e.object[e.start])
+      raise ValueError(
+        f"{where}: {half} is half of a surrogate pair and no character; remove it"
+      ) from None
+  return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """An object whose fields have different names."""
+  value = dict(pairs)
+  if len(value) < len(pairs):
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    raise json.JSONDecodeError(f"an object has field {shown(twice)} twice", "", 0)
+  return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+  """Whether lists and objects are nested more than `levels` deep."""
+  containers = [value] if isinstance(value, dict | list) else []
+  for _ in range(levels):
+    inside = []
+    for one in containers:
+      if isinstance(one, dict):
+        one = one.values()
+      # Most lists hold thousands of numbers: their types alone are looked at.
+      if {dict, list} & set(map(type, one)):
+        inside += [x for x in one if isinstance(x, dict | list)]
+    containers = inside
+  return bool(containers)
 
 
 def parse_object(text: str | bytes, where: str) -> dict[str, Any]:

@@ -15,12 +15,12 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
-from ml_collections.config_dict import RequiredValueError
+from ml_collections.config_dict import RequiredValueError, placeholder
 
 from coa_jax import disk, heartbeat
 from coa_jax.bucket import inputs
@@ -193,8 +193,12 @@ def start(
       argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
       file, argument, rest = _take_config(argv)
       _answer_help(file, argument, rest, config_class)
-      rest = _define_config(file, argument, _join_values(rest), config_class)
-      return flags.FLAGS(rest)
+      rest, required = _define_config(file, argument, _join_values(rest), config_class)
+      arguments = flags.FLAGS(rest)
+      _check_filled(flags.FLAGS.config, required, file)
+      return arguments
+    except KeyboardInterrupt:
+      _end_interrupted()
     except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
       stop(_override_error(e, file))
     except (RecursionError, MemoryError):  # a literal of thousands of brackets
@@ -228,7 +232,7 @@ def fetch_inputs(config: ml_collections.ConfigDict) -> None:
 
 def _define_config(
   file: str, argument: list[str], argv: list[str], config_class: type
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
   """Defines the flag --config: the file's values, the defaults, a flag for each field.
 
   Args:
@@ -238,14 +242,17 @@ def _define_config(
     config_class: the dataclass that the journey reads its config into.
 
   Returns:
-    The command line without the flags that are None, which no typed flag can read;
-    their fields are None now.
+    The command line without the flags that are None, which no typed flag can read
+    (their fields are None now), and the paths of the file's required placeholders.
   """
+  required = []
   paths = []
   empty_paths = []
   rest = []
   for word in argv:
     path = _path_of(word)
+    if re.match(r"--?config\.([^=]*\.)?(\.|=|$)", word):
+      stop(f"{word.partition('=')[0]}: names no field; give --config.SECTION.FIELD")
     if path and not file:
       stop(f"{word} needs a config to change: give --config=FILE, too")
     if path:
@@ -256,6 +263,7 @@ def _define_config(
       rest.append(word)
   if file:
     config = _read_config(file, argument)
+    required = _release_placeholders(config)
     with config.unlocked():
       fill_defaults(config, config_class)
       for path in paths:
@@ -278,7 +286,43 @@ def _define_config(
   for name in _FLAGS:
     if name in flags.FLAGS:  # --help lists them
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-  return rest
+  return rest, required
+
+
+def _release_placeholders(
+  config: ml_collections.ConfigDict, above: str = ""
+) -> list[str]:
+  """Makes required placeholders optional: a flag can not show a required one.
+
+  Returns:
+    Their paths, as "section.field".
+  """
+  paths = []
+  for name in config:
+    try:
+      value = config[name]
+    except RequiredValueError:
+      kind = config.get_ref(name).get_type()
+      with config.unlocked():
+        del config[name]
+        config[name] = placeholder(kind)
+      paths.append(above + name)
+      continue
+    if isinstance(value, ml_collections.ConfigDict):
+      paths += _release_placeholders(value, f"{above}{name}.")
+  return paths
+
+
+def _check_filled(
+  config: ml_collections.ConfigDict, paths: list[str], file: str
+) -> None:
+  """Refuses a config whose required placeholders have no value."""
+  for path in paths:
+    value: Any = config
+    for name in path.split("."):
+      value = None if value is None else value.get(name)
+    if value is None:
+      stop(f"{file}: config.{path} has no value; give --config.{path}=VALUE")
 
 
 def _answer_help(
@@ -485,8 +529,12 @@ def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
     print(e, file=sys.stderr)
     sys.exit(e.status)
   except KeyboardInterrupt:
-    print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-    sys.exit(130)
+    _end_interrupted()
+
+
+def _end_interrupted() -> NoReturn:
+  print("\ninterrupted; the same command resumes from here", file=sys.stderr)
+  sys.exit(130)
 
 
 def _take_config(argv: list[str]) -> tuple[str, list[str], list[str]]:
@@ -532,7 +580,23 @@ def _read_config(file: str, argument: list[str]) -> ml_collections.ConfigDict:
   if not isinstance(config, ml_collections.ConfigDict):
     kind = type(config).__name__
     stop(f"{file}: get_config returns a {kind}, not an ml_collections.ConfigDict")
+  _refuse_cycles(config, f"{file}: config", ())
   return config
+
+
+def _refuse_cycles(value: Any, path: str, above: tuple[int, ...]) -> None:
+  """Refuses a section, list or dict that contains itself."""
+  if id(value) in above:
+    stop(f"{path} contains itself")
+  above = (*above, id(value))
+  if isinstance(value, ml_collections.ConfigDict):
+    value = dict(value.items(preserve_field_references=True))
+  if isinstance(value, dict):
+    for name, inner in value.items():
+      _refuse_cycles(inner, f"{path}.{name}", above)
+  elif isinstance(value, list | tuple):
+    for i, inner in enumerate(value):
+      _refuse_cycles(inner, f"{path}[{i}]", above)
 
 
 def _override_error(error: Exception, file: str) -> str:

@@ -50,7 +50,12 @@ class Whole:
     (b'{"a": "\xff"}', "not UTF-8"),
     (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
     (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
-    (b'{"a": ' + b"9" * 6000 + b"}", "not JSON"),
+    (b'{"a":' * 101 + b"1" + b"}" * 101, "nested too deeply; at most 100 levels"),
+    (b'[1, {"b": ' + b"[" * 99 + b"]" * 99 + b"}]", "nested too deeply"),
+    (b'{"a": ' + b"9" * 6000 + b"}", "a whole number has more than 4300 digits"),
+    (b'{"a": 1, "b": {"a": 2, "a": 3}}', "an object has field 'a' twice"),
+    (b'{"a": ["\\ud800"]}', r"'\\ud800' is half of a surrogate pair"),
+    (b'{"a\\uDFFF": 1}', r"'\\udfff' is half of a surrogate pair"),
   ],
 )
 def test_what_is_no_json_is_one_line_with_its_place(tmp_path, text: bytes, reason: str):
@@ -143,3 +148,10 @@ def test_a_field_of_another_type_is_named_with_its_value(field: str):
 def test_the_field_inside_is_named(row: Any, message: str):
   with pytest.raises(ValueError, match=message):
     to_dataclass(row, Whole, "here")
+
+
+def test_what_is_at_the_limits_is_read():
+  assert parse_json(b'{"a":' * 100 + b"1" + b"}" * 100, "rows:7")
+  texts = [r"\ud83d\ude00", r"\\ud800", r"\u00e9"]
+  value = parse_json('["' + '", "'.join(texts) + '"]', "rows:7")
+  assert value == ["\U0001f600", "\\ud800", "\u00e9"]

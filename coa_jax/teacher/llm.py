@@ -191,7 +191,8 @@ _THINKING = re.compile(
 
 
 def _visible(content: str) -> str:
-  """The content without the reasoning before it."""
+  """The content without the reasoning before it, and without broken characters."""
+  content = content.encode("utf-8", "replace").decode()
   return _THINKING.sub("", content, count=1)
 
 

@@ -261,6 +261,8 @@ class Toolbox(Tools):
       else:
         code = self._tools[call.name]
         status, result = code.in_session(call.session, call.arguments, call.seconds)
+      # Half of a surrogate pair (JSON can hold one) is no character.
+      result = result.encode("utf-8", "replace").decode()
       result = _cut(result, self.config.max_chars)
     except BaseException:
       # Whatever a model can bring about is a result. An exception says that the tool is

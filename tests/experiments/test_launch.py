@@ -253,7 +253,15 @@ def test_files_and_flags_that_are_missing_are_named(launcher):
 def test_an_interrupted_run_says_how_to_go_on(launcher):
   done = launcher("--config.data.steps=13")
   assert done.returncode == 130
-  assert "goes on from here" in done.stderr and "Traceback" not in done.stderr
+  assert "resumes from here" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_config_that_is_interrupted_says_so(launcher, tmp_path):
+  config = tmp_path / "interrupted.py"
+  config.write_text("raise KeyboardInterrupt")
+  done = launcher(file=str(config))
+  assert done.returncode == 130 and "Traceback" not in done.stderr
+  assert "interrupted" in done.stderr
 
 
 def test_a_real_journey_refuses_before_any_work(tmp_path):

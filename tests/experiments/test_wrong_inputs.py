@@ -51,7 +51,18 @@ TABLE = [
   ("sft", "error: --config must be given; see --help"),
   (f"{WORLD}:", "evaluate_world answers '' and 'tiny', not 'tiny:'"),
   ("rl --config=configs/rl_world.py:gpro", "names are grpo"),
+  ("sft --config=placeholder.py", "config.data.trajectories has no value; give --con"),
+  ("sft --config=recursive.py", "recursive.py: config.data.me contains itself"),
+  (
+    "sft --config=recursive_list.py",
+    "recursive_list.py: config.a[0][0] contains itself",
+  ),
   # --- Flags: names and types.
+  (f"{SFT} --config.data.=3", "--config.data.: names no field"),
+  (f"{SFT} --config.=3", "--config.: names no field"),
+  (f"{SFT} --config.data..steps=3", "--config.data..steps: names no field"),
+  (f"{SFT} --config.data.trajectories=None", "'data' lacks field 'trajectories'"),
+  (f"{SFT} --config.data.steps={'7' * 5000}", "data.steps=777"),
   (f"{SFT} --config.data.stepz=3", "did you mean 'steps'"),
   (f"{SFT} --config.datum.steps=3", "did you mean 'data'"),
   (f"{SFT} --config.data.steps=ten", "data.steps"),
@@ -86,6 +97,10 @@ TABLE = [
   (f"{WORLD} --config.tasks.uri=binary.jsonl", "binary.jsonl"),
   (f"{WORLD} --config.tasks.uri=nan.jsonl", "nan.jsonl"),
   (f"{WORLD} --config.tasks.uri=cut.jsonl", "cut.jsonl"),
+  (f"{WORLD} --config.tasks.uri=deep.jsonl", "deep.jsonl:1: nested too deeply"),
+  (f"{WORLD} --config.tasks.uri=digits.jsonl", "digits.jsonl:1: not JSON (a whole num"),
+  (f"{WORLD} --config.tasks.uri=twice.jsonl", "twice.jsonl:1: not JSON (an object has"),
+  (f"{SFT} --config.data.trajectories=half.jsonl", "half.jsonl:1: '\\ud800' is half"),
   (f"{GOOD} --config.tasks.families=('no',)", "no"),
   (f"{GOOD} --config.init=", "init"),
   (f"{GOOD} --config.init=nowhere", "nowhere"),
@@ -116,6 +131,32 @@ FILES = {
   "good.jsonl": b'{"id": "1", "question": "2 + 3", "answers": ["5"], "family": "f"}\n',
   "nan.jsonl": b'{"id": "1", "question": NaN, "answers": ["5"]}\n',
   "cut.jsonl": b'{"id": "1", "question": "2 + 3", "answers": ["5"]}\n{"id": "2", "que',
+  "deep.jsonl": b'{"question": "2", "answers": ["5"], "meta": %s1%s}'
+  % (b'{"a": ' * 900, b"}" * 900),
+  "digits.jsonl": b'{"question": "2 + 3", "answers": [%s]}' % (b"7" * 5000),
+  "twice.jsonl": b'{"question": "2 + 3", "answers": ["5"], "answers": ["6"]}',
+  "half.jsonl": b'{"task_id": "t", "segments": [{"text": "\\ud800"}]}',
+  "placeholder.py": b"""
+import ml_collections
+from ml_collections import config_dict
+def get_config():
+  data = dict(trajectories=config_dict.required_placeholder(str))
+  return ml_collections.ConfigDict(dict(data=data))
+""",
+  "recursive.py": b"""
+import ml_collections
+def get_config():
+  config = ml_collections.ConfigDict(dict(data={}))
+  config.data.me = config
+  return config
+""",
+  "recursive_list.py": b"""
+import ml_collections
+def get_config():
+  config = ml_collections.ConfigDict(dict(a=[[]]))
+  config.a[0].append(config.a[0])
+  return config
+""",
   "pages.jsonl": b'{"id": "p", "title": "a", "text": "b"}\n',
 }
 

@@ -162,6 +162,17 @@ def test_corpus_formats(tmp_path):
     ("c.json", '[\n{"a"}]', r"c\.json:2: not JSON"),
     ("c.json", "3", r"c\.json: expected a list or an object"),
     ("c.txt", "", r"c\.txt: a corpus is"),
+    (
+      "c.jsonl",
+      '{"id": 1, "contents": ""}\n' * 2,
+      r"c\.jsonl:2: field 'id' is '1', as",
+    ),
+    (
+      "c.json",
+      '[{"id": 1, "contents": ""}, {"contents": ""}]',
+      r"\[1\]: field 'id' is",
+    ),
+    ("c.json", '{"T": [], "T": []}', r"c\.json:1: .* the same field twice"),
     ("c.jsonl", "\n" + "[" * 100_000, r"c\.jsonl:2: nested too deep"),
     ("c.jsonl", '{"id": ' + "9" * 5000, r"c\.jsonl:1: .* number too long"),
     ("c.json", "[" * 100_000, r"c\.json:1: nested too deep"),

@@ -75,19 +75,30 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: not one of these; the message names the file, the line (or the entry of
-      a `.json` file) and the field.
+    ValueError: not one of these, or two documents have one id; the message names the
+      file, the line (or the entry of a `.json` file) and the field.
   """
   path = os.fspath(path)
   if not os.path.isfile(path):
     raise FileNotFoundError(f"{path}: there is no such corpus file")
+  ids = set()
+  for where, document in _read_documents(path):
+    if document.id in ids:
+      raise ValueError(f"{where}: field 'id' is {document.id!r}, as in a row before")
+    ids.add(document.id)
+    yield document
+
+
+def _read_documents(path: str) -> Iterator[tuple[str, Document]]:
+  """Yields ("FILE:LINE", document) of a corpus file."""
   if path.endswith(".jsonl"):
     # Line by line: a message names the line that is wrong.
     with open(path, "rb") as f:
       for number, line in enumerate(f, 1):
         if line.strip():
           row = _parse(line.rstrip(b"\n"), path, number)
-          yield _from_row(row, f"{path}:{number}", None)
+          where = f"{path}:{number}"
+          yield where, _from_row(row, where, None)
     return
 
   # --- One JSON value: a list of pages, or pages by their titles.
@@ -97,21 +108,22 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
     corpus = _parse(f.read(), path, 1)
   if isinstance(corpus, list):
     for i, row in enumerate(corpus):
-      yield _from_row(row, f"{path}[{i}]", str(i))
+      where = f"{path}[{i}]"
+      yield where, _from_row(row, where, str(i))
   elif isinstance(corpus, dict):
     for i, (title, sentences) in enumerate(corpus.items()):
       where = f"{path}[{title!r}]"
       if not isinstance(sentences, list):
         raise ValueError(f"{where}: expected a list of sentences")
       texts = [_string(s, f"{where}[{j}]") for j, s in enumerate(sentences)]
-      yield Document(str(i), title, " ".join(t.strip() for t in texts))
+      yield where, Document(str(i), title, " ".join(t.strip() for t in texts))
   else:
     raise ValueError(f"{path}: expected a list or an object of documents")
 
 
 def _parse(data: bytes, path: str, line: int) -> Any:
   try:
-    return json.loads(data)
+    return json.loads(data, object_pairs_hook=_unique)
   except json.JSONDecodeError as e:
     raise ValueError(f"{path}:{line + e.lineno - 1}: not JSON ({e.msg})") from e
   except UnicodeDecodeError as e:
@@ -121,6 +133,14 @@ def _parse(data: bytes, path: str, line: int) -> Any:
       f"{path}:{line}: nested too deep, or with a number too long; a page is an object "
       "of texts"
     ) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """An object whose fields have different names: no page replaces another."""
+  value = dict(pairs)
+  if len(value) < len(pairs):
+    raise json.JSONDecodeError("an object has the same field twice", "", 0)
+  return value
 
 
 def _string(value: Any, where: str) -> str:
