@@ -29,12 +29,13 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _Reader = Callable[[Any, str], Any]
 
 
-def parse_json(text: str | bytes, where: str) -> Any:
+def parse_json(text: str | bytes, where: str, surrogates: bool = False) -> Any:
   """Reads one JSON value.
 
   Args:
     text: the value; bytes are UTF-8, with or without a mark of byte order.
     where: how messages name its place, as "FILE:LINE".
+    surrogates: accept half of a surrogate pair in a text.
 
   Raises:
     ValueError: it is not JSON, not UTF-8, nested more than `MAX_DEPTH` levels deep, or
@@ -60,7 +61,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     ) from None
   if _is_deeper(value, MAX_DEPTH):
     raise ValueError(f"{where}: {_TOO_DEEP}")
-  if _SURROGATE.search(text):
+  if not surrogates and _SURROGATE.search(text):
     try:
       json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:

@@ -244,6 +244,22 @@ def test_the_example_is_a_tool_in_every_room(library):
   assert done.returncode == 0, done.stderr
 
 
+def test_the_example_needs_no_change_of_a_test(library):
+  shutil.copytree(ROOT / "tests", library / "tests")
+  for name in ("README.md", "pyproject.toml"):
+    shutil.copy(ROOT / name, library)
+  names = ("parser", "tag_ids", "tool_naming", "prompts")
+  command = [sys.executable, "-m", "pytest", "-n", "0"]
+  done = subprocess.run(
+    command + [f"tests/protocol/test_{name}.py" for name in names],
+    env=os.environ | {"PYTHONPATH": os.pathsep.join([str(library), str(ROOT)])},
+    cwd=library,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout
+
+
 def test_a_tag_with_a_row_and_no_class_is_refused_by_name(library):
   program = (
     "from coa_jax.tools import tools\n"

@@ -38,7 +38,7 @@ def read_rows(path: str, replay: Callable[[Any, str, Place], None]) -> int:
       if not line.endswith(b"\n"):
         break
       where = f"{path}:{number}"
-      replay(parse_json(line, where), where, (end, len(line)))
+      replay(parse_json(line, where, surrogates=True), where, (end, len(line)))
       end += len(line)
   return end
 

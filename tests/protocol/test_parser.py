@@ -12,23 +12,9 @@ from hypothesis import strategies as st
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import ParseVerdict, content_fault, parse
 from coa_jax.protocol.roles import TOOLS, escape, wrap
+from tests.protocol.contents import CONTENT, GRADES
 
-GRADES = " ".join(f"{c} : Good" for c in roles.CRITERIA)
 POOR = GRADES.replace("tool_effectiveness : Good", "tool_effectiveness : Poor")
-CONTENT = {
-  "think": "t",
-  "plan": "1. look",
-  "reflection": GRADES,
-  "suggested_answer": "Uruk",
-  "double_check": "The score this time is:4",
-  "answer": "Uruk",
-  "wiki_search": "Ur",
-  "web_search": "Ur",
-  "crawl_page": "http://a|http://b",
-  "code": "```py\nprint(1)\n```",
-  "visual_inspector": '```json\n{"file_path": "a.png", "question": "?"}\n```',
-  "tool": '{"name": "add", "arguments": {"a": 1}}',
-}
 _WEB = ("web_search", "crawl_page")
 
 

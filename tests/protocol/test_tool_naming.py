@@ -15,6 +15,7 @@ from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.prompts import instructions
 from coa_jax.protocol.tool_naming import draw_naming
 from coa_jax.protocol.tools import SPECS
+from tests.protocol.contents import CONTENT
 
 UNIFIED = roles.get_variant("unified")
 TEXT = st.text(max_size=40)
@@ -41,6 +42,7 @@ BODIES = {
     st.dictionaries(LINE, st.one_of(LINE, st.integers(), st.none(), st.lists(LINE))),
   ),
 }
+BODIES |= {tag: st.just(CONTENT[tag]) for tag in SPECS if tag not in BODIES}
 FORMATS = [
   (tag, each)
   for held_out in (False, True)
