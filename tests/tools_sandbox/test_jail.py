@@ -14,6 +14,7 @@ from sandbox_server import children, soon
 
 from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
+from tools_sandbox.faults import NoJail
 from tools_sandbox.host import pool
 from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.jail import keeper
@@ -225,6 +226,38 @@ def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):
     Sandbox()  # the default
   with pytest.raises(ValueError, match="backend"):
     Sandbox(backend="docker")
+
+
+@pytest.mark.parametrize("umask", [0o027, 0o077, 0o111, 0o777])
+def test_a_slot_starts_under_any_umask(umask):
+  code = (
+    "from tools_sandbox.host.pool import SandboxPool\n"
+    "with SandboxPool(1, preload=()) as p: print(p.run('print(7)').stdout)"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    capture_output=True,
+    text=True,
+    umask=umask if os.geteuid() == 0 else umask & 0o077,
+    cwd=pathlib.Path(pool.__file__).parents[2],
+  )
+  assert done.stdout == "7\n\n", done.stderr[-500:]
+
+
+@pytest.mark.parametrize(
+  ("said", "kind"),
+  [(b"Refused: [Errno 1] unshare", NoJail), (b"OSError: a lock", RuntimeError)],
+)
+def test_only_where_the_kernel_refuses_is_a_weaker_wall_advised(
+  monkeypatch, said, kind
+):
+  done = subprocess.CompletedProcess([], 1, b"", said)
+  monkeypatch.setattr(keeper, "_built", [])
+  monkeypatch.setattr(keeper.subprocess, "run", lambda *a, **k: done)
+  with pytest.raises(RuntimeError, match=said.decode().split("]")[-1]) as e:
+    Sandbox()
+  assert type(e.value) is kind
+  assert ("subprocess" in str(e.value)) == (kind is NoJail)
 
 
 def test_check_names_the_step_that_the_kernel_refuses():
