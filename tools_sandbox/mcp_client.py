@@ -37,7 +37,7 @@ from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.http_client import read_key
 from tools_sandbox.text import clean
 
-_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+_FENCE = re.compile(r"\s*```(?:json)?[ \t]*[\r\n](.*?)```\s*", re.DOTALL)
 
 _END_S = 5.0  # that a server may take to end
 _DEPTH = 64  # of a call's parameters; the SDK fails on some hundreds
