@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from attacks import HOST_READS, KERNEL, NETWORK, PARENT, SIGNALS, _group
 
+# Each holds much more than the 256 MiB it may, and says so if it still lives then.
+_MAP = (
+  "start = libc.mmap\nstart.restype = ctypes.c_void_p\nn, size = 0, 15 << 20\n"
+  "for _ in range(60):\n"
+  "  at = start(None, ctypes.c_size_t(size), 3, FLAGS, FD, ctypes.c_long(0))\n"
+  "  if at == 2 ** 64 - 1: break\n"
+  "  ctypes.memset(at, 1, size)\n"
+  "  libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(size - 4096))\n  n += 1\n"
+  "time.sleep(1)\nbreach(n > 25)"
+)
 BOMBS = _group(
   "bombs",
   forks={
@@ -44,6 +54,31 @@ BOMBS = _group(
       "breach()"
     ),
     "verdicts": ("memory", "error"),
+  },
+  shared_pages_of_no_process=_MAP.replace("FLAGS", "0x21").replace("FD", "-1"),
+  shared_pages_of_the_third_kind=_MAP.replace("FLAGS", "0x23").replace("FD", "-1"),
+  shared_pages_of_a_device=(
+    "for name in os.listdir('/dev'):\n  try: fd = os.open(f'/dev/{name}', os.O_RDWR)\n"
+    "  except OSError: continue\n  "
+    + _MAP.replace("FLAGS", "1").replace("FD", "fd").replace("\n", "\n  ")
+  ),
+  memory_of_a_process_without_its_first_thread={
+    "program": (
+      "import threading\ndef hold():\n  time.sleep(0.5)\n"
+      "  x = b'x' * (170 << 20)\n  time.sleep(2)\n  breach()\n  os._exit(0)\n"
+      "for _ in range(3):\n  if os.fork() == 0: break\n"
+      "threading.Thread(target=hold).start()\ntime.sleep(0.2)\ncall(60, 0)"
+    ),
+    "verdicts": ("memory",),
+  },
+  memory_of_many_small_processes={
+    "program": (
+      "import subprocess\n"
+      "hold = 'import time; x = b\"x\" * (9 << 20); time.sleep(3)'\n"
+      "ps = [subprocess.Popen([sys.executable, '-ISc', hold]) for _ in range(30)]\n"
+      "for p in ps: p.wait()\nbreach()"
+    ),
+    "verdicts": ("memory",),
   },
   kernel_shared_memory=(
     "for i in range(20):\n  n = call(29, 0, 64 << 20, 0o1600)\n  breach(n >= 0)\n"

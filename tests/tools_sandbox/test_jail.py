@@ -70,6 +70,27 @@ ORDINARY = {
     "print(s.buf[0])\ns.close()\ns.unlink()",
     "9\n",
   ),
+  "shared_maps": (
+    "import mmap, os\nm = mmap.mmap(-1, 8)\n"
+    "n = mmap.mmap(-1, length=8, access=mmap.ACCESS_WRITE)\n"
+    "p = mmap.mmap(-1, 8, mmap.MAP_PRIVATE)\nif os.fork() == 0:\n"
+    "  m[0] = n[1] = p[2] = 7\n  os._exit(0)\nos.wait()\n"
+    "print(m[0], n[1], p[2], isinstance(m, mmap.mmap), m.size())",
+    "7 7 0 True 8\n",
+  ),
+  "multiprocessing_value": (
+    "import multiprocessing as mp\nv = mp.Value('i', 5)\na = mp.Array('d', [1.5])\n"
+    "def f():\n  v.value += 1\n  a[0] *= 2\np = mp.Process(target=f)\np.start()\n"
+    "p.join()\nprint(v.value, a[0])",
+    "6 3.0\n",
+  ),
+  "a_large_object_shared_by_forks": (
+    "import os, time\nx = b'x' * (400 << 20)\nfor _ in range(4):\n"
+    "  if os.fork() == 0:\n    time.sleep(0.5)\n    os._exit(0)\n"
+    "for _ in range(4): os.wait()\nprint(len(x) >> 20)",
+    "400\n",
+  ),
+  "zeros": ("print(open('/dev/zero', 'rb').read(3))", "b'\\x00\\x00\\x00'\n"),
   "shutil_and_zip": (
     "import shutil, zipfile\nopen('a', 'w').write('z')\nshutil.copy2('a', 'b')\n"
     "with zipfile.ZipFile('c.zip', 'w') as z: z.write('b')\n"
