@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from attacks import HOST_READS, KERNEL, NETWORK, PARENT, SIGNALS, _group
 
+
 # Each holds much more than the 256 MiB it may, and says so if it still lives then.
-_MAP = (
-  "start = libc.mmap\nstart.restype = ctypes.c_void_p\nn, size = 0, 15 << 20\n"
-  "for _ in range(60):\n"
-  "  at = start(None, ctypes.c_size_t(size), 3, FLAGS, FD, ctypes.c_long(0))\n"
-  "  if at == 2 ** 64 - 1: break\n"
-  "  ctypes.memset(at, 1, size)\n"
-  "  libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(size - 4096))\n  n += 1\n"
-  "time.sleep(1)\nbreach(n > 25)"
-)
+def _map(flags: str, fd: str) -> dict:
+  program = (
+    f"flags = {flags}\nstart = libc.mmap\nstart.restype = ctypes.c_void_p\n"
+    "n, size = 0, ctypes.c_size_t(15 << 20)\nfor _ in range(30):\n"
+    f"  at = start(None, size, 3, flags, {fd}, ctypes.c_long(0))\n"
+    "  if at == 2 ** 64 - 1: break\n  ctypes.memset(at, 1, size.value)\n"
+    "  libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(size.value - 4096))\n  n += 1\n"
+    "breach(n > 25)"
+  )
+  return {"program": program, "verdicts": ("ok", "error", "memory")}
+
+
 BOMBS = _group(
   "bombs",
   forks={
@@ -55,13 +59,9 @@ BOMBS = _group(
     ),
     "verdicts": ("memory", "error"),
   },
-  shared_pages_of_no_process=_MAP.replace("FLAGS", "0x21").replace("FD", "-1"),
-  shared_pages_of_the_third_kind=_MAP.replace("FLAGS", "0x23").replace("FD", "-1"),
-  shared_pages_of_a_device=(
-    "for name in os.listdir('/dev'):\n  try: fd = os.open(f'/dev/{name}', os.O_RDWR)\n"
-    "  except OSError: continue\n  "
-    + _MAP.replace("FLAGS", "1").replace("FD", "fd").replace("\n", "\n  ")
-  ),
+  shared_pages_of_no_process=_map("0x21", "-1"),
+  shared_pages_of_the_third_kind=_map("0x23", "-1"),
+  shared_pages_of_a_device=_map("1", "os.open('/dev/zero', os.O_RDWR)"),
   memory_of_a_process_without_its_first_thread={
     "program": (
       "import threading\ndef hold():\n  time.sleep(0.5)\n"
