@@ -96,7 +96,8 @@ def _fields(pid: int | str, file: str, sign: bytes) -> dict[bytes, bytes]:
         with open(f"{folder}/{thread}{file}", "rb") as f:
           pairs = [line.partition(b":") for line in f]
         fields = {name: value.strip() for name, _, value in pairs}
-        if sign in fields:
+        # A thread of the kernel has no memory, and is no zombie.
+        if sign in fields or not fields.get(b"State", b"Z").startswith(b"Z"):
           return first | fields
         first = first or fields
   return first

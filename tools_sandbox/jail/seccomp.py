@@ -86,8 +86,9 @@ _ALLOWED_WITH = {
   # counts
   "setsockopt": (2, (20, 21)),
   # All that concerns this process's own pages; none to be merged with those of others,
-  # of which the kernel would tell how many it found.
-  "madvise": (2, (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23, 25)),
+  # of which the kernel would tell how many it found, and no MADV_COLLAPSE, which moves
+  # the pages of a file that others map too.
+  "madvise": (2, (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23)),
   # F_DUPFD, _GETFD, _SETFD, _GETFL, _SETFL, _GETLK, _SETLK, _SETLKW, _DUPFD_CLOEXEC,
   # _GETPIPE_SZ. Leases, owners and F_NOTIFY have no use here; larger pipes are memory
   # that no limit counts.
