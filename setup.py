@@ -15,6 +15,7 @@ setuptools.setup(
   install_requires=[
     "absl-py>=2.1",
     "bm25s>=0.2.10",
+    "charset-normalizer>=3.4",  # pages that do not declare their encoding
     "docstring_parser>=0.16",  # --config.help
     "flax>=0.12",
     "fsspec>=2025.2",

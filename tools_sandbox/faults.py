@@ -12,7 +12,7 @@ class ToolFault(Exception):
 
 
 class NoJail(RuntimeError):
-  """This machine cannot build jails: the one reason to speak of a weaker wall."""
+  """The kernel refuses a jail here: the one reason to advise a weaker wall."""
 
 
 class Unavailable(Exception):

@@ -77,7 +77,7 @@ def read_key(path: str | None, field: str = "key_file") -> str:
   except (OSError, UnicodeDecodeError) as e:
     raise ValueError(f"{field} {path}: {type(e).__name__}") from None
   # One word, or it is another file: a whole one would go out in a header.
-  if len(words) != 1:
+  if len(words) != 1 or not words[0].isprintable():
     raise ValueError(f"{field} {path} must hold one word, the key")
   return words[0]
 

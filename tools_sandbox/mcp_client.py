@@ -35,15 +35,16 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.http_client import read_key
+from tools_sandbox.mcp_results import as_text
 from tools_sandbox.text import clean
 
-_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+_FENCE = re.compile(r"\s*```(?:json)?[ \t]*[\r\n](.*?)```\s*", re.DOTALL)
 
 _END_S = 5.0  # that a server may take to end
 _DEPTH = 64  # of a call's parameters; the SDK fails on some hundreds
 _PAGES = 100  # of the list of tools
 _MAX_BYTES = 16_000_000  # of a line over stdio, or of a response over HTTP
-_MAX_CHARS = 1_000_000  # of a result; tools show the model far less
+_DESCRIPTION = 10_000  # characters of a tool's, which may go into a prompt
 _NAMED = 20  # tools or parameters that a message names
 # JSON Schema's types -> whether a value is of one.
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -130,7 +131,7 @@ class McpTool:
     try:
       tool = self._find()
       self._schema = tool.input_schema
-      self.description = clean((tool.description or "")[:_MAX_CHARS])
+      self.description = clean((tool.description or "")[:_DESCRIPTION])
       self._parameters, self._plain = _parameters(tool.input_schema, config.argument)
     except BaseException:
       self.close()
@@ -219,10 +220,11 @@ class McpTool:
     config = self._config
     if config.url is None:
       args = ["-I", str(_RELAY), str(_MAX_BYTES), *config.command]
-      return self._mcp.StdioServerParameters(
+      program = self._mcp.StdioServerParameters(
         command=sys.executable, args=args, env=config.env or None
       )
-    return _over_http(config.url, self._key)
+      return as_text(self._mcp.stdio_client(program))
+    return as_text(_over_http(config.url, self._key))
 
   def _find(self) -> Any:
     """Finds the tool in the server's list."""
@@ -482,19 +484,5 @@ async def _accept(*unused: Any) -> None:
 
 
 def _text(result: Any) -> str:
-  """The text of a result: of its parts, others are named only, or of its structure."""
-  # Cut part by part, so that nothing longer than the limit is ever put together.
-  parts = []
-  room = _MAX_CHARS
-  for part in result.content:
-    text = getattr(part, "text", None)
-    if not isinstance(text, str):
-      text = f"[{part.type}]"
-    parts.append(text[:room])
-    room -= len(parts[-1]) + 1
-    if room <= 0:
-      break
-  if not parts and result.structured_content is not None:
-    with contextlib.suppress(ValueError, RecursionError):
-      parts.append(json.dumps(result.structured_content)[:_MAX_CHARS])
-  return clean("\n".join(parts)).strip()
+  """The text of a result, of which `as_text` has made all blocks text."""
+  return clean("\n".join(block.text for block in result.content)).strip()

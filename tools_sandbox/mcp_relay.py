@@ -2,8 +2,8 @@
 
   python mcp_relay.py MOST_BYTES PROGRAM ARGUMENT...
 
-The SDK keeps a line in memory until its end comes. The server has our standard input
-and error; its output goes through here.
+The SDK keeps a line in memory until its end comes. The server has our standard input;
+its output goes through here, and so does the beginning of its standard error.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from typing import IO
 
 _CHUNK = 65536
+_LINE = 1000  # bytes of a line of its standard error
+_LOG = 65536  # bytes of all of it
 
 
 def main() -> int:
@@ -20,10 +24,12 @@ def main() -> int:
   most = int(sys.argv[1])
   command = sys.argv[2:]
   try:
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
   except OSError as e:
     print(f"{command[0]}: {e.strerror}", file=sys.stderr)
     return 127
+  log = threading.Thread(target=_log, args=(server.stderr, command[0]), daemon=True)
+  log.start()
   os.close(0)  # the server's alone, so that its end is seen by whoever writes to it
   # Passed on as it comes: only the length of its last line is kept.
   length = 0  # of the line that has no end yet
@@ -39,7 +45,23 @@ def main() -> int:
       return 1
     while data:  # a pipe may take less than it is given
       data = data[os.write(1, data) :]
-  return server.wait()
+  code = server.wait()
+  log.join(1.0)  # what it started may hold its standard error open
+  return code
+
+
+def _log(stream: IO[bytes], name: str) -> None:
+  """Copies the beginning of a server's standard error to ours; reads all of it."""
+  left = _LOG
+  while line := stream.readline(_LINE):
+    if left <= 0:
+      continue
+    left -= len(line)
+    text = line.decode("utf-8", "replace").rstrip()
+    shown = "".join(c if c.isprintable() or c == "\t" else "?" for c in text)
+    if left <= 0:
+      shown += f"\n{name}: the rest of its standard error is left out"
+    print(shown, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

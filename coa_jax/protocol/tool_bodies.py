@@ -39,6 +39,16 @@ class CodeCall:
   stdin: str = ""
 
 
+_CR_FENCE = re.compile(r"```\w*[ \t]*\r")
+
+
+def _unix_lines(content: str) -> str:
+  """Makes every line end a line feed, if that of a fence has a carriage return."""
+  if _CR_FENCE.search(content) is None:
+    return content
+  return content.replace("\r\n", "\n").replace("\r", "\n")
+
+
 _CODE = re.compile(
   r"\s*```(?:py|python)[ \t]*\n(?P<program>.*?)\n?```"
   r"(?:\s*```sh[ \t]*\n(?P<stdin>.*?)\n?```)?\s*",
@@ -56,7 +66,7 @@ def parse_code(content: str) -> CodeCall | None:
   # The expression takes time as the square of the number of fences.
   if content.count("```") > 4:
     return None
-  match = _CODE.fullmatch(content)
+  match = _CODE.fullmatch(_unix_lines(content))
   if match is None:
     return None
   program = match["program"]
@@ -133,7 +143,7 @@ def render_image_request(request: Mapping[str, Any]) -> str:
 
 
 def _unfence_json(body: str) -> str | None:
-  match = _JSON_FENCE.fullmatch(body)
+  match = _JSON_FENCE.fullmatch(_unix_lines(body))
   return match[1] if match else None
 
 
@@ -229,7 +239,7 @@ def code_fences(fence: str) -> ArgumentFormat:
     return f"```{fence}" + render_code(call.program, call.stdin).removeprefix("```py")
 
   def read(text: str) -> str | None:
-    head, opening, rest = text.partition(f"```{fence}\n")
+    head, opening, rest = _unix_lines(text).partition(f"```{fence}\n")
     body = f"```py\n{rest}"
     if not opening or head.strip() or parse_code(body) is None:
       return None

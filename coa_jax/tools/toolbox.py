@@ -338,9 +338,7 @@ def _open_sandbox(config: ToolsConfig) -> Sandbox:
     hint = "To take the weaker one: --config.tools.sandbox=subprocess"
     raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}. {hint}") from e
   except RuntimeError as e:
-    if config.sandbox != "remote":
-      raise
-    raise ValueError(f"tools.sandbox='remote': {e}") from e
+    raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}") from e
 
 
 def _no_answer(call: _Call) -> str:

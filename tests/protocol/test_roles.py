@@ -69,6 +69,10 @@ def test_a_rendered_code_call_reads_back(program: str, stdin: str):
     ("```py\nprint(1)```", "print(1)", ""),
     ("```py  \na\n\nb\n```\n```sh\n1 2\n3\n```", "a\n\nb", "1 2\n3"),
     ("```py\na\n```\n\n  ```sh\n\n```", "a", ""),
+    ("```py\r\nprint(1)\r\n```", "print(1)", ""),
+    ("\r\n```python \r\na\r\nb\r\n```\r\n```sh\r\n1\r\n2\r\n```\r\n", "a\nb", "1\n2"),
+    ("```py\rprint(1)\r```", "print(1)", ""),
+    ("```py\n'\r'\n```", "'\r'", ""),
   ],
 )
 def test_code_calls_that_are_read(content: str, program: str, stdin: str):

@@ -19,6 +19,7 @@ from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.tools import TOOLS
 from tests.backend import BACKEND
 from tools_sandbox.client import Sandbox
+from tools_sandbox.faults import NoJail
 from tools_sandbox.host.pool import SandboxPool
 
 KEY = "sk-0123456789-secret"
@@ -225,3 +226,19 @@ def test_the_default_is_the_jail_and_nothing_weaker_is_taken_unasked():
   assert ToolsConfig(tools=("code",)).sandbox == CodeConfig().sandbox == "jail"
   for opener in (Sandbox, SandboxPool):
     assert inspect.signature(opener).parameters["backend"].default == "jail"
+
+
+@pytest.mark.parametrize(
+  ("fault", "advised"),
+  [(NoJail("no unshare"), True), (RuntimeError("the probe failed"), False)],
+)
+def test_the_weaker_wall_is_advised_only_where_there_can_be_no_jail(
+  monkeypatch, fault, advised
+):
+  def refuse(**unused):
+    raise fault
+
+  monkeypatch.setattr("coa_jax.tools.toolbox.Sandbox", refuse)
+  with pytest.raises(ValueError, match=f"tools.sandbox='jail': {fault}") as e:
+    Toolbox(ToolsConfig(tools=("code",)))
+  assert ("--config.tools.sandbox=subprocess" in str(e.value)) == advised

@@ -211,7 +211,9 @@ def become_nobody() -> None:
   if locked:
     folder_fd = os.open(base, os.O_PATH)
     kernel.mount("tmpfs", locked[0], "tmpfs", 0, "mode=755")
+    umask = os.umask(0o022)
     os.makedirs(base)
+    os.umask(umask)
     bind = kernel.MS_BIND | kernel.MS_REC
     kernel.mount(f"/proc/self/fd/{folder_fd}", base, "", bind)
   os.setgroups([])

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from attacks import HOST_READS, KERNEL, NETWORK, PARENT, SIGNALS, _group
 
+
+# Each holds much more than the 256 MiB it may, and says so if it still lives then.
+def _map(flags: str, fd: str) -> dict:
+  program = (
+    f"flags = {flags}\nstart = libc.mmap\nstart.restype = ctypes.c_void_p\n"
+    "n, size = 0, ctypes.c_size_t(15 << 20)\nfor _ in range(30):\n"
+    f"  at = start(None, size, 3, flags, {fd}, ctypes.c_long(0))\n"
+    "  if at == 2 ** 64 - 1: break\n  ctypes.memset(at, 1, size.value)\n"
+    "  libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(size.value - 4096))\n  n += 1\n"
+    "breach(n > 25)"
+  )
+  return {"program": program, "verdicts": ("ok", "error", "memory")}
+
+
 BOMBS = _group(
   "bombs",
   forks={
@@ -44,6 +58,27 @@ BOMBS = _group(
       "breach()"
     ),
     "verdicts": ("memory", "error"),
+  },
+  shared_pages_of_no_process=_map("0x21", "-1"),
+  shared_pages_of_the_third_kind=_map("0x23", "-1"),
+  shared_pages_of_a_device=_map("1", "os.open('/dev/zero', os.O_RDWR)"),
+  memory_of_a_process_without_its_first_thread={
+    "program": (
+      "import threading\ndef hold():\n  time.sleep(0.5)\n"
+      "  x = b'x' * (170 << 20)\n  time.sleep(2)\n  breach()\n  os._exit(0)\n"
+      "for _ in range(3):\n  if os.fork() == 0: break\n"
+      "threading.Thread(target=hold).start()\ntime.sleep(0.2)\ncall(60, 0)"
+    ),
+    "verdicts": ("memory",),
+  },
+  memory_of_many_small_processes={
+    "program": (
+      "import subprocess\n"
+      "hold = 'import time; x = b\"x\" * (9 << 20); time.sleep(3)'\n"
+      "ps = [subprocess.Popen([sys.executable, '-ISc', hold]) for _ in range(30)]\n"
+      "for p in ps: p.wait()\nbreach()"
+    ),
+    "verdicts": ("memory",),
   },
   kernel_shared_memory=(
     "for i in range(20):\n  n = call(29, 0, 64 << 20, 0o1600)\n  breach(n >= 0)\n"

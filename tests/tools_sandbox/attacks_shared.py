@@ -38,8 +38,64 @@ _LOOK = (
   "import fcntl, struct\nf = open(os.__file__)\nend = time.time() + 2\n"
   "while time.time() < end:\n  time.sleep(0.01)\n"
 )
+# Every kind of file that a run can open, of which some are one inode for all runs.
+_FILES = """\
+import fcntl, json, socket, struct
+def files():
+  names = ['/', '/proc', '/etc', '/etc/passwd', sys.executable, json.__file__]
+  names += [os.path.dirname(json.__file__), '/lib', '/usr/lib', '/site']
+  for folder in ('/dev', '/proc/self', '/proc/self/ns', '/proc/self/net', '/python'):
+    if os.path.isdir(folder):
+      names += [folder] + [f'{folder}/{n}' for n in sorted(os.listdir(folder))]
+  for name in names:
+    for flags in (os.O_RDWR, os.O_RDONLY):
+      try:
+        yield name, os.open(name, flags | os.O_NONBLOCK)
+        break
+      except OSError: pass
+  yield 'eventfd', os.eventfd(0)
+  yield 'timerfd', call(283, 0, 0)
+  yield 'signalfd', call(289, -1, b'\\0' * 8, 8, 0)
+  yield from enumerate(os.pipe())
+  yield 'pair', socket.socketpair()[0].detach()
+def lock(f, kind, how):
+  try:
+    (fcntl.flock if how else fcntl.lockf)(f, kind)
+    return 'locked'
+  except OSError as e: return e.errno
+ALL = dict(files())
+KINDS = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_SH | fcntl.LOCK_NB
+"""
 TOGETHER = _group(
   "two runs at once",
+  # One locks all that it can and lets go, in turns; the other sees no difference.
+  locks_of_any_file={
+    "program": _FILES
+    + (
+      "end = time.time() + 4\nwhile time.time() < end:\n"
+      "  for kind in KINDS:\n"
+      "    for f in ALL.values(): lock(f, kind, 0), lock(f, kind, 1)\n"
+      "    time.sleep(0.2)\n"
+      "    for f in ALL.values(): [lock(f, fcntl.LOCK_UN, how) for how in (0, 1)]\n"
+      "    time.sleep(0.2)"
+    ),
+    "verdicts": ("ok",),
+    "beside": _FILES
+    + (
+      "sys.excepthook = lambda *e: (print(e), breach())\n"
+      "def see(f):\n  out = []\n  for kind in KINDS:\n    for how in (0, 1):\n"
+      "      out.append(lock(f, kind, how))\n      lock(f, fcntl.LOCK_UN, how)\n"
+      "  for kind in (fcntl.F_WRLCK, fcntl.F_RDLCK):\n"
+      "    row = struct.pack('hhqqi4x', kind, 0, 0, 0, 0)\n"
+      "    try: out.append(fcntl.fcntl(f, fcntl.F_GETLK, row))\n"
+      "    except OSError as e: out.append(e.errno)\n"
+      "  return out\n"
+      "seen = {n: see(f) for n, f in ALL.items()}\nend = time.time() + 3\n"
+      "while time.time() < end:\n  for n, f in ALL.items():\n"
+      "    if see(f) != seen[n]:\n      print(n, see(f), seen[n])\n      breach()\n"
+      "      seen[n] = see(f)"
+    ),
+  },
   record_lock={
     "program": (
       "import fcntl\nf = open(os.__file__)\nfcntl.lockf(f, fcntl.LOCK_SH)\n"

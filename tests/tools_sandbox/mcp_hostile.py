@@ -1,6 +1,7 @@
 """An MCP server over stdio that does what its argument says, by the standard library.
 
-python mcp_hostile.py JSON: an object with list, schema, output, call, result, letters
+python mcp_hostile.py JSON: an object with list, schema, output, call, result,
+letters, log, description
 """
 
 from __future__ import annotations
@@ -57,11 +58,14 @@ def tools(cursor: str | None) -> dict:
   act(fault, 0)
   schema = WORK.get("schema", {"type": "object", "properties": {"q": {}}})
   tool = {"name": "x", "inputSchema": schema}
+  if "description" in WORK:
+    tool["description"] = "d" * WORK["description"]
   if "output" in WORK:
     tool["outputSchema"] = WORK["output"]
   return {"tools": [tool]}
 
 
+sys.stderr.write("\x1b[2J" * (WORK.get("log", 0) // 4))
 for line in sys.stdin:
   message = json.loads(line)
   method, request = message["method"], message.get("id")

@@ -17,6 +17,7 @@ from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.text import clean
 from tools_sandbox.web import page
 from tools_sandbox.web.crawl import CrawlConfig, Crawler, parse_call
+from tools_sandbox.web.encoding import decode
 from tools_sandbox.web.fetch import FetchConfig, Fetcher, PageBody
 
 FETCH = FetchConfig(max_bytes=500_000, allow=("127.0.0.1/32",))
@@ -142,7 +143,7 @@ WORD = "na\u00efve \u6771\u4eac " * 50
   ],
 )
 def test_encodings_are_found_when_headers_lie(data: bytes, charset: str, word: str):
-  assert word in page.decode(body(data, charset=charset))
+  assert word in decode(data, charset)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_encodings_are_found_when_headers_lie(data: bytes, charset: str, word: s
   ["zip", "base64", "idna", "punycode", "utf-7", "rot13", "a\x00b", "\u00e9"],
 )
 def test_codecs_that_are_no_encodings_are_not_used(name: str):
-  assert page.decode(body(rb"\x41 aGk=", charset=name)) == r"\x41 aGk="
+  assert decode(rb"\x41 aGk=", name) == r"\x41 aGk="
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,17 @@ def test_a_page_comes_back_with_what_its_header_says(server):
   assert request.headers["Host"] == f"127.0.0.1:{server.port}"
 
 
+def test_the_charset_of_a_header(server):
+  for header, charset in (
+    ("text/html;Charset = 'Big5' ;x", "big5"),
+    ("text/html; xcharset=a", ""),
+    ("text/html; charset=", ""),
+    ("text/html; a=b;CHARSET=koi8-r, text/html", "koi8-r"),
+  ):
+    server.actions["/"] = lambda r, h=header: r.send(b"hi", h)
+    assert get(server, "/").charset == charset, header
+
+
 PRIVATE = """
 127.0.0.1 127.8.9.1 0.0.0.0 10.0.0.1 172.16.3.4 192.168.1.1 169.254.169.254 100.64.0.1
 100.100.100.200 192.0.0.192 168.63.129.16 198.18.0.1 224.0.0.1 240.0.0.1

@@ -14,6 +14,7 @@ from sandbox_server import children, soon
 
 from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
+from tools_sandbox.faults import NoJail
 from tools_sandbox.host import pool
 from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.jail import keeper
@@ -69,6 +70,27 @@ ORDINARY = {
     "print(s.buf[0])\ns.close()\ns.unlink()",
     "9\n",
   ),
+  "shared_maps": (
+    "import mmap, os\nm = mmap.mmap(-1, 8)\n"
+    "n = mmap.mmap(-1, length=8, access=mmap.ACCESS_WRITE)\n"
+    "p = mmap.mmap(-1, 8, mmap.MAP_PRIVATE)\nif os.fork() == 0:\n"
+    "  m[0] = n[1] = p[2] = 7\n  os._exit(0)\nos.wait()\n"
+    "print(m[0], n[1], p[2], isinstance(m, mmap.mmap), m.size())",
+    "7 7 0 True 8\n",
+  ),
+  "multiprocessing_value": (
+    "import multiprocessing as mp\nv = mp.Value('i', 5)\na = mp.Array('d', [1.5])\n"
+    "def f():\n  v.value += 1\n  a[0] *= 2\np = mp.Process(target=f)\np.start()\n"
+    "p.join()\nprint(v.value, a[0])",
+    "6 3.0\n",
+  ),
+  "a_large_object_shared_by_forks": (
+    "import os, time\nx = b'x' * (400 << 20)\nfor _ in range(4):\n"
+    "  if os.fork() == 0:\n    time.sleep(0.5)\n    os._exit(0)\n"
+    "for _ in range(4): os.wait()\nprint(len(x) >> 20)",
+    "400\n",
+  ),
+  "zeros": ("print(open('/dev/zero', 'rb').read(3))", "b'\\x00\\x00\\x00'\n"),
   "shutil_and_zip": (
     "import shutil, zipfile\nopen('a', 'w').write('z')\nshutil.copy2('a', 'b')\n"
     "with zipfile.ZipFile('c.zip', 'w') as z: z.write('b')\n"
@@ -225,6 +247,38 @@ def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):
     Sandbox()  # the default
   with pytest.raises(ValueError, match="backend"):
     Sandbox(backend="docker")
+
+
+@pytest.mark.parametrize("umask", [0o027, 0o077, 0o111, 0o777])
+def test_a_slot_starts_under_any_umask(umask):
+  code = (
+    "from tools_sandbox.host.pool import SandboxPool\n"
+    "with SandboxPool(1, preload=()) as p: print(p.run('print(7)').stdout)"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    capture_output=True,
+    text=True,
+    umask=umask if os.geteuid() == 0 else umask & 0o077,
+    cwd=pathlib.Path(pool.__file__).parents[2],
+  )
+  assert done.stdout == "7\n\n", done.stderr[-500:]
+
+
+@pytest.mark.parametrize(
+  ("said", "kind"),
+  [(b"Refused: [Errno 1] unshare", NoJail), (b"OSError: a lock", RuntimeError)],
+)
+def test_only_where_the_kernel_refuses_is_a_weaker_wall_advised(
+  monkeypatch, said, kind
+):
+  done = subprocess.CompletedProcess([], 1, b"", said)
+  monkeypatch.setattr(keeper, "_built", [])
+  monkeypatch.setattr(keeper.subprocess, "run", lambda *a, **k: done)
+  with pytest.raises(RuntimeError, match=said.decode().split("]")[-1]) as e:
+    Sandbox()
+  assert type(e.value) is kind
+  assert ("subprocess" in str(e.value)) == (kind is NoJail)
 
 
 def test_check_names_the_step_that_the_kernel_refuses():

@@ -281,13 +281,84 @@ def test_results_that_are_no_text_or_too_much():
   bomb = {"type": "object", "properties": {"a": {"pattern": "(x+x+)+y"}}}
   result = {"content": [], "structuredContent": {"a": "x" * 64}}
   for work, expected in (
-    ({"result": {"content": [image]}}, "[image]"),
+    ({"result": {"content": [image]}}, "[image image/png 1 bytes]"),
     ({"letters": 2_000_000}, "a" * 1_000_000),
     ({"result": structure}, '{"a": 1}'),
     ({"result": result, "output": bomb}, json.dumps(result["structuredContent"])),
   ):
     with tool("x", hostile(**work)) as one:
       assert one("text", LONG) == expected
+
+
+TEXT = {"type": "text", "text": "seen"}
+
+
+@pytest.mark.parametrize(
+  ("blocks", "expected"),
+  [
+    (
+      [TEXT, {"type": "resource", "resource": {"uri": "file:///a.md", "text": "# T"}}],
+      "seen\n[resource file:///a.md]\n# T",
+    ),
+    (
+      [{"type": "resource", "resource": {"uri": "a:b", "blob": "eHh4eA=="}}],
+      "[resource a:b 4 bytes]",
+    ),
+    (
+      [{"type": "resource_link", "uri": "file:///b.md", "name": "b.md", "size": 7}],
+      "[resource_link b.md file:///b.md 7 bytes]",
+    ),
+    ([{"type": "audio", "data": "eHg=", "mimeType": "a/b"}], "[audio a/b 2 bytes]"),
+    ([{"type": "chart", "data": 1}, TEXT], "[chart]\nseen"),
+    ([{"type": "chart", "text": "t", "x": {}}], "t"),
+    ([{"type": "resource", "resource": 5}, TEXT], "[resource]\nseen"),
+    (
+      [{"type": "text"}, 5, None, [], {}, TEXT],
+      "[text]\n" + "[block of an unknown type]\n" * 4 + "seen",
+    ),
+    ([{**TEXT, "annotations": 5, "_meta": 6}], "seen"),
+    ([{"type": "x" * 9999, "uri": "\x1b[2J", "name": 5}], f"[{'x' * 2000} [2J]"),
+  ],
+)
+def test_every_block_of_a_result_is_text_or_named(blocks: list, expected: str):
+  with tool("x", hostile(result={"content": blocks, "_meta": 5})) as one:
+    assert one("text", LONG) == expected
+    assert one("text", LONG) == expected  # in the same session
+  with tool("x", hostile(result={"content": blocks, "isError": True})) as one:
+    with pytest.raises(ToolFault) as e:
+      one("text", LONG)
+    assert str(e.value) == expected
+
+
+@pytest.mark.parametrize(
+  ("result", "expected"),
+  [
+    ({"structuredContent": {"a": 1}}, '{"a": 1}'),
+    ({"structuredContent": [1]}, "[1]"),
+    ({"structuredContent": {"a": 1}, "content": [TEXT]}, "seen"),
+    ({"structuredContent": {"a": 1}, "content": [{"type": "c"}]}, '[c]\n{"a": 1}'),
+  ],
+)
+def test_a_structure_is_shown_where_no_block_has_a_text(result: dict, expected: str):
+  with tool("x", hostile(result=result)) as one:
+    assert one("text", LONG) == expected
+
+
+def test_the_log_of_a_server_is_bounded():
+  command = hostile(log=5_000_000, description=99_999)["command"]
+  code = (
+    "from tools_sandbox.mcp_client import McpConfig, McpTool\n"
+    f"tool = McpTool(McpConfig('x', command={command!r}))\n"
+    "print(len(tool.description), tool('text', 60))\ntool.close()"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG
+  )
+  assert done.stdout == "10000 fine\nfine\n"
+  log = done.stderr
+  assert 65_000 < len(log) < 70_000 and "\x1b" not in log
+  assert log.count("the rest of its standard error is left out") == 1
+  assert max(map(len, log.splitlines())) <= 1000
 
 
 def test_a_response_over_http_has_an_end():

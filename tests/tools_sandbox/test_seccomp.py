@@ -74,7 +74,7 @@ def test_the_table_is_the_installed_headers():
 
 
 def test_every_call_gets_what_its_table_says():
-  limited = {*seccomp._ALLOWED_WITH, *seccomp._ALLOWED_WITHOUT}
+  limited = {*seccomp._ALLOWED_WITH, *seccomp._ALLOWED_WITHOUT, "mmap"}
   for name in KERNEL.keys() - limited:
     if name in seccomp._ALLOWED:
       assert verdict(name) == ALLOW, name
@@ -108,6 +108,14 @@ def test_every_forbidden_bit_is_refused(name):
 )
 def test_no_file_tells_what_others_do_with_it(command):
   assert verdict("fcntl", 3, command, 1) == REFUSE | errno.EPERM
+
+
+def test_no_map_is_of_huge_pages_or_both_anonymous_and_shared():
+  for flags in range(1 << 19):
+    refused = flags & 0x40000 or (flags & 0x20 and flags & 1)
+    expected = REFUSE | errno.EPERM if refused else ALLOW
+    if flags < 64 or flags % 4099 == 0 or flags.bit_count() < 4:
+      assert verdict("mmap", 0, 1, 3, flags) == expected, hex(flags)
 
 
 def test_clone_makes_threads_and_processes_but_no_namespace():

@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import gc
 import json
+import mmap
 import os
 import resource
 import select
@@ -107,6 +108,7 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
   """In the template: forks for every init that asks, says how each fork ended."""
   # Chosen when it was imported, of what this process may use and programs may not.
   selectors.DefaultSelector = selectors.PollSelector
+  _replace_shared_maps()
   template = zygote.warm_up(modules)
   kernel.collapse_pages()
   child.set_environment(_HOME)
@@ -278,6 +280,31 @@ def _tell_memory(mb: int) -> None:
   pages = (mb << 20) // os.sysconf("SC_PAGESIZE")
   ask = os.sysconf
   os.sysconf = lambda name: pages if name in spellings else ask(name)
+
+
+def _replace_shared_maps() -> None:
+  """Has Python make its shared anonymous maps of a file, which the disk's limit counts.
+
+  The filter refuses real ones: see `seccomp._ANONYMOUS`.
+  """
+
+  class SharedMap(mmap.mmap):
+    def __new__(cls, fileno, length, flags=mmap.MAP_SHARED, *more, **named):
+      access = named.get("access", more[1] if len(more) > 1 else mmap.ACCESS_DEFAULT)
+      private = flags & mmap.MAP_PRIVATE or access == mmap.ACCESS_COPY
+      if fileno != -1 or private or length <= 0:
+        return super().__new__(cls, fileno, length, flags, *more, **named)
+      fd = os.open(_HOME, os.O_TMPFILE | os.O_RDWR, 0o600)
+      try:
+        os.posix_fallocate(fd, 0, length)  # a full disk is an error here, not a signal
+        flags &= ~mmap.MAP_ANONYMOUS
+        return super().__new__(cls, fd, length, flags, *more, **named)
+      finally:
+        os.close(fd)
+
+  SharedMap.__name__ = SharedMap.__qualname__ = "mmap"
+  SharedMap.__module__ = "mmap"
+  mmap.mmap = SharedMap
 
 
 class _Init:

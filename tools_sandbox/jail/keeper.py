@@ -5,7 +5,7 @@ keeper.py DIRECTORY HOST_PID CANCEL_FD CGROUPS MODULE...
 Three processes: a watcher that stays on the host, the keeper, and the slot itself,
 the first of its process namespace; each dies with the one before it. All that a run
 could reach is built here once per slot: a root on tmpfs with the interpreter, the
-system's libraries and five devices, all read-only. Where the host is root, the slot
+system's libraries and four devices, all read-only. Where the host is root, the slot
 belongs to an ordinary user: what root owns in /proc/sys is out of its reach.
 
 budget: a slot's walls, in the order in which they are built, and why each stands.
@@ -13,11 +13,13 @@ budget: a slot's walls, in the order in which they are built, and why each stand
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,8 +30,14 @@ _CODE = "/jail"  # where the slot sees this folder
 _NOBODY = 65534
 _FIRST_KERNEL = (5, 14)  # limits on processes count per user namespace from then on
 _PROBE_S = 60.0
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+# Files that every slot has in common, besides one eventfd: the kernel has one inode for
+# all eventfds, timers and signalfds.
+_SHARED = (*(f"/dev/{name}" for name in _DEVICES), "/proc/self/ns/time")
 _LINKS = {
+  # It reads as zeros too. Shared mappings of the real /dev/zero are memory that no
+  # process and no limit counts.
+  "zero": "full",
   "fd": "/proc/self/fd",
   "stdin": "/proc/self/fd/0",
   "stdout": "/proc/self/fd/1",
@@ -49,6 +57,9 @@ def check() -> list[str]:
 
   It builds one, as a slot would, and runs a program in it: some tenths of a second,
   once in a process if all is well.
+
+  Raises:
+    RuntimeError: the machine lacks nothing, and yet the jail does not work.
   """
   if _built:
     return []
@@ -90,7 +101,13 @@ def _number(path: str) -> int | None:
 
 
 def _probe() -> list[str]:
-  """Starts a slot without modules, with one run in it."""
+  """Starts a slot without modules, with one run in it.
+
+  Returns what the kernel refused; [] where nothing.
+
+  Raises:
+    RuntimeError: it failed for another reason.
+  """
   with tempfile.TemporaryDirectory(prefix="tools-sandbox-") as directory:
     command = [sys.executable, "-s", "-X", "utf8", os.path.abspath(__file__)]
     try:
@@ -104,11 +121,14 @@ def _probe() -> list[str]:
         check=False,
       )
     except (OSError, subprocess.TimeoutExpired) as e:
-      return [f"the probe did not run: {e}"]
+      raise RuntimeError(f"the jail's probe did not run: {e}") from e
   if done.returncode == 0:
     return []
   text = done.stderr.decode("utf-8", "replace").strip()
-  return [text.splitlines()[-1] if text else f"the probe ended {done.returncode}"]
+  line = text.splitlines()[-1] if text else f"it ended with {done.returncode}"
+  if "Refused" in line:  # kernel.Refused
+    return [line]
+  raise RuntimeError(f"the jail's probe failed: {line}")
 
 
 def _below(path: str, folder: str) -> bool:
@@ -202,6 +222,28 @@ def _mount_own(source: str, target: str, empty: str) -> None:
       os.close(layer)
 
 
+def _hold_locks() -> None:
+  """Locks the files that all slots share until this process ends.
+
+  A lock of one run would be visible to a run in another slot. Under a shared lock of
+  all bytes that was there first, every exclusive lock fails, every shared one succeeds
+  and F_GETLK reports this one, whatever other runs do.
+
+  Raises:
+    OSError: a program outside holds an exclusive lock on one of the files.
+  """
+  whole = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
+  held = {"an eventfd": os.eventfd(0)}
+  for path in filter(os.path.exists, _SHARED):
+    held[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+  for path, fd in held.items():
+    try:
+      fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+      fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)
+    except BlockingIOError as e:
+      raise OSError(e.errno, f"another program holds a lock on {path}") from e
+
+
 def _become_inside(python: str, arguments: list[str]) -> NoReturn:
   """In the first process of the slot's namespaces: the template."""
   import child
@@ -242,7 +284,8 @@ def _keep(
     with open(f"{group}/cgroup.procs", "wb") as f:
       f.write(b"0")  # this process, and all that it will start
 
-  # --- Build the root, in a mount namespace of its own.
+  # --- Build the root, in a mount namespace of its own; modes are not the caller's.
+  os.umask(0o022)
   mounts, path, python = _layout()
   uid = os.geteuid()
   gid = os.getegid()
@@ -250,6 +293,7 @@ def _keep(
   if uid:
     kernel.map_ids(0, uid, gid)
   kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+  _hold_locks()
   # Mounted over the slot's own folder: the host, which removes it, sees none of this.
   _build(directory, mounts)
   kernel.change_root(directory)

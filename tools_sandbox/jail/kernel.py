@@ -51,10 +51,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc_locked = ctypes.PyDLL(None, use_errno=True)
 
 
+class Refused(OSError):
+  """The kernel refused a step that the jail needs."""
+
+
 def _check(result: int, action: str) -> int:
   if result < 0:
     number = ctypes.get_errno()
-    raise OSError(number, f"{action}: {os.strerror(number)}")
+    raise Refused(number, f"{action}: {os.strerror(number)}")
   return result
 
 
@@ -68,7 +72,7 @@ def unshare(flags: int) -> None:
   """Moves this process (for NEWPID: its children) into new namespaces.
 
   Raises:
-    OSError: the kernel refused; so do the other functions of this file.
+    Refused: by the kernel; so do the other functions of this file.
   """
   _check(_libc.unshare(flags), f"unshare({flags:#x})")
 
@@ -129,8 +133,11 @@ def map_ids(inside: int, uid: int, gid: int) -> None:
     ("uid_map", f"{inside} {uid} 1"),
     ("gid_map", f"{inside} {gid} 1"),
   ):
-    with open(f"/proc/self/{name}", "wb") as f:  # text may need a codec's file
-      f.write(line.encode())
+    try:
+      with open(f"/proc/self/{name}", "wb") as f:  # text may need a codec's file
+        f.write(line.encode())
+    except OSError as e:
+      raise Refused(e.errno, f"write {name}: {e.strerror}") from e
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:

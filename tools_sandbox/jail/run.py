@@ -34,48 +34,89 @@ SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pa
 
 @dataclasses.dataclass(frozen=True)
 class _Use:
-  """What the processes below the zygote hold: tasks, and pages above the template."""
+  """The processes below this one, their tasks, and an upper bound of their memory."""
 
   pids: list[int]
   tasks: int
-  pages: int
+  bytes: int
 
 
-def descendants(template_pages: int) -> _Use:
+def descendants() -> _Use:
   """Finds every process below this one, wherever it has put itself."""
-  # --- Every process: parent -> its children, with their threads and pages. By
-  # /proc/*/stat, for /proc/PID/task/TID/children is a kernel option that ordinary
+  # --- Every process: parent -> its children, with their threads and memory. From
+  # /proc/*/status, for /proc/PID/task/TID/children is a kernel option that ordinary
   # machines lack. Zombies too: one whose threads live on looks the same as a dead one.
   own = os.getpid()
   children: dict[int, list[tuple[int, int, int]]] = {}
   for name in os.listdir("/proc"):
     if not name.isdigit():
       continue
-    try:
-      with open(f"/proc/{name}/stat", "rb") as f:
-        text = f.read()
-    except OSError:
+    fields = _fields(name, "status", b"VmRSS")
+    if b"Threads" not in fields:
       continue
-    fields = text[text.rindex(b")") + 2 :].split()
-    row = (int(name), int(fields[17]), int(fields[21]))
+    row = int(name), int(fields[b"Threads"]), _bytes(fields, b"VmRSS", b"VmSwap")
     # The first of a process namespace owns all of it, whoever made the others.
     if own != 1:
-      children.setdefault(int(fields[1]), []).append(row)
+      children.setdefault(int(fields[b"PPid"]), []).append(row)
     elif name != "1":
       children.setdefault(1, []).append(row)
 
   # --- Those below this one, generation by generation.
   pids = []
   tasks = 0
-  pages = 0
+  size = 0
   queue = [own]
   while queue:
-    for pid, threads, resident in children.pop(queue.pop(), ()):
+    for pid, threads, held in children.pop(queue.pop(), ()):
       pids.append(pid)
       queue.append(pid)
       tasks += threads
-      pages += max(0, resident - template_pages)
-  return _Use(pids, tasks, pages)
+      size += held
+  return _Use(pids, tasks, size)
+
+
+def _fields(pid: int | str, file: str, sign: bytes) -> dict[bytes, bytes]:
+  """Reads a file in /proc of a process, with a name and a value in each line.
+
+  Of a process whose first thread has ended, another thread's: the first is a zombie
+  then, without the memory that the others hold.
+
+  Args:
+    pid: the process.
+    file: its name below /proc/PID.
+    sign: a field that a thread with memory has.
+
+  Returns what the first thread's has where no thread has such a field; {} if it ended.
+  """
+  first: dict[bytes, bytes] = {}
+  folder = f"/proc/{pid}"
+  with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    for thread in ("", *(f"task/{tid}/" for tid in os.listdir(f"{folder}/task"))):
+      with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        with open(f"{folder}/{thread}{file}", "rb") as f:
+          pairs = [line.partition(b":") for line in f]
+        fields = {name: value.strip() for name, _, value in pairs}
+        # A thread of the kernel has no memory, and is no zombie.
+        if sign in fields or not fields.get(b"State", b"Z").startswith(b"Z"):
+          return first | fields
+        first = first or fields
+  return first
+
+
+def _bytes(fields: dict[bytes, bytes], *names: bytes) -> int:
+  """Adds up fields that are in kB; one that is not there counts nothing."""
+  return sum(int(fields.get(name, b"0").split()[0]) for name in names) << 10
+
+
+def _held(pids: list[int]) -> int:
+  """Bytes of memory that processes hold together; pages they share count once."""
+  size = 0
+  for pid in pids:
+    try:
+      size += _bytes(_fields(pid, "smaps_rollup", b"Pss"), b"Pss", b"SwapPss")
+    except PermissionError:  # it executes a file that it may not read
+      size += _bytes(_fields(pid, "status", b"VmRSS"), b"VmRSS", b"VmSwap")
+  return size
 
 
 def _sockets() -> int:
@@ -232,11 +273,13 @@ class JailRun:
     poll.poll(_FLUSH_S * 1000)
 
   def _over_limits(self) -> bool:
-    use = descendants(self.template.pages)
+    use = descendants()
+    # What one process begins with; of those that it forks these are the same pages.
+    most_bytes = (self.template.pages * _PAGE) + (self.limits.memory_mb << 20)
     if use.tasks > self.limits.processes:
       most = f"{self.limits.processes} processes and threads"
       self._condemn(wire.Verdict.ERROR, most)
-    elif use.pages * _PAGE > self.limits.memory_mb << 20:
+    elif use.bytes > most_bytes and _held(use.pids) > most_bytes:
       self._condemn(wire.Verdict.MEMORY, f"{self.limits.memory_mb} MiB")
     elif os.getpid() == 1 and _sockets() > _SOCKETS:
       self._condemn(wire.Verdict.ERROR, f"{_SOCKETS} sockets")

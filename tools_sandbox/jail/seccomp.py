@@ -86,8 +86,9 @@ _ALLOWED_WITH = {
   # counts
   "setsockopt": (2, (20, 21)),
   # All that concerns this process's own pages; none to be merged with those of others,
-  # of which the kernel would tell how many it found.
-  "madvise": (2, (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23, 25)),
+  # of which the kernel would tell how many it found, and no MADV_COLLAPSE, which moves
+  # the pages of a file that others map too.
+  "madvise": (2, (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23)),
   # F_DUPFD, _GETFD, _SETFD, _GETFL, _SETFL, _GETLK, _SETLK, _SETLKW, _DUPFD_CLOEXEC,
   # _GETPIPE_SZ. Leases, owners and F_NOTIFY have no use here; larger pipes are memory
   # that no limit counts.
@@ -96,9 +97,13 @@ _ALLOWED_WITH = {
 # Name -> (argument, bits of which it may have none).
 _ALLOWED_WITHOUT = {
   "clone": (0, 0x7E020000),  # any new namespace
-  # MAP_HUGETLB, the machine's huge pages, which no limit counts
-  "mmap": (3, 0x40000),
 }
+_MMAP_FLAGS = 3  # argument
+_HUGE = 0x40000  # MAP_HUGETLB: the machine's huge pages, which no limit counts
+# MAP_ANONYMOUS with MAP_SHARED or MAP_SHARED_VALIDATE: pages that stay when a process
+# unmaps them, and then count for none.
+_ANONYMOUS = 0x20
+_SHARED = 0x01
 _REFUSED = {
   "clone3": errno.ENOSYS,  # its flags are out of a filter's sight
   "io_uring_setup": errno.ENOSYS,
@@ -162,6 +167,14 @@ def build() -> bytes:
     rules[NUMBERS[name]] = _argument(index) + b"".join(tests) + refuse
   for name, (index, bits) in _ALLOWED_WITHOUT.items():
     rules[NUMBERS[name]] = _argument(index) + _op(_ANY_BIT, bits, 0, 1) + refuse + allow
+  rules[NUMBERS["mmap"]] = (
+    _argument(_MMAP_FLAGS)
+    + _op(_ANY_BIT, _HUGE, 2, 0)
+    + _op(_ANY_BIT, _ANONYMOUS, 0, 2)
+    + _op(_ANY_BIT, _SHARED, 0, 1)
+    + refuse
+    + allow
+  )
   return head + _op(_LOAD, 0) + _search(_intervals(rules, refuse))
 
 

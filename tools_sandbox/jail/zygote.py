@@ -54,7 +54,7 @@ def _end_all(pid: int) -> tuple[int, float]:
       cpu = usage.ru_utime + usage.ru_stime
     elif not done:
       # Looked for again and again: one may be born while the others are listed.
-      for straggler in run.descendants(0).pids:
+      for straggler in run.descendants().pids:
         with contextlib.suppress(ProcessLookupError):
           os.kill(straggler, signal.SIGKILL)
       time.sleep(_REAP_S)

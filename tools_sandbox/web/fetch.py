@@ -16,6 +16,7 @@ import dataclasses
 import errno
 import ipaddress
 import queue
+import re
 import socket
 import ssl
 import threading
@@ -31,6 +32,7 @@ from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 
 _PORTS = (80, 443, 8080, 8443)  # of public addresses
 URL_CHARS = 2048
+_CHARSET = re.compile(r";\s*charset\s*=([^;,]{0,99})", re.IGNORECASE)
 _REDIRECTS = (301, 302, 303, 307, 308)
 # Public by number, but they answer a machine about itself (Azure, Oracle) or lead on to
 # any IPv4 address (6to4, Teredo); NAT64 lies outside 2000::/3.
@@ -202,8 +204,8 @@ class Fetcher:
       # --- The body.
       unpack = _Unpacker(fields.get("content-encoding", ""))
       data, truncated = self._read(response.iter_stream(), unpack)
-    _, _, charset = rest.partition("charset=")
-    charset = charset.split(";")[0].strip(" \"'").lower()
+    charset = _CHARSET.search(f";{rest}")
+    charset = charset[1].strip(" \"'").lower() if charset else ""
     return PageBody(str(url), kind, charset, data, truncated)
 
   def _read(self, chunks: Iterable[bytes], unpack: _Unpacker) -> tuple[bytes, bool]:

@@ -6,14 +6,14 @@ characters, and lines are cut into pieces, so that no page is one line of a mega
 
 from __future__ import annotations
 
-import codecs
 import html
 import re
 from collections.abc import Iterator
 
 from tools_sandbox.faults import ToolFault
 from tools_sandbox.search.index import Document, SearchIndex
-from tools_sandbox.text import CONTROL, clean
+from tools_sandbox.text import clean
+from tools_sandbox.web.encoding import decode
 from tools_sandbox.web.extract import main_text
 from tools_sandbox.web.fetch import PageBody
 
@@ -31,18 +31,6 @@ _INLINE = ("a", "b", "i", "em", "strong", "span", "code", "sup", "sub", "u", "")
 _TEXT = 500_000  # characters of a page that are searched
 _PARAGRAPH = 600  # characters of a paragraph, at most
 _OMITTED = "..."
-# Python's other codecs unpack, run in square time, or are no text encodings.
-_CODEC = re.compile(
-  r"(utf-(8|16|32)|ascii|latin|iso8859|cp\d|mac-|koi8|gb|big5|shift|euc|johab|tis|hz)"
-)
-_META = re.compile(rb"""<meta[^>]{0,200}?charset=["']?\s*([\w.:-]{1,40})""", re.I)
-_BOMS = (
-  (codecs.BOM_UTF8, "utf-8-sig"),
-  (codecs.BOM_UTF32_LE, "utf-32"),
-  (codecs.BOM_UTF32_BE, "utf-32"),
-  (codecs.BOM_UTF16_LE, "utf-16"),
-  (codecs.BOM_UTF16_BE, "utf-16"),
-)
 
 
 def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
@@ -57,7 +45,7 @@ def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
     ToolFault: it is no text, or there is none on it.
   """
   # --- Markup becomes its main part; where that is not found in time, all its text.
-  text = decode(body)
+  text = decode(body.data, body.charset)
   head = text[:1024].lower()
   if body.content_type in _HTML or (not body.content_type and "<html" in head):
     text = main_text(text, links, seconds) or strip_tags(text)
@@ -71,37 +59,6 @@ def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
   text = "\n".join(lines)
   if not text:
     raise ToolFault("the page holds no text")
-  return text
-
-
-def decode(body: PageBody) -> str:
-  """Decodes a body: by its BOM, as UTF-8, by its header, by its `meta`.
-
-  Raises:
-    ToolFault: the bytes are no text, whatever the server calls them.
-  """
-  data = body.data
-  # Text in another encoding is hardly ever valid UTF-8 by accident; headers often lie.
-  names = [name for bom, name in _BOMS if data.startswith(bom)]
-  names.append("utf-8")
-  names.append(body.charset)
-  if match := _META.search(data[:4096]):
-    names.append(match[1].decode("ascii"))
-  for name in names:
-    codec = _codec(name)
-    if codec is None:
-      continue
-    # The last character may be cut in two; an odd byte in a thousand is an accident.
-    text = data.decode(codec, "replace")
-    if text.count("\ufffd") <= 1 + len(text) // 1000:
-      break
-  else:
-    text = data.decode("cp1252", "replace")
-
-  # --- Whatever it was decoded as: an image or a program shows by what cannot be read.
-  odd = len(CONTROL.findall(text)) + text.count("\ufffd")
-  if odd > 8 + len(text) // 20:
-    raise ToolFault("the body is no text")
   return text
 
 
@@ -165,15 +122,6 @@ def _paragraphs(text: str) -> Iterator[str]:
       line = line[cut:].strip()
     if line:
       yield line
-
-
-def _codec(name: str) -> str | None:
-  """Python's name of a text encoding that is safe to decode hostile bytes with."""
-  try:
-    codec = codecs.lookup(name).name
-  except (LookupError, ValueError):
-    return None
-  return codec if _CODEC.match(codec) else None
 
 
 def strip_tags(page: str) -> str:
