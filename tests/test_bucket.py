@@ -149,7 +149,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(store, tmp_path):
   with mirror.opened(uri, str(tmp_path / "two")) as folder:
     assert read(folder) == {"x": "1"}
     with pytest.raises(InUseError, match="another run took over"):
-      dead.check()
+      lease.check(objects.Bucket(uri), dead.number)
   # One that ended in order is not waited for.
   with lease.Lease(objects.Bucket(uri), beat_s=1000, silent_s=1000):
     pass
