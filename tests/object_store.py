@@ -50,6 +50,18 @@ def _command(scheme: str, port: int, url: str) -> list[str]:
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
+def environment(scheme: str, url: str) -> dict[str, str]:
+  """What clients find a store by."""
+  if scheme == "s3":
+    env = {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
+    return env | {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+  return {
+    "STORAGE_EMULATOR_HOST": url,
+    "TENSORSTORE_GCS_HTTP_URL": url,
+    "NO_GCE_CHECK": "true",  # else each client looks for a cloud around it
+  }
+
+
 def asked(request: http_server.Request) -> str:
   """Where a request goes: a client of GCS says it in the body of what it writes."""
   return request.path + request.body[:300].decode("latin-1")
@@ -82,14 +94,7 @@ class Store(http_server.Server):
     self.faults = 0
     self.latency_s = 0.0
     self.bytes_per_s = 0
-    self.env = {
-      "STORAGE_EMULATOR_HOST": self.url,
-      "TENSORSTORE_GCS_HTTP_URL": self.url,
-      "NO_GCE_CHECK": "true",  # else each client looks for a cloud around it
-    }
-    if scheme == "s3":
-      self.env = {"AWS_ENDPOINT_URL": self.url, "AWS_DEFAULT_REGION": "us-east-1"}
-      self.env |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    self.env = environment(scheme, self.url)
 
   def respond(self, request: http_server.Request) -> None:
     """Hands a request on, or fails it."""

@@ -211,7 +211,11 @@ class Mirror:
       # Its name is the run's, in titles and elsewhere.
       self.folder = os.path.join(place, os.path.basename(self.bucket.uri))
       os.makedirs(self.folder)
-      yield
+      try:
+        yield
+      except BaseException:  # it could not be fetched
+        shutil.rmtree(self.folder, ignore_errors=True)
+        raise
 
   def _fetch(self) -> None:
     """Makes the local folder what the bucket holds."""

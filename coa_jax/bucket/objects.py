@@ -2,8 +2,8 @@
 
 An object is written whole or not at all; nothing is ever appended to one (gcsfs would
 overwrite it). Faults that pass - a 503, a connection that breaks off - are tried again;
-what stays is a `BucketError` of one line. A store that does not answer at all when it is
-first used is refused within seconds.
+what stays is a `BucketError` of one line. A store that does not answer at all when it
+is first used is refused within seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRIES = 6
 _FIRST_WAIT_S = 0.2  # doubled from one try to the next
 _PATIENCE_S = 300.0  # after which none is begun: the libraries try again, too
 _SILENT_S = 120.0  # of a store that has been asked, after which a request has failed
-_REACH_S = 12.0  # in which a store answers when it is first used
+_REACH_S = 10.0  # in which a store answers when it is first used
 _WHOLE = 1 << 26  # bytes that are read at once: a file that grows meanwhile is no fault
 _THREADS = 8
 _REACHED: set[str] = set()  # endpoints that have answered this process
@@ -79,6 +79,7 @@ class Bucket:
     if scheme not in _EXTRAS or not self._root:
       raise BucketError(f"{uri}: accepted: gs://BUCKET/PATH, s3://BUCKET/PATH, a path")
     check_name(self._root, uri)
+    began = time.monotonic()
     try:
       # No cache of listings: other processes write there, too.
       self._fs = fsspec.filesystem(
@@ -94,7 +95,7 @@ class Bucket:
     # They tell of every fault that they raise as well, with its traceback.
     for name in ("gcsfs", "google.auth"):
       logging.getLogger(name).setLevel(logging.CRITICAL)
-    self._reach()
+    self._reach(began)
 
   def list(self, below: str = "") -> dict[str, Stored]:
     """Lists all objects, by name; an object at the very address is called "".
@@ -102,7 +103,10 @@ class Bucket:
     Args:
       below: only those in this folder.
     """
-    found = self._tried(self._fs.find, self._path(below), detail=True)
+    try:
+      found = self._tried(self._fs.find, self._path(below), detail=True)
+    except FileNotFoundError as e:
+      raise BucketError(f"{self.uri}: there is no such bucket ({e})") from e
     out = {}
     for path, details in sorted(found.items()):
       tag = details.get("generation") or details.get("ETag") or details.get("etag")
@@ -150,7 +154,7 @@ class Bucket:
     with contextlib.suppress(FileNotFoundError):
       self._tried(fs.rm_file, self._path(name))
 
-  def put(self, path: str, name: str, seen: Stored | None | bool = True) -> None:
+  def put(self, path: str, name: str, seen: Stored | bool | None = True) -> None:
     """Writes a file to an object, as it is now.
 
     Args:
@@ -241,10 +245,13 @@ class Bucket:
         time.sleep(_FIRST_WAIT_S * 2**attempt)
     raise AssertionError("unreachable")
 
-  def _reach(self) -> None:
+  def _reach(self, began: float) -> None:
     """Raises BucketError unless something answers at the store's endpoint, in time.
 
     The libraries would try for minutes. Any answer will do: it is asked for nothing.
+
+    Args:
+      began: when the client was made, which took its time to look for credentials.
     """
     if "gcs" in self._fs.protocol:
       endpoint = self._fs._location
@@ -252,24 +259,20 @@ class Bucket:
       endpoint = self._tried(self._fs.connect).meta.endpoint_url
     if endpoint in _REACHED:
       return
-    said: list[Any] = []  # "" once it has answered, else why it has not
-    began = time.monotonic()
+    said = ["it does not answer"]  # at last "" once it has answered, else why not
+    end = max(began + _REACH_S, time.monotonic() + 2)
 
     def ask() -> None:
-      while time.monotonic() - began < _REACH_S and "" not in said:
-        said.append(_ask(endpoint))
-        time.sleep(0.5)
+      while said[-1] and time.monotonic() < end:
+        said.append(_ask(endpoint, _REACH_S / 2))
+        time.sleep(0.2 if said[-1] else 0)
 
-    # Nothing bounds how long a name server takes.
+    # In a thread: nothing bounds how long a name server takes.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    while thread.is_alive() and "" not in said:
-      if time.monotonic() - began > _REACH_S:
-        break
-      thread.join(0.01)
-    if "" not in said:
-      reason = said[-1] if said else "it does not answer"
-      raise BucketError(f"{self.uri}: no store can be reached at {endpoint} ({reason})")
+    thread.join(end - time.monotonic())
+    if said[-1]:
+      raise BucketError(f"{self.uri}: no store can be reached at {endpoint} ({said[-1]})")
     _REACHED.add(endpoint)
 
   def _fault(self, error: Exception) -> BucketError:
@@ -330,7 +333,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows none."""
 
 
-def _ask(endpoint: str) -> str:
+def _ask(endpoint: str, seconds: float) -> str:
   """Asks an endpoint once; "" where anything answers, else why not."""
   # Whether a certificate is to be trusted is for the client to say.
   context = ssl.create_default_context()
@@ -339,7 +342,7 @@ def _ask(endpoint: str) -> str:
   handler = urllib.request.HTTPSHandler(context=context)
   try:
     opener = urllib.request.build_opener(_NoRedirect, handler)
-    opener.open(endpoint, timeout=_REACH_S / 2).close()
+    opener.open(endpoint, timeout=seconds).close()
   except urllib.error.HTTPError:
     return ""
   except urllib.error.URLError as e:
