@@ -153,6 +153,10 @@ class Mirror:
     lease.check(self.bucket, self.epoch)
     self._checked = time.monotonic()
 
+  def bucket_below(self, path: str) -> Bucket:
+    """The address that a local path in the folder stands for."""
+    return Bucket(f"{self.bucket.uri}/{os.path.relpath(path, self.folder)}")
+
   def _push(self) -> None:
     # --- What is there, and whose it is.
     began = time.monotonic()

@@ -272,7 +272,9 @@ class Bucket:
     thread.start()
     thread.join(end - time.monotonic())
     if said[-1]:
-      raise BucketError(f"{self.uri}: no store can be reached at {endpoint} ({said[-1]})")
+      raise BucketError(
+        f"{self.uri}: no store can be reached at {endpoint} ({said[-1]})"
+      )
     _REACHED.add(endpoint)
 
   def _fault(self, error: Exception) -> BucketError:
