@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -114,6 +116,9 @@ class Store(http_server.Server):
     if fault == "cut" and request.command in ("POST", "PUT"):
       request.close_connection = True  # with no answer: the store never got it
       return
+    if self._is_refused(request):
+      request.send(b"{}", "application/json", status=412)
+      return
     behind = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
     try:
       headers = {k: v for k, v in request.headers.items() if k != "Transfer-Encoding"}
@@ -143,6 +148,18 @@ class Store(http_server.Server):
       request.wfile.write(piece)
       if self.bytes_per_s:
         time.sleep(len(piece) / self.bytes_per_s)
+
+  def _is_refused(self, request: http_server.Request) -> bool:
+    """Whether a condition does not hold: of deletes fake-gcs-server reads none."""
+    wanted = re.search(r"ifGenerationMatch=(\d+)", request.path)
+    if request.command != "DELETE" or not wanted:
+      return False
+    behind = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
+    with contextlib.closing(behind):
+      behind.request("GET", request.path.partition("?")[0])
+      answer = behind.getresponse()
+      found = json.loads(answer.read()) if answer.status == 200 else {}
+    return found.get("generation") not in (None, wanted[1])
 
   def files(self, path: str = "") -> dict[str, bytes]:
     """Everything below a path of the bucket."""

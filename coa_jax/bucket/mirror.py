@@ -21,6 +21,8 @@ Of several processes each has a local folder, in which it writes what is its own
 first one holds the lease. Their checkpoints are no part of the mirror: each writes its
 share of them straight to the bucket, in a folder with the lease's number in its name
 (`learner.bucket_steps`).
+
+budget: what is fetched, fenced, pushed and deleted is one promise.
 """
 
 from __future__ import annotations
@@ -126,7 +128,8 @@ class Mirror:
     except (BucketError, InUseError) as e:
       if error is None:
         raise
-      _log.warning("%s", e)  # what ended the run is raised already
+      if not isinstance(error, InUseError):  # what ended the run is raised already
+        _log.warning("%s", e)
     finally:
       self._held.close()
 
@@ -275,6 +278,8 @@ class Mirror:
       except (BucketError, InUseError, OSError) as e:
         # The next checkpoint's push raises it, if it lasts.
         _log.warning("%s", e)
+        if isinstance(e, InUseError):
+          return
 
 
 def push(path: str) -> None:

@@ -4,6 +4,8 @@ An object is written whole or not at all; nothing is ever appended to one (gcsfs
 overwrite it). Faults that pass - a 503, a connection that breaks off - are tried again;
 what stays is a `BucketError` of one line. A store that does not answer at all when it
 is first used is refused within seconds.
+
+budget: all that is asked of a store, and how it may fail.
 """
 
 from __future__ import annotations
