@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from typing import IO, Any
@@ -44,10 +45,18 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
   So a reader sees all of it or nothing, even where the writer is killed. Folders above
   are made where they are missing. Where the block raises, what it wrote is removed and
   what was there before stays.
+
+  Raises:
+    DiskError: something other than a regular file has the name: it is not replaced.
   """
   path = os.fspath(path)
   unfinished = path + ".tmp"
+  _check_replaceable(path)
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  # A file that a killed writer left, or a link or a FIFO, which `open` would follow.
+  if os.path.islink(unfinished) or not os.path.isdir(unfinished):
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(unfinished)
   try:
     yield unfinished
     os.replace(unfinished, path)  # at once, on POSIX
@@ -58,6 +67,37 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
     with contextlib.suppress(OSError):
       os.remove(unfinished)
     raise
+
+
+def _check_replaceable(path: str) -> None:
+  """Raises DiskError unless the path is a regular file's or nobody's."""
+  try:
+    kind = kind_of_file(os.lstat(path).st_mode)
+  except FileNotFoundError:
+    return
+  except ValueError as e:  # a NUL in it
+    raise DiskError(f"{path!r}: is not a file's name ({e})") from None
+  if kind != "a regular file":
+    raise DiskError(f"{path}: is {kind}; give the name of a new or a regular file")
+
+
+def kind_of_file(mode: int) -> str:
+  """Says in words what kind of file a mode of `os.stat` tells of."""
+  for is_kind, name in _KINDS.items():
+    if is_kind(mode):
+      return name
+  return "a special file"
+
+
+_KINDS = {
+  stat.S_ISREG: "a regular file",
+  stat.S_ISDIR: "a folder",
+  stat.S_ISLNK: "a symbolic link",
+  stat.S_ISFIFO: "a FIFO",
+  stat.S_ISSOCK: "a socket",
+  stat.S_ISCHR: "a device",
+  stat.S_ISBLK: "a device",
+}
 
 
 @contextlib.contextmanager

@@ -16,9 +16,12 @@ import functools
 import logging
 import os
 import platform
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from coa_jax.disk import kind_of_file
 
 FILE = ".lock"  # in a workdir
 _LOCKED = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
@@ -69,6 +72,7 @@ def hold(workdir: str, file: str = FILE) -> Iterator[None]:
   Raises:
     InUseError: another process, or another journey of this one, works there.
     OSError: the lock's file can not be written.
+    ValueError: something other than a regular file has the lock's name.
   """
   # --- Lock it. A lock of POSIX keeps out other processes only; _HELD this one's own.
   path = os.path.join(os.path.realpath(workdir), file)
@@ -96,9 +100,12 @@ def _open_locked(path: str) -> int:
   """Opens and locks the file, and writes into it who did; returns its descriptor."""
   while True:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = _open(path)
     try:
       _lock(fd, path)
+      # Written is a file that has no other name: another one could be anybody's.
+      if os.fstat(fd).st_nlink > 1:
+        os.remove(path)
       # Who held it may have removed it since it was opened.
       if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(fd)):
         os.ftruncate(fd, 0)
@@ -109,6 +116,25 @@ def _open_locked(path: str) -> int:
       os.close(fd)
       raise
     os.close(fd)  # of a file that is gone: try the one that took its place
+
+
+def _open(path: str) -> int:
+  """Opens a lock's file, which no link, FIFO or device can stand for."""
+  # Without waiting for a FIFO's other end.
+  flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+  try:
+    fd = os.open(path, flags, 0o644)
+    mode = os.fstat(fd).st_mode
+  except OSError as e:
+    if e.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+      raise
+    fd = -1
+    mode = os.lstat(path).st_mode
+  if not stat.S_ISREG(mode):
+    if fd >= 0:
+      os.close(fd)
+    raise ValueError(f"{path}: is {kind_of_file(mode)}, not a lock's file; remove it")
+  return fd
 
 
 def _lock(fd: int, path: str) -> None:

@@ -208,18 +208,23 @@ def in_bucket(uri: str, scratch: str) -> Iterator[str]:
     # Orbax, which writes each process's part, knows no other store.
     raise BucketError(f"{uri}: several processes need gs://, or a disk that they share")
   with contextlib.ExitStack() as stack:
-    # --- The first one takes the lease; the others hear whether it has it.
+    # --- The first one takes the lease; the others hear its number.
     refusal = None
+    epoch = 0  # the number of its lease
     if process == 0:
       try:
-        folder = stack.enter_context(mirror.opened(uri, scratch, 0, processes))
+        first = stack.enter_context(mirror.Mirror(uri, scratch, 0, processes))
+        folder = first.folder
+        epoch = first.epoch
       except ValueError as e:
         refusal = e
-    may_begin = multihost_utils.broadcast_one_to_all(np.int32(refusal is None))
+    epoch = int(multihost_utils.broadcast_one_to_all(np.int32(epoch)))
     if refusal:
       raise refusal
-    if not may_begin:
+    if not epoch:
       stop(f"{uri}: process 0 may not work there, and says why")
     if process:
-      folder = stack.enter_context(mirror.opened(uri, scratch, process, processes))
+      folder = stack.enter_context(
+        mirror.opened(uri, scratch, process, processes, epoch)
+      )
     yield folder

@@ -9,12 +9,14 @@ process logs the steps that it saves.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.bucket import lease, mirror
@@ -50,7 +52,16 @@ def main(uri: str, scratch: str, address: str, count: str, i: str, *do: str) -> 
   processes = int(count)
   if processes > 1:
     jax.distributed.initialize(address, processes, process)
-  with mirror.opened(uri, scratch, process, processes) as folder:
+  with contextlib.ExitStack() as stack:
+    epoch = 0
+    if process == 0:
+      first = stack.enter_context(mirror.Mirror(uri, scratch, 0, processes))
+      folder = first.folder
+      epoch = first.epoch
+    epoch = int(multihost_utils.broadcast_one_to_all(np.int32(epoch)))
+    if process:
+      others = mirror.opened(uri, scratch, process, processes, epoch)
+      folder = stack.enter_context(others)
     own = os.path.join(folder, f"process_{process}") if process else folder
     os.makedirs(own, exist_ok=True)
     path = os.path.join(folder, "checkpoints")

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -50,6 +52,18 @@ def _command(scheme: str, port: int, url: str) -> list[str]:
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
+def environment(scheme: str, url: str) -> dict[str, str]:
+  """What clients find a store by."""
+  if scheme == "s3":
+    env = {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
+    return env | {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+  return {
+    "STORAGE_EMULATOR_HOST": url,
+    "TENSORSTORE_GCS_HTTP_URL": url,
+    "NO_GCE_CHECK": "true",  # else each client looks for a cloud around it
+  }
+
+
 def asked(request: http_server.Request) -> str:
   """Where a request goes: a client of GCS says it in the body of what it writes."""
   return request.path + request.body[:300].decode("latin-1")
@@ -82,14 +96,7 @@ class Store(http_server.Server):
     self.faults = 0
     self.latency_s = 0.0
     self.bytes_per_s = 0
-    self.env = {
-      "STORAGE_EMULATOR_HOST": self.url,
-      "TENSORSTORE_GCS_HTTP_URL": self.url,
-      "NO_GCE_CHECK": "true",  # else each client looks for a cloud around it
-    }
-    if scheme == "s3":
-      self.env = {"AWS_ENDPOINT_URL": self.url, "AWS_DEFAULT_REGION": "us-east-1"}
-      self.env |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    self.env = environment(scheme, self.url)
 
   def respond(self, request: http_server.Request) -> None:
     """Hands a request on, or fails it."""
@@ -108,6 +115,9 @@ class Store(http_server.Server):
       return
     if fault == "cut" and request.command in ("POST", "PUT"):
       request.close_connection = True  # with no answer: the store never got it
+      return
+    if self._is_refused(request):
+      request.send(b"{}", "application/json", status=412)
       return
     behind = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
     try:
@@ -138,6 +148,18 @@ class Store(http_server.Server):
       request.wfile.write(piece)
       if self.bytes_per_s:
         time.sleep(len(piece) / self.bytes_per_s)
+
+  def _is_refused(self, request: http_server.Request) -> bool:
+    """Whether a condition does not hold: of deletes fake-gcs-server reads none."""
+    wanted = re.search(r"ifGenerationMatch=(\d+)", request.path)
+    if request.command != "DELETE" or not wanted:
+      return False
+    behind = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
+    with contextlib.closing(behind):
+      behind.request("GET", request.path.partition("?")[0])
+      answer = behind.getresponse()
+      found = json.loads(answer.read()) if answer.status == 200 else {}
+    return found.get("generation") not in (None, wanted[1])
 
   def files(self, path: str = "") -> dict[str, bytes]:
     """Everything below a path of the bucket."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import socket
 import threading
 import time
 
@@ -149,7 +152,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(store, tmp_path):
   with mirror.opened(uri, str(tmp_path / "two")) as folder:
     assert read(folder) == {"x": "1"}
     with pytest.raises(InUseError, match="another run took over"):
-      dead.check()
+      lease.check(objects.Bucket(uri), dead.number)
   # One that ended in order is not waited for.
   with lease.Lease(objects.Bucket(uri), beat_s=1000, silent_s=1000):
     pass
@@ -244,3 +247,142 @@ def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
   monkeypatch.setattr(objects.fsspec, "filesystem", missing)
   with pytest.raises(objects.BucketError, match=r"pip install -e '\.\[gcs\]'"):
     mirror.Mirror("gs://b/run", str(tmp_path))
+
+
+# An object's name and what is wrong with it. Clients of both stores list these names
+# as they are.
+HOSTILE = {
+  "../../evil": "has the part '..'",
+  "a/../../../evil": "has the part '..'",
+  "/abs": "absolute path",
+  "./dot": "has the part '.'",
+  "a//b": "has the part ''",
+  "a\\b": "has a backslash",
+  "n" * 300: "has a part longer than 255 bytes",
+  "f": "is a file and a folder",
+}
+
+
+def write_raw(store: object_store.Store, key: str) -> None:
+  """Writes an object under any name; our own client would not."""
+  fs = store.client()
+  if store.scheme == "s3":
+    fs.call_s3("put_object", Bucket=object_store.BUCKET, Key=key, Body=b"evil")
+    return
+  url = f"{fs._location}/upload/storage/v1/b/{object_store.BUCKET}/o"
+  fs.call("POST", url, uploadType="media", name=key, data=b"evil")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_object_is_written_outside_of_its_folder(store, tmp_path, name):
+  for folder in ("public", "run"):
+    write_raw(store, f"{folder}/{name}")
+    write_raw(store, f"{folder}/f/g")
+  machine = tmp_path / "a" / "b" / "c"
+  fault = rf"{store.uri}/public: .*{re.escape(HOSTILE[name])}"
+  with pytest.raises(ValueError, match=fault) as refusal:
+    inputs.localized(store.uri + "/public", str(machine / "inputs"))
+  assert "\n" not in str(refusal.value)
+  with (
+    pytest.raises(ValueError, match=re.escape(HOSTILE[name])),
+    mirror.opened(store.uri + "/run", str(machine / "scratch")),
+  ):
+    pass
+  assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("address", ["a/../..", "a//b", "a/./b", "a\\b", "a\nb"])
+def test_an_address_is_made_of_names(store, address):
+  with pytest.raises(ValueError, match="file name"):
+    objects.Bucket(f"{store.uri}/{address}")
+
+
+def test_names_of_globs_and_versions_are_names(store, tmp_path):
+  """Characters that globs and URLs give a meaning."""
+  for folder in ("run[1]*?", "r#1", "100%25", "\u00fc \u4e2d"):
+    uri = f"{store.uri}/{folder}"
+    with mirror.opened(uri, str(tmp_path / "[s]*")) as local:
+      write(local, **{"[g]*?": "x", "a#1": "y", "%2e%2e": "p"})
+    with mirror.opened(uri, str(tmp_path / "two")) as local:
+      assert read(local) == {"[g]*?": "x", "a#1": "y", "%2e%2e": "p"}
+  copy = inputs.localized(store.uri + "/run[1]*?", str(tmp_path / "cache"))
+  assert read(copy)["a#1"] == "y"
+
+
+ODD_LEASES = [
+  b"[]",
+  b"5",
+  b"null",
+  b"{}",
+  b'{"owner": 5}',
+  b'{"owner": "a\\nb"}',
+  b"not JSON",
+  b"\xff\xfe",
+  b"",
+  b"[" * 100_000,
+  b'{"owner": "' + b"x" * 20_000 + b'"}',
+]
+
+
+@pytest.mark.parametrize("value", ODD_LEASES, ids=range(len(ODD_LEASES)))
+def test_an_odd_lease_is_one_line(store, value):
+  bucket = objects.Bucket(store.uri + "/run")
+  bucket.write(".lease/000003", value)
+  with (
+    pytest.raises(objects.BucketError, match=r"000003: is not the lease of a run") as e,
+    lease.Lease(bucket),
+  ):
+    pass
+  assert "\n" not in str(e.value) and len(str(e.value)) < 400
+
+
+def test_a_lease_lives_on_beside_odd_objects(store):
+  bucket = objects.Bucket(store.uri + "/run")
+  for name in ("x", "-5", "1_0", "+7", "000001/x", "\u0663", "9" * 40):
+    bucket.write(f".lease/{name}", b"?")
+  with lease.Lease(bucket, beat_s=0.02, silent_s=1000) as held:
+    assert held.number == 1
+    bucket.write(".lease/y", b"[]")
+    before = bucket.read(".lease/000001")
+    until(lambda: bucket.read(".lease/000001") != before)
+    assert held._thread.is_alive()
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+@pytest.mark.parametrize("how", ["refused", "unknown host", "silent", "hangs up"])
+def test_a_store_that_is_not_there_is_refused_soon(scheme, how, tmp_path, monkeypatch):
+  object_store.needs(scheme)
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    if how in ("silent", "hangs up"):
+      s.listen()
+    if how == "hangs up":
+      threading.Thread(target=hang_up, args=(s,), daemon=True).start()
+    host = "no-such-host.invalid" if how == "unknown host" else "127.0.0.1"
+    monkeypatch.setattr(objects, "_REACH_S", 2.0)
+    url = f"http://{host}:{s.getsockname()[1]}"
+    for name, value in object_store.environment(scheme, url).items():
+      monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(objects.BucketError, match=f"no store .* at {url}") as refusal:
+      mirror.Mirror(f"{scheme}://b/run", str(tmp_path)).__enter__()
+    assert time.monotonic() - began < 10 and "\n" not in str(refusal.value)
+
+
+def hang_up(listening: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    while True:
+      listening.accept()[0].close()
+
+
+def test_a_store_that_goes_away_for_a_moment_is_waited_for(store):
+  bucket = objects.Bucket(store.uri + "/run")
+  left = [3]
+
+  def fault(request) -> str:
+    left[0] -= 1
+    return "cut" if left[0] > 0 else ""
+
+  store.fault = fault
+  bucket.write("x", b"1")
+  assert bucket.read("x") == b"1" and store.faults >= 2

@@ -260,24 +260,26 @@ def test_several_processes_write_their_parts_straight_to_a_bucket(tmp_path):
     assert done == [0, 0]
     files = store.files("run")
     steps = {name.split("/")[1] for name in files if name.startswith("checkpoints/")}
-    assert steps == {"2", "3"}
+    assert steps == {"2.000001", "3.000001"}  # of the first lease
     assert files["log"] == files["process_1/log"] == b"1\n2\n3\n"
-    parts = [name for name in files if "checkpoints/3/state/ocdbt.process_" in name]
+    parts = [
+      name for name in files if "checkpoints/3.000001/state/ocdbt.process_" in name
+    ]
     assert {name.split("/")[3] for name in parts} == {
       "ocdbt.process_0",
       "ocdbt.process_1",
     }
     # --- Killed when all is written and nothing proves it; what was logged is there.
     together(uri, f"{tmp_path}/2", 2, "restore", "kill=4")
-    assert any("checkpoints/4/" in name for name in store.files("run"))
+    assert any("checkpoints/4." in name for name in store.files("run"))
     assert together(uri, f"{tmp_path}/3", 2, "restore") == [3, 3]
-    assert not any("checkpoints/4/" in name for name in store.files("run"))
+    assert not any("checkpoints/4." in name for name in store.files("run"))
     # --- A process alone goes on from them, and two from its.
     assert together(uri, f"{tmp_path}/4", 1, "restore", "save=5") == [3]
     assert together(uri, f"{tmp_path}/5", 2, "restore", "save=6") == [5, 5]
     # --- Damaged: the one before.
     bucket = Bucket(uri)
-    name = next(n for n in bucket.list("checkpoints/6/state/ocdbt.process_1/d"))
+    name = next(n for n in bucket.list("checkpoints/6.000005/state/ocdbt.process_1/d"))
     bucket.write(name, bucket.read(name))
     assert together(uri, f"{tmp_path}/6", 2, "restore") == [5, 5]
 

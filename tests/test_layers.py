@@ -22,6 +22,7 @@ BELOW = {
   "disk": set(),
   "fields": set(),
   "lock": set(),
+  "names": {"json_io"},
   "shard": set(),
   "heartbeat": set(),
   "compiling": {"heartbeat"},
@@ -48,6 +49,7 @@ LOWEST = {
   "shard",
   "heartbeat",
   "compiling",
+  "names",
   "processes",
 }
 for room in set(BELOW) - LOWEST:

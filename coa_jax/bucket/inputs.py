@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from typing import Any
 
-from coa_jax.bucket.objects import Bucket, BucketError, at_once
+from coa_jax.bucket.objects import Bucket, BucketError
 
 # Within a value: files are listed by commas, and may have a weight behind "=".
 _ADDRESS = re.compile(r"(?:gs|s3)://[^\s,=]+")
@@ -57,13 +57,16 @@ def _fetch(address: str, cache: str) -> str:
   # --- A glob is left to its reader: it gets the folder above.
   address = address.rstrip("/")
   pattern = ""
-  while glob.has_magic(address):
-    address, _, last = address.rpartition("/")
-    pattern = f"/{last}{pattern}"
-
-  # --- What is there now, and so the name of its copy.
   bucket = Bucket(address)
   stored = bucket.list()
+  if not stored and glob.has_magic(address):  # else it is the name of an object
+    while glob.has_magic(address):
+      address, _, last = address.rpartition("/")
+      pattern = f"/{last}{pattern}"
+    bucket = Bucket(address)
+    stored = bucket.list()
+
+  # --- What is there now, and so the name of its copy.
   if pattern:
     matches = fnmatch.translate(pattern[1:])
     stored = {n: s for n, s in stored.items() if re.match(matches, n)}
@@ -73,18 +76,16 @@ def _fetch(address: str, cache: str) -> str:
   folder = os.path.join(os.path.abspath(cache), state.hexdigest()[:16])
   copy = os.path.join(folder, os.path.basename(address))
   _COPIES[copy] = address
+  if pattern:
+    copy = glob.escape(copy)
+    _COPIES[copy] = address
 
   # --- Fetch it, into a folder of our own: others may do the same now.
   if not os.path.exists(folder):
     os.makedirs(cache, exist_ok=True)
     mine = tempfile.mkdtemp(suffix=".tmp", dir=cache)
-
-    def get(name: str) -> None:
-      path = os.path.join(mine, os.path.basename(address), name).rstrip("/")
-      bucket.get(name, path, stored[name].size)
-
     try:
-      at_once(get, stored)
+      bucket.get_all(stored, os.path.join(mine, os.path.basename(address)))
       os.rename(mine, folder)
     except OSError:
       if not os.path.exists(folder):  # else another was quicker

@@ -14,18 +14,22 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 from coa_jax.bucket.objects import Bucket, BucketError
+from coa_jax.json_io import parse_object, shown
 from coa_jax.lock import InUseError
 
 FOLDER = ".lease"
 BEAT_S = 10.0
 SILENT_S = 60.0  # after which an owner counts as dead
+_MOST_BYTES = 10_000  # of a lease
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +50,7 @@ class Lease:
     self._bucket = bucket
     self._beat_s = beat_s
     self._silent_s = silent_s
-    self._number = 0
+    self.number = 0  # of this lease: the epoch of what is written under it
     self._beat = 0
     # Whoever asks gets an answer that nobody else could have written.
     self._value = {
@@ -80,26 +84,24 @@ class Lease:
     self._thread.join()
     try:
       # Written, not deleted: numbers only grow.
-      self._bucket.write(self._name(self._number), self._say(released=True))
+      self._bucket.write(_name(self.number), self._say(released=True))
     except BucketError as e:
       _log.warning("%s; the next run there waits %g s", e, self._silent_s)
-
-  def check(self) -> None:
-    """Raises InUseError where another run has taken over: nothing of ours counts."""
-    if self._newest() != self._number:
-      raise InUseError(
-        f"{self._bucket.uri}: another run took over, since this one was silent for "
-        f"{self._silent_s:g} s; it goes on from the last checkpoint there"
-      )
 
   def _take(self) -> None:
     seen = None
     since = 0.0
     while True:
       # --- Who has it?
-      newest = self._newest()
-      held = self._bucket.read(self._name(newest)) if newest else None
-      value = json.loads(held) if held else {"released": True}
+      stored = self._bucket.list(FOLDER)
+      newest = newest_of(stored)
+      name = _name(newest)
+      held = None
+      if newest and stored[name].size > _MOST_BYTES:
+        raise self._odd(name, f"it has {stored[name].size:,} bytes")
+      if newest:
+        held = self._bucket.read(name)
+      value = self._parsed(held, name) if held is not None else {"released": True}
 
       # --- Somebody: alive if it writes.
       if not value.get("released"):
@@ -123,31 +125,74 @@ class Lease:
           continue
 
       # --- Nobody, or nobody alive: the next number, unless another one is quicker.
-      if self._bucket.create(self._name(newest + 1), self._say()):
-        self._number = newest + 1
-        for number in self._numbers():
-          if number < self._number:
-            self._bucket.delete(self._name(number))
+      if self._bucket.create(_name(newest + 1), self._say()):
+        self.number = newest + 1
+        for name in self._bucket.list(FOLDER):
+          if 0 < newest_of([name]) < self.number:
+            self._bucket.delete(name)
         return
 
   def _live(self) -> None:
     while not self._ended.wait(self._beat_s):
       try:
-        if self._newest() != self._number:
-          return  # `check` says so to the run
-        self._bucket.write(self._name(self._number), self._say())
-      except (BucketError, FileNotFoundError) as e:
+        if newest_of(self._bucket.list(FOLDER)) != self.number:
+          return  # the next push says so to the run
+        self._bucket.write(_name(self.number), self._say())
+      except Exception as e:  # whatever it is, the next beat may pass
         _log.warning("%s", e)
 
-  def _newest(self) -> int:
-    return max(self._numbers(), default=0)
+  def _parsed(self, held: bytes, name: str) -> dict[str, Any]:
+    """What a lease says; anybody may have written it."""
+    try:
+      value = parse_object(held, "it")
+    except ValueError as e:
+      raise self._odd(name, str(e)) from None
+    owner = value.get("owner")
+    if not isinstance(owner, str) or not owner.isprintable() or len(owner) > 300:
+      raise self._odd(name, f"its owner is {shown(owner)}")
+    return value
 
-  def _numbers(self) -> list[int]:
-    return [int(name.rpartition("/")[2]) for name in self._bucket.list(FOLDER)]
-
-  def _name(self, number: int) -> str:
-    return f"{FOLDER}/{number:06d}"
+  def _odd(self, name: str, why: str) -> BucketError:
+    return BucketError(
+      f"{self._bucket.uri}/{name}: is not the lease of a run ({why}); delete it, once "
+      "no run works there"
+    )
 
   def _say(self, **more: Any) -> bytes:
     self._beat += 1
     return json.dumps({**self._value, "beat": self._beat, **more}).encode()
+
+
+def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> None:
+  """Refuses to write for a run that another one has taken over from.
+
+  Args:
+    bucket: whose address is held.
+    number: of the run's lease.
+    names: of objects there, where they were just listed.
+
+  Raises:
+    InUseError: there is a newer lease.
+    BucketError: it can not be read.
+  """
+  if names is None:
+    names = bucket.list(FOLDER)
+  if newest_of(names) != number:
+    raise InUseError(
+      f"{bucket.uri}: another run took over, since this one was silent for "
+      f"{SILENT_S:g} s; it goes on from the last checkpoint there"
+    )
+
+
+def newest_of(names: Iterable[str]) -> int:
+  """The highest number among the names of leases; 0 where there is none.
+
+  Args:
+    names: of objects, below the address that is held; others than leases do not count.
+  """
+  found = (re.fullmatch(rf"{FOLDER}/([0-9]{{6,15}})", name) for name in names)
+  return max((int(m[1]) for m in found if m and _name(int(m[1])) == m[0]), default=0)
+
+
+def _name(number: int) -> str:
+  return f"{FOLDER}/{number:06d}"

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 
 from coa_jax.bucket.objects import Bucket, Stored, at_once
+from coa_jax.json_io import parse_object
 from coa_jax.learner.manifest import MANIFEST, TAG
 
 # By these orbax knows that it has written all; a process alone, on a disk, writes none.
@@ -21,76 +23,112 @@ _PARTS = ("", "state/", "cursor/")
 _log = logging.getLogger(__name__)
 
 
-def whole_in(bucket: Bucket) -> list[int]:
-  """Lists the steps that were proven whole, in order."""
-  found = (re.fullmatch(rf"(\d+)/{MANIFEST}", name) for name in bucket.list())
-  return sorted(int(match[1]) for match in found if match)
+def name_of(step: int, epoch: int) -> str:
+  """The folder of a step that processes write under a lease; a run before had another.
+
+  So nothing that a stopped process writes late is part of the checkpoint of the run
+  that took over.
+  """
+  return f"{step}.{epoch:06d}"
 
 
-def prove(bucket: Bucket, step: int) -> None:
-  """Writes the manifest of a step whose objects are all there."""
+def step_of(folder: str) -> int:
+  """The step of such a folder, or of one that a process alone wrote; -1 for others."""
+  match = re.fullmatch(r"(\d+)(\.\d{6,})?", folder)
+  return int(match[1]) if match else -1
+
+
+def whole_in(bucket: Bucket) -> list[str]:
+  """Lists the folders of steps that were proven whole, in the order of the steps."""
+  found = [n.partition("/")[0] for n in bucket.list() if n.endswith(f"/{MANIFEST}")]
+  return sorted((f for f in found if step_of(f) >= 0), key=order)
+
+
+def prove(bucket: Bucket, folder: str, check: Callable[[], None]) -> None:
+  """Writes the manifest of a step whose objects are all there.
+
+  Args:
+    bucket: of the checkpoints.
+    folder: of the step.
+    check: raises where another run has taken over.
+  """
   files = {}
-  for name, stored in bucket.list(str(step)).items():
-    files[name.removeprefix(f"{step}/")] = [stored.size, TAG + stored.tag]
+  for name, stored in bucket.list(folder).items():
+    files[name.removeprefix(f"{folder}/")] = [stored.size, TAG + stored.tag]
   text = json.dumps(files, indent=1, sort_keys=True)
-  bucket.write(f"{step}/{MANIFEST}", text.encode())
+  # Who takes over deletes what is not proven: a proof that is late proves nothing.
+  check()
+  bucket.write(f"{folder}/{MANIFEST}", text.encode())
 
 
-def forget(bucket: Bucket, step: int) -> None:
+def forget(bucket: Bucket, folder: str) -> None:
   """Deletes a step, its proof first."""
-  bucket.delete(f"{step}/{MANIFEST}")
-  at_once(bucket.delete, bucket.list(str(step)))
+  bucket.delete(f"{folder}/{MANIFEST}")
+  at_once(bucket.delete, bucket.list(folder))
 
 
-def choose(bucket: Bucket) -> int:
-  """Finds the newest whole step; -1 where there is none yet, -2 where all are damaged.
+def choose(bucket: Bucket) -> tuple[int, str]:
+  """Finds the newest whole step and its folder.
 
-  Newer ones, damaged or unfinished, are deleted: the run makes these steps again.
+  The step is -1 where there is none yet, and -2 where all are damaged. Newer ones,
+  damaged or unfinished, are deleted: the run makes these steps again.
   """
   # --- The objects of each step that was begun.
-  objects: dict[int, dict[str, Stored]] = {}
+  objects: dict[str, dict[str, Stored]] = {}
   for name, stored in bucket.list().items():
-    step, _, file = name.partition("/")
+    folder, _, file = name.partition("/")
     # Orbax gives a step that it has not committed a longer name on some stores.
-    if match := re.match(r"\d+", step):
-      objects.setdefault(int(match[0]), {})[file] = stored
+    if match := re.match(r"\d+(\.\d{6,})?", folder):
+      objects.setdefault(match[0], {})[file] = stored
 
   # --- The newest whole one, and what is wrong with those that are newer.
   notes = []
   bad = []
   damaged = False
-  newest = -1
-  for step in sorted(objects, reverse=True):
-    if MANIFEST not in objects[step]:
-      notes.append(f"checkpoint {step} was not finished")
-    elif fault := _fault(bucket, step, objects[step]):
-      notes.append(f"checkpoint {step} is damaged ({fault})")
+  newest = ""
+  for folder in sorted(objects, key=order, reverse=True):
+    if MANIFEST not in objects[folder]:
+      if not newest:
+        notes.append(f"checkpoint {folder} was not finished")
+    elif newest:
+      continue
+    elif fault := _fault(bucket, folder, objects[folder]):
+      notes.append(f"checkpoint {folder} is damaged ({fault})")
       damaged = True
     else:
-      newest = step
-      break
-    bad.append(step)
+      newest = folder
+      continue
+    bad.append(folder)
+  step = step_of(newest)
   if notes:
-    _log.warning("%s: %s; going on from %d", bucket.uri, "; ".join(notes), newest)
-  if newest < 0 and damaged:
-    return -2
-  for step in bad:
-    forget(bucket, step)
+    _log.warning("%s: %s; going on from %d", bucket.uri, "; ".join(notes), step)
+  if not newest and damaged:
+    return -2, ""
+  for folder in bad:
+    forget(bucket, folder)
 
   # --- One that a process alone wrote, and pushed from its disk, is committed, too.
-  if newest >= 0:
+  if newest:
     for part in _PARTS:
       if part + _COMMITTED not in objects[newest]:
         bucket.write(
           f"{newest}/{part}{_COMMITTED}", b"Checkpoint commit was successful"
         )
-  return newest
+  return step, newest
 
 
-def _fault(bucket: Bucket, step: int, objects: dict[str, Stored]) -> str:
+def order(folder: str) -> tuple[int, int]:
+  """Sorts folders by their step, and by the lease that they were written under."""
+  step, _, epoch = folder.partition(".")
+  return int(step), int(epoch or 0)
+
+
+def _fault(bucket: Bucket, folder: str, objects: dict[str, Stored]) -> str:
   """Says in words what a step lacks of its manifest; "" where it is whole."""
   try:
-    files = json.loads(bucket.read(f"{step}/{MANIFEST}") or b"")
+    files = parse_object(bucket.read(f"{folder}/{MANIFEST}") or b"", MANIFEST)
+    if not files:
+      return f"{MANIFEST} names no file"
     for name, (size, proof) in files.items():
       stored = objects.get(name)
       if stored is None:

@@ -68,9 +68,11 @@ class Checkpoints:
     self._config = config or CheckpointConfig()
     self._interruption = Interruption()
     # Of several processes each writes its own devices' part straight to the bucket.
+    self._mirror = None
     self._bucket = None
-    if jax.process_count() > 1:
-      self._bucket = mirror.bucket_of(self._path)
+    if jax.process_count() > 1 and (found := mirror.of(self._path)):
+      self._mirror = found
+      self._bucket = found.bucket_below(self._path)
     if self._bucket is None:
       os.makedirs(self._path, exist_ok=True)
     # One thread writes (orbax's) and one proves, while the run goes on.
@@ -202,7 +204,10 @@ class Checkpoints:
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(state), cursor=ocp.args.JsonSave(cursor)
     )
-    self._orbax.save(self._folder(step), args=args, force=True)
+    folder = os.path.join(self._path, str(step))
+    if self._mirror:
+      folder = f"{self._bucket.uri}/{bucket_steps.name_of(step, self._mirror.epoch)}"
+    self._orbax.save(folder, args=args, force=True)
     self._saved = step
     self._sealing = self._sealer.submit(self._seal, step)
 
@@ -221,10 +226,16 @@ class Checkpoints:
     """
     # --- The first process chooses; the others take its word.
     step = -1
+    folder = ""
     if jax.process_index() == 0:
-      step = bucket_steps.choose(self._bucket) if self._bucket else self._choose()
+      if self._bucket:
+        step, name = bucket_steps.choose(self._bucket)
+        folder = f"{self._bucket.uri}/{name}"
+      else:
+        step = self._choose()
+        folder = folder_of(self._path, step)
     if jax.process_count() > 1:
-      step = gather_json(step)[0]
+      step, folder = gather_json([step, folder])[0]
     if step == -2:
       raise ValueError(
         f"{self._path}: every checkpoint is damaged (the log of the first process says "
@@ -238,7 +249,13 @@ class Checkpoints:
     args = ocp.args.Composite(
       state=ocp.args.StandardRestore(abstract), cursor=ocp.args.JsonRestore()
     )
-    restored = self._orbax.restore(self._folder(step), args=args)
+    try:
+      restored = self._orbax.restore(folder, args=args)
+    except (KeyError, TypeError, AttributeError, FileNotFoundError) as e:
+      raise ValueError(
+        f"{folder}: is not a checkpoint of this run's state ({e!s:.200}); delete it, "
+        "and an older one is taken"
+      ) from e
     _give_memory_back()
     self._saved = step
     return restored["state"], restored["cursor"]
@@ -247,7 +264,8 @@ class Checkpoints:
   def oldest(self) -> int:
     """Returns the step of the oldest checkpoint that counts; 0 for none."""
     if self._bucket:
-      return min(bucket_steps.whole_in(self._bucket), default=0)
+      whole = bucket_steps.whole_in(self._bucket)
+      return min(map(bucket_steps.step_of, whole), default=0)
     return min(whole_steps(self._path), default=0)
 
   def _signal(self) -> int:
@@ -266,9 +284,6 @@ class Checkpoints:
       "command goes on from there",
     )
 
-  def _folder(self, step: int) -> str:
-    return os.path.join(self._bucket.uri if self._bucket else self._path, str(step))
-
   def _seal(self, step: int) -> None:
     """Proves a save whole once it is there, and then deletes what is too old."""
     self._orbax.wait_until_finished()
@@ -277,26 +292,30 @@ class Checkpoints:
     # disk it hashes all of it: 0.7 s of a core for a gigabyte, beside the run.
     if jax.process_index() > 0:
       return
-    if self._bucket:
-      bucket_steps.prove(self._bucket, step)
+    if self._mirror:
+      name = bucket_steps.name_of(step, self._mirror.epoch)
+      bucket_steps.prove(self._bucket, name, self._mirror.check)
       for old in bucket_steps.whole_in(self._bucket)[: -self._config.keep]:
+        self._mirror.check()
         bucket_steps.forget(self._bucket, old)
       return
-    folder = self._folder(step)
+    folder = os.path.join(self._path, str(step))
     write_manifest(folder)
     mirror.push(folder)  # where the workdir is a bucket's, it counts from here on
     for old in whole_steps(self._path)[: -self._config.keep]:
       # First of all: without it what a kill leaves of the folder counts no more.
-      os.remove(os.path.join(self._folder(old), MANIFEST))
-      shutil.rmtree(self._folder(old))
+      folder = folder_of(self._path, old)
+      os.remove(os.path.join(folder, MANIFEST))
+      shutil.rmtree(folder)
 
   def _choose(self) -> int:
     """The newest whole step; -1 where there is none yet, -2 where all are damaged."""
     # --- The folders of each step that was begun: orbax renames one when it commits it.
     folders: dict[int, list[str]] = {}
     for name in os.listdir(self._path):
-      if match := re.match(r"(\d+)($|\.orbax-checkpoint-tmp)", name):
-        folders.setdefault(int(match[1]), []).append(name)
+      step = bucket_steps.step_of(re.sub(r"\.orbax-checkpoint-tmp.*", "", name))
+      if step >= 0:
+        folders.setdefault(step, []).append(name)
 
     # --- The newest whole one, and what is wrong with those that are newer.
     newest = -1
@@ -304,7 +323,7 @@ class Checkpoints:
     damaged = []
     unfinished = []
     for step in sorted(folders, reverse=True):
-      folder = self._folder(step)
+      folder = folder_of(self._path, step)
       if not os.path.exists(os.path.join(folder, MANIFEST)):
         unfinished += folders[step]
         if newest < 0:
@@ -315,14 +334,14 @@ class Checkpoints:
           newest = step
           continue
         notes.append(f"checkpoint {step} is damaged ({fault})")
-        damaged.append(step)
+        damaged.append(os.path.basename(folder))
     if newest < 0 and damaged:
       _log.error("%s: %s", self._path, "; ".join(notes))
       return -2
 
     # --- Room for the steps that the run will make again.
-    for step in damaged:
-      self._set_aside(str(step), f"damaged_{step}")
+    for name in damaged:
+      self._set_aside(name, f"damaged_{name}")
     for name in unfinished:
       if newest < 0 and name.isdigit():
         # Maybe of a version that wrote no manifest, and then all that there is.
@@ -362,11 +381,17 @@ def _give_memory_back() -> None:
 
 def whole_steps(path: str) -> list[int]:
   """Lists the steps of checkpoints that were proven whole when written, in order."""
-  steps = []
+  steps = set()
   for name in os.listdir(path):
-    if name.isdigit() and os.path.exists(os.path.join(path, name, MANIFEST)):
-      steps.append(int(name))
-  return sorted(steps)
+    if os.path.exists(os.path.join(path, name, MANIFEST)):
+      steps.add(bucket_steps.step_of(name))
+  return sorted(steps - {-1})
+
+
+def folder_of(path: str, step: int) -> str:
+  """The folder of a step's checkpoint, whether one process wrote it or several."""
+  found = [name for name in os.listdir(path) if bucket_steps.step_of(name) == step]
+  return os.path.join(path, max(found, key=bucket_steps.order, default=str(step)))
 
 
 def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
@@ -380,7 +405,7 @@ def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
     ValueError: it is damaged; the message says what is wrong.
   """
   # --- It must be what was written.
-  folder = os.path.join(os.path.abspath(path), str(step))
+  folder = folder_of(os.path.abspath(path), step)
   if fault := fault_of(folder):
     raise ValueError(f"{folder} is damaged: {fault}")
 

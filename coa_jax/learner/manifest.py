@@ -15,6 +15,7 @@ from typing import Any
 
 from coa_jax.disk import atomic_path, atomic_write, fsync_file
 from coa_jax.json_io import read_object
+from coa_jax.names import path_below
 
 MANIFEST = "manifest.json"
 TAG = "tag "  # in the place of a hash: what a bucket says of an object (bucket_steps)
@@ -70,13 +71,16 @@ def fault_of(folder: str) -> str:
   """Says in words what a folder lacks of its manifest; "" where it is whole."""
   try:
     files = read_object(os.path.join(folder, MANIFEST))
+    if not files:
+      return f"{MANIFEST} names no file"
     for name, (size, sha256) in files.items():
-      path = os.path.join(folder, name)
-      if not os.path.exists(path):
+      path = path_below(folder, name, MANIFEST)
+      if not os.path.isfile(path):
         return f"{name} is missing"
-      actual_size, actual_sha256 = _size_and_hash(path)
+      actual_size = os.path.getsize(path)
       if actual_size != size:
         return f"{name} has {actual_size} of {size} bytes"
+      _, actual_sha256 = _size_and_hash(path)
       if actual_sha256 != sha256 and not sha256.startswith(TAG):
         return f"{name} has other bytes than were written"
   # It may be damaged itself, and then hold anything.

@@ -16,10 +16,12 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import IO, Any, AnyStr
 
 from coa_jax.disk import atomic_write
 from coa_jax.json_io import parse_object, to_dataclass
+
+MOST_OF_A_LINE = 1 << 28  # bytes or characters of a row; a bomb has more
 
 
 class Author(enum.StrEnum):
@@ -211,20 +213,35 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
   begin = gzip.open if path.endswith(".gz") else open
   # As bytes: what is not UTF-8 is then refused with its line, like what is not JSON.
   with begin(path, "rb") as f:
-    for number, line in enumerate(_whole(f, path), 1):
+    for number, line in enumerate(bounded_lines(f, path), 1):
       if line.strip():
         where = f"{path}:{number}"
         yield where, parse_object(line, where)
 
 
-def _whole(lines: Iterable[bytes], path: str) -> Iterator[bytes]:
-  """The lines; a fault of the file names it."""
-  number = 0  # of the last whole line: the next one is at fault
+def bounded_lines(f: IO[AnyStr], path: str) -> Iterator[AnyStr]:
+  """Yields the lines of an open file.
+
+  Args:
+    f: the file, text or bytes, compressed or not.
+    path: its name, for messages.
+
+  Raises:
+    ValueError: a line is longer than `MOST_OF_A_LINE`, which a small compressed file
+      can hold, or the compressed file is damaged; the message names file and line.
+  """
+  number = 1
   try:
-    for number, line in enumerate(lines, 1):  # noqa: B007
+    while line := f.readline(MOST_OF_A_LINE + 1):
+      if len(line) > MOST_OF_A_LINE:
+        raise ValueError(
+          f"{path}:{number}: the line is longer than {MOST_OF_A_LINE >> 20} MiB, the "
+          "limit of a row"
+        )
       yield line
+      number += 1
   except (gzip.BadGzipFile, EOFError, zlib.error) as e:
-    raise ValueError(f"{path}:{number + 1}: cannot be read: {e}") from e
+    raise ValueError(f"{path}:{number}: cannot be read: {e}") from e
 
 
 def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
+import itertools
 import json
 import os
 import urllib.parse
@@ -35,10 +36,11 @@ import numpy as np
 
 from coa_jax.json_io import parse_json
 from coa_jax.protocol.storage import decoded, read_array_record, read_parquet
-from coa_jax.protocol.trajectory import read_jsonl
+from coa_jax.protocol.trajectory import bounded_lines, read_jsonl
 from coa_jax.tasks.task import Row
 
 Rows = Iterator[tuple[str, Row]]
+_MOST_OF_JSON = 1 << 31  # bytes of a file that is read whole
 
 
 def read_rows(uri: str | os.PathLike[str]) -> Rows:
@@ -133,9 +135,17 @@ def _json(path: str) -> Rows:
     start = gzip.open
   try:
     with start(path, "rb") as f:
-      text = f.read()
+      # By pieces: `read` of a number takes as much memory at once.
+      limit = _MOST_OF_JSON >> 20
+      pieces = list(itertools.islice(iter(lambda: f.read(1 << 20), b""), limit + 1))
   except (gzip.BadGzipFile, EOFError, zlib.error) as e:
     raise ValueError(f"{path}: cannot be read: {e}") from e
+  if len(pieces) > limit:
+    raise ValueError(
+      f"{path}: holds more than {_MOST_OF_JSON >> 30} GiB, the limit of a JSON list; "
+      "write one row a line, as .jsonl"
+    )
+  text = b"".join(pieces)
   # --- A list, one row, or one row a line: files of JSON lines are often called .json.
   try:
     rows = parse_json(text, path)
@@ -159,7 +169,7 @@ def _csv(path: str) -> Rows:
   start = gzip.open if path.endswith(".gz") else open
   try:
     with start(path, "rt", encoding="utf-8-sig", newline="") as f:
-      reader = csv.DictReader(f, delimiter=delimiter, strict=True)
+      reader = csv.DictReader(bounded_lines(f, path), delimiter=delimiter, strict=True)
       for number, cells in enumerate(reader):
         where = f"{path} row {number}"
         if None in cells or None in cells.values():

@@ -261,13 +261,24 @@ def test_files_that_do_not_fit_their_index_are_named(saved):
 
 
 @pytest.mark.parametrize(
-  "name",
-  ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ".", ""],
+  ("name", "fault"),
+  [
+    ("../model.safetensors", "has the part '..'"),
+    ("/etc/passwd", "is an absolute path"),
+    ("sub/model.safetensors", "is not directly in the folder"),
+    ("..", "has the part '..'"),
+    (".", "has the part '.'"),
+    ("", "has the part ''"),
+    ("a\0b", "has a control character"),
+    ("\udcff", "is not UTF-8"),
+    ("n" * 256, "has a part longer than 255 bytes"),
+  ],
 )
-def test_an_index_leads_nowhere_but_into_its_folder(saved, name: str):
+def test_an_index_leads_nowhere_but_into_its_folder(saved, name: str, fault: str):
   write_index(saved, {"model.norm.weight": SINGLE, "a": name})
-  message = f"{saved / INDEX}: file name {name!r} leads out of the folder"
-  assert refused(saved) == message
+  message = refused(saved)
+  assert message.startswith(f"{saved / INDEX}: file name ") and fault in message
+  assert "\n" not in message
 
 
 @pytest.mark.parametrize("content", [{}, {"weight_map": ["a"]}, {"weight_map": {}}])

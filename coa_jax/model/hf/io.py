@@ -36,6 +36,7 @@ from coa_jax.model.hf.names import Entry, name_table
 from coa_jax.model.hf.stored import StoredArray
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import param_shapes
+from coa_jax.names import check_names
 from coa_jax.protocol.tokens import Tokenizer
 
 _CONFIG = "config.json"
@@ -379,10 +380,11 @@ def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
     if not isinstance(promised, dict) or not promised:
       raise ValueError(f"{index}: field 'weight_map' is no table of arrays and files")
     names = sorted(set(map(str, promised.values())))
-  # A folder's index is foreign text: it may not lead out of the folder.
-  for name in names:
-    if name in ("", ".", "..") or os.path.basename(name) != name:
-      raise ValueError(f"{index}: file name {name!r} leads out of the folder")
+  # A folder's index is foreign text: it may not lead out of the folder. Its files may
+  # be links: the hub's cache has them elsewhere.
+  check_names(names, index)
+  if deep := [name for name in names if "/" in name]:
+    raise ValueError(f"{index}: file name {deep[0]!r} is not directly in the folder")
   # transformers takes the single file, others the index; one of them is stale.
   if names != [_SINGLE] and os.path.exists(os.path.join(path, _SINGLE)):
     raise ValueError(
