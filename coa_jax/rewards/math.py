@@ -16,7 +16,6 @@ for 5 in base two must not be paid for `5`.
 from __future__ import annotations
 
 import atexit
-import fractions
 import json
 import re
 import select
@@ -108,7 +107,9 @@ def _equal(prediction: str, gold: str) -> bool:
     ours = number(prediction)
     theirs = number(gold)
   if ours is not None and theirs is not None:
-    return ours == theirs or ("." in prediction + gold and _rounded(ours, theirs))
+    if "." in prediction + gold:
+      return notation.same_decimal(ours, theirs)
+    return ours == theirs
   # --- Text that only looks like a formula; then formulas.
   verdict = math_text.verdict(prediction, gold)
   if verdict is not None:
@@ -116,17 +117,6 @@ def _equal(prediction: str, gold: str) -> bool:
   return _VERIFIER.ask(
     math_text.without_false_units(prediction), math_text.without_false_units(gold)
   )
-
-
-def _rounded(one: fractions.Fraction, other: fractions.Fraction) -> bool:
-  """Whether a decimal stands for a fraction: equal to six places, as in math-verify.
-
-  Also to three digits, or 0.0000004 would be 0.0000003. Integers are exact.
-  """
-  if one.denominator == 1 or other.denominator == 1:
-    return False
-  near = abs(one - other) * 1000 <= max(abs(one), abs(other))
-  return near and round(one, 6) == round(other, 6)
 
 
 class _Verifier:

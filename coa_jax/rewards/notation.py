@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fractions
 import re
+import unicodedata
 
 # An honest final answer is short; what is longer is refused, not searched.
 MAX_CHARS = 1000
@@ -20,7 +21,7 @@ MAX_CHARS = 1000
 
 _CHARACTERS = str.maketrans(
   {
-    **dict.fromkeys("\u2212\u2012\u2013\uff0d", "-"),
+    **dict.fromkeys("\u2212\u2012\u2013", "-"),
     **dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u3000", " "),
     **dict.fromkeys("\u200b\u2061\u2062\ufeff", None),
     "\u00d7": "\\times ",
@@ -44,9 +45,10 @@ _CHARACTERS = str.maketrans(
     "\u03c0": "\\pi ",
     "\u00b0": "^\\circ ",
     "\u2026": "...",
-    "\uff0c": ",",
-    "\uff08": "(",
-    "\uff09": ")",
+    "\u3001": ",",
+    "\u3002": ".",
+    "\u2223": "|",
+    "\u2236": ":",
   }
 )
 _VULGAR = {
@@ -78,6 +80,7 @@ _CURRENCY = re.compile("[\u20ac\u00a3\u00a5\u20b9]")
 
 
 def _ascii(text: str) -> str:
+  """The same with LaTeX for signs, and NFKC for what is left, as full-width digits."""
   if text.isascii():
     return text
   text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
@@ -85,7 +88,8 @@ def _ascii(text: str) -> str:
   for character, fraction in _VULGAR.items():
     text = text.replace(character, fraction)
   text = _ROOT.sub(r"\\sqrt{\1}", text).replace("\u221a", "sqrt")
-  return _CURRENCY.sub("", text).translate(_CHARACTERS).strip()
+  text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
+  return _CURRENCY.sub("", text.translate(_CHARACTERS)).strip(" ")
 
 
 # ---- numbers inside a formula --------------------------------------------------------
@@ -246,6 +250,23 @@ def _size(match: re.Match) -> fractions.Fraction | None:
   if not 0 < value < 1:  # `2\frac{3}{2}` may as well be a product
     return None
   return int(match["whole"]) + value
+
+
+def same_decimal(one: fractions.Fraction, other: fractions.Fraction) -> bool:
+  """Whether two numbers are equal where a person may have rounded one of them.
+
+  They are equal to six decimal places, as in math-verify. Below 0.01, where six places
+  hold few digits, they differ by at most a millionth of the larger one. Integers are
+  exact.
+  """
+  if one == other:
+    return True
+  if one.denominator == 1 or other.denominator == 1:
+    return False
+  largest = max(abs(one), abs(other))
+  if largest < fractions.Fraction(1, 100):
+    return abs(one - other) * 10**6 <= largest
+  return round(one, 6) == round(other, 6)
 
 
 # ---- words after a number ------------------------------------------------------------
