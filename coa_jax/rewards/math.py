@@ -34,7 +34,10 @@ CPU_SECONDS = 5
 # Wall seconds for a comparison, or for the child to import sympy, on a busy machine.
 _WALL_SECONDS = 120.0
 
-_BOXED = re.compile(r"\\boxed\s*\{")
+_BOXED = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?=[^\s{])|(?=\d))")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# The end of a text whose box is not closed.
+_LOOSE_END = re.compile(r"(?:\s|\$|\.|\\[\])])+\Z")
 # Blanks that tell no two answers apart: all but those between two fields of digits, two
 # words, the parts of a list of numbers (`1, 234`), or after a backslash.
 _IDLE_BLANK = re.compile(r"(?<![\w.,\\])\s+|(?<!\\)\s+(?![\w.,])")
@@ -58,16 +61,14 @@ def equivalent(prediction: str, answers: Sequence[str]) -> bool:
 
 
 def final_answer(text: str) -> str:
-  r"""The content of the last balanced `\boxed{}`, or all of `text`, stripped.
+  r"""The content of the last `\boxed{}`, or all of `text`, stripped.
 
-  A full stop, quotes around it and one pair of `$` are taken off: the released prompt
-  asks for `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
+  A box that is never closed reaches to the end of `text`. A full stop, quotes around
+  the answer and one pair of `$` are taken off: the released prompt asks for
+  `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
   """
-  boxed = _last_boxed(text)
-  if boxed is not None:
-    text = boxed
-  text = text.strip()
-  if text.endswith(".") and not text.endswith(".."):
+  text = _last_boxed(text).strip()
+  if text.endswith((".", "\u3002")) and not text.endswith(".."):
     text = text[:-1].rstrip()
   # Quotes inside would leave one half of a pair: `$1$ and $2$` stays as it is.
   for quote in ("$", "'", '"'):
@@ -77,17 +78,19 @@ def final_answer(text: str) -> str:
   return text
 
 
-def _last_boxed(text: str) -> str | None:
+def _last_boxed(text: str) -> str:
   boxes = list(_BOXED.finditer(text))
   if not boxes:
-    return None
+    return text
   start = boxes[-1].end()
+  if not boxes[-1][0].endswith("{"):  # `\boxed 5`
+    return _LOOSE_END.sub("", text[start:].partition("$")[0])
   depth = 1
-  for i in range(start, len(text)):
-    depth += {"{": 1, "}": -1}.get(text[i], 0)
+  for brace in _BRACE.finditer(text, start):
+    depth += {"{": 1, "}": -1}.get(brace[0], 0)
     if depth == 0:
-      return text[start:i]
-  return None
+      return text[start : brace.start()]
+  return _LOOSE_END.sub("", text[start:])
 
 
 def _equal(prediction: str, gold: str) -> bool:

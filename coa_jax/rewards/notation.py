@@ -89,8 +89,15 @@ def _ascii(text: str) -> str:
     text = text.replace(character, fraction)
   text = _ROOT.sub(r"\\sqrt{\1}", text).replace("\u221a", "sqrt")
   text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
-  return _CURRENCY.sub("", text.translate(_CHARACTERS)).strip(" ")
+  return _CURRENCY.sub("", text.translate(_CHARACTERS)).strip()
 
+
+# "answer", and "is", in Chinese, Japanese and Korean.
+_CJK_LABEL = re.compile(
+  "^(?:\u6700\u7ec8|\u6700\u7d42|\u6240\u4ee5|\u56e0\u6b64|\u6545)?"
+  "(?:\u7b54\u6848|\u7b54\u3048|\u89e3\u7b54|\u7b54|\uc815\ub2f5|\ub2f5)"
+  r"\s*(?:[\u662f\u4e3a\u70ba\u306f\uc740]|:)?\s*(?::\s*)?"
+)
 
 # ---- numbers inside a formula --------------------------------------------------------
 
@@ -120,11 +127,69 @@ _BARE_FRACTION = re.compile(
 )
 _TWO_FIELDS = re.compile(r"(?<![\w^_.])\d[\d.]*\s+\.?\d")
 
-# ---- words and brackets --------------------------------------------------------------
+# ---- functions, words and brackets ---------------------------------------------------
+
+# Names of functions -> their LaTeX.
+_FUNCTIONS = {
+  **{name: name for name in "sin cos tan cot sec csc sinh cosh tanh coth".split()},
+  **{name: name for name in "arcsin arccos arctan arccot ln log exp".split()},
+  **{"asin": "arcsin", "acos": "arccos", "atan": "arctan", "arctg": "arctan"},
+  **{"tg": "tan", "ctg": "cot", "cotg": "cot", "arcctg": "arccot", "cosec": "csc"},
+  **{"sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth", "lg": "log_{10}"},
+}
+# Longest first, or `sinh` would be `sin`.
+_NAMES = "|".join(sorted(_FUNCTIONS, key=len, reverse=True))
+_UPRIGHT = r"\\(?:operatorname\*?|mathrm|text|textrm|rm)\s*\{\s*"
+_UPRIGHT_NAME = re.compile(rf"{_UPRIGHT}({_NAMES})\s*\}}|\\({_NAMES})(?![A-Za-z])")
+_UPRIGHT_LETTER = re.compile(rf"{_UPRIGHT}([ei])\s*\}}")
+# Without a backslash a name is followed by an argument. `sec` and `th` may be a unit and
+# an ending, `sh`, `ch` and `th` products.
+_BARE_NAME = re.compile(
+  r"(?<![A-Za-z\\{])"
+  rf"(?:(?!(?:sh|ch|th|sec)\b)({_NAMES})(?=\s*[\^_\d\\{{(]|\s+[a-z](?![A-Za-z]))|(sec)(?=\())"
+)
+
+
+def _function(match: re.Match) -> str:
+  name = next(filter(None, match.groups()))
+  return f"\\{_FUNCTIONS[name]} "
+
+
+# An interval as some countries write it: [1;2], ]1;2[.
+_BETWEEN = r"\s*([^\[\]();,]+);([^\[\]();,]+)"
+_SEMICOLON = re.compile(rf"([\[(]){_BETWEEN}([\])])")
+_OUTWARD = re.compile(r"([\[\]])\s*([^\[\]();,]+)[;,]([^\[\]();,]+)([\[\]])")
+
+
+def _interval(match: re.Match) -> str:
+  left = {"[": "[", "]": "("}[match[1]]
+  right = {"]": "]", "[": ")"}[match[4]]
+  return f"{left}{match[2]},{match[3]}{right}"
+
+
+# {x | x > 3} -> x > 3
+_SET_BUILDER = re.compile(
+  r"(?:\\left\s*)?\\?\{\s*([A-Za-z])\s*(?:\\in\s*(?:\\mathbb\s*\{R\}|\\R|R)\s*)?"
+  r"(?:\\middle\s*)?(?:\||:|\\mid(?![A-Za-z])|\\colon(?![A-Za-z])|\\vert(?![A-Za-z]))"
+  r"((?:[^{}|:\\]|\\(?!right)[A-Za-z,;: ]|\{[^{}]*\})*?)(?:\\right\s*)?\\?\}"
+)
+_RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|neq?|leqslant|geqslant|lt|gt)(?![a-z])")
+
+
+def _condition(match: re.Match) -> str:
+  variable, condition = match.groups()
+  names = set(_SINGLE_LETTER.findall(condition))
+  if variable in names and _RELATION.search(condition) and "," not in condition:
+    return condition.strip()
+  return match[0]
+
+
+_SINGLE_LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 _SPELLINGS = [
   (re.compile(r"^\*\*(.*)\*\*$", re.DOTALL), r"\1"),
   (re.compile(r"^(?:the )?(?:final )?answer\s*:\s*", re.IGNORECASE), ""),
+  (_CJK_LABEL, ""),
   (re.compile(r"^(?:option|choice)\s+(\(?[A-J]\)?)$", re.IGNORECASE), r"\1"),
   (re.compile(r"^([A-J])[).:]$"), r"\1"),
   (re.compile(r"\\!"), ""),
@@ -139,6 +204,12 @@ _SPELLINGS = [
   (re.compile(r"(?:\\left\s*)?\\langle(?![A-Za-z])"), "("),
   (re.compile(r"(?:\\right\s*)?\\rangle(?![A-Za-z])"), ")"),
   (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])"), r" \\cup "),
+  (re.compile(r"\^?\s*\\degree(?![A-Za-z])|\^\s*\{\s*\\degree\s*\}"), r"^\\circ "),
+  (_UPRIGHT_LETTER, r" \1 "),
+  (_UPRIGHT_NAME, _function),
+  (_BARE_NAME, _function),
+  (_SEMICOLON, r"\1\2,\3\4"),
+  (_SET_BUILDER, _condition),
 ]
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\\circ\})")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -149,6 +220,9 @@ def spelled_out(text: str) -> str:
   text = _ascii(text)
   for pattern, spelling in _SPELLINGS:
     text = pattern.sub(spelling, text)
+  interval = _OUTWARD.fullmatch(text)
+  if interval is not None:
+    text = _interval(interval)
   # The order matters: a blank of LaTeX (`1\,000`) is one for the patterns below it.
   text = _BARE_FRACTION.sub(_braced_fraction, text)
   text = _BLANK.sub(" ", text)
@@ -305,6 +379,15 @@ _NO_UNIT = re.compile(
   | june | july | august | september | october | november | december""",
   re.VERBOSE | re.IGNORECASE,
 )
+# A number and a unit in Chinese, Japanese or Korean, unless the word has a numeral,
+# `half`, `and`, `of` or tenths in it.
+_CJK = r"[\u3005\u30a1-\u30fc\u3400-\u9fff\uac00-\ud7a3]"
+_WITH_CJK_UNIT = re.compile(rf"(\S*[\d}}])\s*({_CJK}{{1,8}})")
+_CJK_NO_UNIT = re.compile(
+  "[\u3007\u4e00\u4e8c\u4e24\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343\u4e07"
+  "\u842c\u4ebf\u5104\u5146\u534a\u4e4b\u7684\u548c\u4e0e\u6216\u53c8\u70b9\u6210\u6298\u6253"
+  "\u4f59\u591a\ub9cc\uc5b5\ucc9c\ubc31\uc2ed\ubc18]"
+)
 # What words after a number may be wrapped in: `$5$ \text{ million}`.
 _WRAPPING = re.compile(
   r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|~|\\[ ,;:]|(?<!\\)\$"
@@ -315,6 +398,9 @@ def without_words(text: str) -> str:
   """`18 dollars` as `18` and `5 million` as `5000000`; anything else as it is."""
   text = _written_out(text)
   plain = unwrapped(text)
+  unit = _WITH_CJK_UNIT.fullmatch(plain)
+  if unit is not None:
+    return plain if _CJK_NO_UNIT.search(unit[2]) else unit[1]
   unit = _WITH_UNIT.fullmatch(plain)
   if unit is None:
     return text
