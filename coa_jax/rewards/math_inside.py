@@ -74,7 +74,11 @@ def serve(bare: bool = False) -> None:
     prediction, gold, seconds = json.loads(line)
     limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-    print(json.dumps(compare(prediction, gold)), flush=True)
+    try:
+      verdict = compare(prediction, gold)
+    except Exception:  # sympy raises anything at all over hostile text
+      verdict = False
+    print(json.dumps(verdict), flush=True)
 
 
 def same(prediction: str, gold: str) -> bool:
@@ -126,37 +130,47 @@ def _verified(gold: object, prediction: object) -> bool:
 def _letters(parsed: list) -> dict:
   """Replacements of symbols: i is the imaginary unit unless it is a variable.
 
-  math-verify reads i as a symbol, and as soon as one is there every symbol of that
-  formula becomes another one (not real).
+  math-verify reads i as a symbol, and where one is, all symbols of that formula are
+  others (not real) than those of a formula without i.
   """
   formulas = [part for part in parsed if isinstance(part, sympy.Basic)]
-  symbols = {s for part in formulas for s in part.free_symbols}
-  if not any(s.name == "i" for s in symbols):
+  symbols = {s for part in formulas for s in part.atoms(sympy.Symbol)}
+  units = [s for s in symbols if s.name == "i"]
+  if not units and all(s.is_real for s in symbols):
     return {}
-  letters = {s: sympy.Symbol(s.name, real=True) for s in symbols}
-  letters[sympy.I] = sympy.Symbol("I", real=True)  # math-verify's I is a capital letter
-  # `i = 3`, `i > 3`, a sum over i, the unit vectors i and j.
-  variable = any(s.name == "j" for s in symbols) or any(
-    relation.has(s)
-    and (not isinstance(relation, sympy.Eq) or s in (relation.lhs, relation.rhs))
-    for part in formulas
-    for relation in part.atoms(Relational)
-    for s in symbols
-    if s.name == "i"
-  )
-  bound = {s.name for part in formulas for s in part.atoms(sympy.Symbol) - symbols}
-  if not variable and "i" not in bound:
-    letters.update({s: sympy.I for s in symbols if s.name == "i"})
+  letters = {s: sympy.Symbol(s.name) for s in symbols}
+  letters[sympy.I] = sympy.Symbol("capital I")  # math-verify reads a capital letter so
+  if not any(_is_variable(s, formulas) for s in units) and not any(
+    s.name == "j"
+    for s in symbols  # unit vectors
+  ):
+    letters.update(dict.fromkeys(units, sympy.I))
   return letters
+
+
+def _is_variable(symbol: sympy.Symbol, formulas: list) -> bool:
+  """Whether a symbol is counted over, assigned to or compared: `i = 3`, `i > 3`."""
+  for formula in formulas:
+    if formula.has(symbol) and symbol not in formula.free_symbols:
+      return True
+    for relation in formula.atoms(Relational):
+      is_side = symbol in (relation.lhs, relation.rhs)
+      if is_side or (relation.has(symbol) and not isinstance(relation, sympy.Eq)):
+        return True
+  return False
 
 
 def _with_letters(part: object, letters: dict) -> object:
   if not letters or not isinstance(part, sympy.Basic):
     return part
-  # The order of these is lost in `args`.
+  # `args` of these has lost the order.
   unsorted = getattr(part, "_unsorted_args", None)
   if unsorted is not None:
     return part.func(*[_with_letters(arg, letters) for arg in unsorted])
+  if isinstance(part, sympy.Interval):  # (1, i) is a pair
+    ends = [_with_letters(end, letters) for end in (part.start, part.end)]
+    if not all(end.is_extended_real for end in ends):
+      return sympy.Tuple(*ends)
   return part.xreplace(letters)
 
 
@@ -167,7 +181,7 @@ def _replace_comparison() -> None:
   """Makes math-verify compare numbers by `_same_value` wherever it compares them."""
   for name, function in (("sympy_numeric_eq", _same_value), ("solve", _solve)):
     if not hasattr(grader, name):
-      raise RuntimeError(f"math-verify {math_verify.__name__} has no {name}")
+      raise RuntimeError(f"this version of math-verify has no {name}")
     setattr(grader, name, function)
 
 
@@ -185,7 +199,7 @@ def _same_value(gold: object, prediction: object, *_: object) -> bool:
     if isinstance(gold, sympy.MatrixBase | sympy.MatrixExpr):
       return _same_matrix(gold.doit(), prediction.doit())
     return _same_percentage(gold, prediction)
-  except Exception:  # sympy raises anything at all over hostile text
+  except Exception:  # as above
     return False
 
 
@@ -242,10 +256,6 @@ def _terms(value: sympy.Expr) -> dict[sympy.Expr, sympy.Expr]:
   terms: dict[sympy.Expr, sympy.Expr] = {}
   for term in sympy.Add.make_args(value):
     coefficient, rest = term.as_independent(*value.free_symbols, as_Add=False)
-    # Numbers inside, such as 2 in sin(2x), are rounded so that equal ones are the same.
-    rest = rest.evalf(_DIGITS + 20)
-    numbers = rest.atoms(sympy.Float)
-    rest = rest.xreplace({f: sympy.Float(f, _DIGITS) for f in numbers})
     terms[rest] = terms.get(rest, 0) + coefficient
   return {rest: c.doit() for rest, c in terms.items() if c != 0}
 
@@ -273,7 +283,8 @@ def _is_zero(value: sympy.Expr) -> bool:
   elif all(isinstance(f, _CHEAP) for f in value.atoms(sympy.Function)):
     digits = _CHEAP_DIGITS
   try:
-    return value.evalf(2, maxn=digits, strict=True) == 0
+    # Twice: at few digits sympy takes the logarithm of 1 + 10^{-20} for 0.
+    return all(value.evalf(n, maxn=digits, strict=True) == 0 for n in (2, digits))
   except PrecisionExhausted:  # the terms cancel to the last of the digits
     return True
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fractions
 import re
 import unicodedata
+from collections.abc import Iterable
 
 # An honest final answer is short; what is longer is refused, not searched.
 MAX_CHARS = 1000
@@ -44,6 +45,7 @@ _CHARACTERS = str.maketrans(
     "\u2124": "\\mathbb{Z}",
     "\u03c0": "\\pi ",
     "\u00b0": "^\\circ ",
+    "\u2103": "^\\circ ",
     "\u2026": "...",
     "\u3001": ",",
     "\u3002": ".",
@@ -129,30 +131,37 @@ _TWO_FIELDS = re.compile(r"(?<![\w^_.])\d[\d.]*\s+\.?\d")
 
 # ---- functions, words and brackets ---------------------------------------------------
 
-# Names of functions -> their LaTeX.
-_FUNCTIONS = {
-  **{name: name for name in "sin cos tan cot sec csc sinh cosh tanh coth".split()},
-  **{name: name for name in "arcsin arccos arctan arccot ln log exp".split()},
+# Names of functions that LaTeX has, and other names of them.
+_COMMANDS = (
+  *("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth"),
+  *("arcsin", "arccos", "arctan", "arccot", "ln", "log", "exp"),
+)
+_ALIASES = {
   **{"asin": "arcsin", "acos": "arccos", "atan": "arctan", "arctg": "arctan"},
   **{"tg": "tan", "ctg": "cot", "cotg": "cot", "arcctg": "arccot", "cosec": "csc"},
   **{"sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth", "lg": "log_{10}"},
 }
-# Longest first, or `sinh` would be `sin`.
-_NAMES = "|".join(sorted(_FUNCTIONS, key=len, reverse=True))
+
+
+def _any_of(names: Iterable[str]) -> str:
+  return "|".join(sorted(names, key=len, reverse=True))  # `sinh` before `sin`
+
+
 _UPRIGHT = r"\\(?:operatorname\*?|mathrm|text|textrm|rm)\s*\{\s*"
-_UPRIGHT_NAME = re.compile(rf"{_UPRIGHT}({_NAMES})\s*\}}|\\({_NAMES})(?![A-Za-z])")
-_UPRIGHT_LETTER = re.compile(rf"{_UPRIGHT}([ei])\s*\}}")
-# Without a backslash a name is followed by an argument. `sec` and `th` may be a unit and
-# an ending, `sh`, `ch` and `th` products.
-_BARE_NAME = re.compile(
-  r"(?<![A-Za-z\\{])"
-  rf"(?:(?!(?:sh|ch|th|sec)\b)({_NAMES})(?=\s*[\^_\d\\{{(]|\s+[a-z](?![A-Za-z]))|(sec)(?=\())"
+_UPRIGHT_NAME = re.compile(rf"{_UPRIGHT}({_any_of([*_COMMANDS, *_ALIASES])})\s*\}}")
+_UPRIGHT_LETTER = re.compile(rf"(?:{_UPRIGHT}|\{{\s*\\rm\s+)([ei])\s*\}}")
+_OTHER_COMMAND = re.compile(rf"\\({_any_of(_ALIASES)})(?![A-Za-z])")
+# Without a backslash a name must have an argument. `sh`, `ch` and `th` may be products,
+# `sec` a unit.
+_PLAIN_NAME = re.compile(
+  rf"(?<![A-Za-z\\])(?:({_any_of({*_COMMANDS, *_ALIASES} - {'sec', 'sh', 'ch', 'th'})})"
+  r"(?=\s*[\^_\d\\{(|]|\s+[a-z](?![A-Za-z]))|(sec)(?=\())"
 )
 
 
 def _function(match: re.Match) -> str:
   name = next(filter(None, match.groups()))
-  return f"\\{_FUNCTIONS[name]} "
+  return f"\\{_ALIASES.get(name, name)} "
 
 
 # An interval as some countries write it: [1;2], ]1;2[.
@@ -180,7 +189,7 @@ def _condition(match: re.Match) -> str:
   variable, condition = match.groups()
   names = set(_SINGLE_LETTER.findall(condition))
   if variable in names and _RELATION.search(condition) and "," not in condition:
-    return condition.strip()
+    return f" {condition.strip()} "
   return match[0]
 
 
@@ -205,9 +214,11 @@ _SPELLINGS = [
   (re.compile(r"(?:\\right\s*)?\\rangle(?![A-Za-z])"), ")"),
   (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])"), r" \\cup "),
   (re.compile(r"\^?\s*\\degree(?![A-Za-z])|\^\s*\{\s*\\degree\s*\}"), r"^\\circ "),
+  (re.compile(r"(?<![A-Za-z\\])sqrt(?=\s*\{)"), r"\\sqrt"),
   (_UPRIGHT_LETTER, r" \1 "),
   (_UPRIGHT_NAME, _function),
-  (_BARE_NAME, _function),
+  (_OTHER_COMMAND, _function),
+  (_PLAIN_NAME, _function),
   (_SEMICOLON, r"\1\2,\3\4"),
   (_SET_BUILDER, _condition),
 ]
@@ -381,8 +392,8 @@ _NO_UNIT = re.compile(
 )
 # A number and a unit in Chinese, Japanese or Korean, unless the word has a numeral,
 # `half`, `and`, `of` or tenths in it.
-_CJK = r"[\u3005\u30a1-\u30fc\u3400-\u9fff\uac00-\ud7a3]"
-_WITH_CJK_UNIT = re.compile(rf"(\S*[\d}}])\s*({_CJK}{{1,8}})")
+CJK = r"[\u3005\u30a1-\u30fc\u3400-\u9fff\uac00-\ud7a3]"
+_WITH_CJK_UNIT = re.compile(rf"(\S*[\d}}])\s*({CJK}{{1,8}})")
 _CJK_NO_UNIT = re.compile(
   "[\u3007\u4e00\u4e8c\u4e24\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343\u4e07"
   "\u842c\u4ebf\u5104\u5146\u534a\u4e4b\u7684\u548c\u4e0e\u6216\u53c8\u70b9\u6210\u6298\u6253"
