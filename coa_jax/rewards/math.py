@@ -1,16 +1,18 @@
 r"""Mathematical equivalence of an answer and the gold ones.
 
-Plain numbers are compared exactly, in process. Everything else goes to math-verify
-(sympy) in a child process: an answer such as `9^{9^{9^9}}` makes sympy compute without
-end, math-verify's own time limit is a signal that only a main thread may use, and a
-rollout grades from many threads. A child can be killed; it also caps its own memory.
+Plain numbers are compared in process. Everything else goes to math-verify (sympy) in a
+child process: an answer such as `9^{9^{9^9}}` makes sympy compute without end,
+math-verify's own time limit is a signal that only a main thread may use, and a rollout
+grades from many threads. A child can be killed; it also caps its own memory.
 
-math-verify's verdict stands, with few exceptions. Right answers that it refuses and we
-accept: numbers that it cannot read (`notation`), units and number words that it
-does not know (`18 dollars`, `5 million`), inequalities for intervals (`math_inside`),
-clocks and ratios (`math_text`). The wrong answers that it pays for are in `math_text`.
-Like math-verify this lets a unit or a base be left out and converts none: who is asked
-for 5 in base two must not be paid for `5`.
+`equivalent` is math-verify with these exceptions. Small numbers are compared relative
+to their size (`math_inside`); a decimal may be a rounding (`notation.same_decimal`).
+Accepted in addition: other notations (`notation`), units and number words (`18
+dollars`, `5 million`), inequalities for intervals (`math_inside`), clocks and ratios
+(`math_text`). Refused in addition: see `math_text`. Like math-verify it lets a unit or
+a base be left out and converts none: 5 is no answer to 5 in base two.
+
+`math_verify_says` is math-verify as published, for scores that others report.
 """
 
 from __future__ import annotations
@@ -58,6 +60,19 @@ def equivalent(prediction: str, answers: Sequence[str]) -> bool:
   if not prediction or len(prediction) > MAX_CHARS:
     return False
   return any(_equal(prediction, final_answer(gold)) for gold in answers)
+
+
+def math_verify_says(prediction: str, answers: Sequence[str]) -> bool:
+  """Whether math-verify, as published, takes the prediction for one of the answers.
+
+  Args:
+    prediction: the content of an `answer` span, of any length.
+    answers: gold answers.
+
+  Raises:
+    RuntimeError: the comparing process cannot be started, or gets no CPU time.
+  """
+  return any(_BARE_VERIFIER.ask(prediction, gold) for gold in answers)
 
 
 def final_answer(text: str) -> str:
@@ -125,7 +140,8 @@ def _equal(prediction: str, gold: str) -> bool:
 class _Verifier:
   """One child that compares; started on first use, replaced where it dies."""
 
-  def __init__(self) -> None:
+  def __init__(self, bare: bool) -> None:
+    self._bare = bare
     self._lock = threading.Lock()
     self._child: subprocess.Popen[bytes] | None = None
     atexit.register(self.close)
@@ -171,7 +187,7 @@ class _Verifier:
     # The child must find this package wherever the parent found it.
     program = (
       f"import sys; sys.path[:] = {sys.path!r}; "
-      "from coa_jax.rewards import math_inside; math_inside.serve()"
+      f"from coa_jax.rewards import math_inside; math_inside.serve({self._bare})"
     )
     self._child = subprocess.Popen(
       [sys.executable, "-c", program],
@@ -187,8 +203,8 @@ class _Verifier:
     if not ready:
       self._stop()
       raise RuntimeError(
-        "the math-verify process did not start; is math-verify installed for "
-        f"{sys.executable}?"
+        "the math-verify process did not start; is math-verify 0.8 or later installed "
+        f"for {sys.executable}?"
       )
 
   def _stop(self, grace: float = 0.0) -> int | None:
@@ -217,4 +233,5 @@ def _read_line(child: subprocess.Popen[bytes]) -> bytes:
   return child.stdout.readline()
 
 
-_VERIFIER = _Verifier()
+_VERIFIER = _Verifier(bare=False)
+_BARE_VERIFIER = _Verifier(bare=True)

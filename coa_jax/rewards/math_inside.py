@@ -31,7 +31,6 @@ from sympy.functions.elementary.trigonometric import (
 from coa_jax.rewards import notation
 
 _MEMORY_BYTES = 4 << 30
-_INEQUALITY = re.compile(r"[<>]|\\(?:leq?|geq?|neq?|leqslant|geqslant|lt|gt)(?![a-z])")
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b|\\lor\b|\\vee\b|\\cup\b")
 _AND = re.compile(r"\\text\s*\{\s*and\s*\}|\band\b|\\land\b|\\wedge\b|\\cap\b")
 # Two exact numbers are equal if they agree to this many digits: many where digits are
@@ -298,7 +297,7 @@ def _same_solutions(prediction: str, gold: str) -> bool:
   math-verify is less strict here already, but only where the gold answer is one
   inequality and the prediction a set: `(3,\\infty)` for `x>3`, and not the reverse.
   """
-  if not (_INEQUALITY.search(prediction) or _INEQUALITY.search(gold)):
+  if not (notation.RELATION.search(prediction) or notation.RELATION.search(gold)):
     return False
   try:
     ours = _solutions(prediction)

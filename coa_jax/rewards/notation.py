@@ -182,13 +182,13 @@ _SET_BUILDER = re.compile(
   r"(?:\\middle\s*)?(?:\||:|\\mid(?![A-Za-z])|\\colon(?![A-Za-z])|\\vert(?![A-Za-z]))"
   r"((?:[^{}|:\\]|\\(?!right)[A-Za-z,;: ]|\{[^{}]*\})*?)(?:\\right\s*)?\\?\}"
 )
-_RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|neq?|leqslant|geqslant|lt|gt)(?![a-z])")
+RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|neq?|leqslant|geqslant|lt|gt)(?![a-z])")
 
 
 def _condition(match: re.Match) -> str:
   variable, condition = match.groups()
   names = set(_SINGLE_LETTER.findall(condition))
-  if variable in names and _RELATION.search(condition) and "," not in condition:
+  if variable in names and RELATION.search(condition) and "," not in condition:
     return f" {condition.strip()} "
   return match[0]
 
