@@ -153,8 +153,9 @@ def _is_variable(symbol: sympy.Symbol, formulas: list) -> bool:
     if formula.has(symbol) and symbol not in formula.free_symbols:
       return True
     for relation in formula.atoms(Relational):
-      is_side = symbol in (relation.lhs, relation.rhs)
-      if is_side or (relation.has(symbol) and not isinstance(relation, sympy.Eq)):
+      if not isinstance(relation, sympy.Eq) and relation.has(symbol):
+        return True
+      if relation.lhs == symbol:
         return True
   return False
 
@@ -166,6 +167,9 @@ def _with_letters(part: object, letters: dict) -> object:
   unsorted = getattr(part, "_unsorted_args", None)
   if unsorted is not None:
     return part.func(*[_with_letters(arg, letters) for arg in unsorted])
+  if isinstance(part, Relational):  # evaluated, x = {i, -i} would be false
+    sides = [_with_letters(side, letters) for side in (part.lhs, part.rhs)]
+    return part.func(*sides, evaluate=False)
   if isinstance(part, sympy.Interval):  # (1, i) is a pair
     ends = [_with_letters(end, letters) for end in (part.start, part.end)]
     if not all(end.is_extended_real for end in ends):
