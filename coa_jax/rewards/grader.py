@@ -1,7 +1,8 @@
 """The reward of trajectories: who judges a task's answer, and what else counts.
 
 A task's source, or else its kind, says which grader judges its answers: `qa`, `math`,
-`code` (hidden tests), `judge` (a language model), or a function of the user's own.
+`math_verify`, `code` (hidden tests), `judge` (a language model), or a function of the
+user's own.
 All but `qa` grade in threads of their own: a slow verdict holds up no decoding.
 
 budget: the config, the choice of a grader and what its verdict becomes are one path.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import difflib
+import functools
 import importlib
 import logging
 import numbers
@@ -33,7 +35,7 @@ from coa_jax.rewards.judge import Judge, JudgeConfig
 from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.tasks.task import Kind, Task
 
-GRADERS = ("qa", "math", "code", "judge")
+GRADERS = ("qa", "math", "math_verify", "code", "judge")
 # How a `|`-joined answer is read, or how near it comes, in training and in evaluation.
 _Match = Callable[[str, Sequence[str]], float]
 MATCHES: dict[str, tuple[_Match, _Match]] = {
@@ -49,11 +51,12 @@ class RewardConfig:
   """Config section `reward`.
 
   Attributes:
-    graders: source or kind of a task -> qa, math, code, judge, or
-      "package.module:function", called with (task, answer or None, trajectory), that
-      returns a number from 0 to 1, or a dict of numbers with "answer" among them (the
-      others are on record as `part_NAME`), and may raise `graded.Ungradable`. A source
-      goes before a kind; each kind has the grader of its name otherwise.
+    graders: source or kind of a task -> qa, math, math_verify (the library's own
+      verdicts), code, judge, or "package.module:function", called with (task, answer or
+      None, trajectory), that returns a number from 0 to 1, or a dict of numbers with
+      "answer" among them (the others are on record as `part_NAME`), and may raise
+      `graded.Ungradable`. A source goes before a kind; each kind has the grader of its
+      name otherwise.
     match: of qa in training: every (each part of a `|`-joined answer must be right),
       first (the first part), or f1 (the mean of the parts' token F1).
     match_eval: the same in evaluation, where f1 is that of the first part.
@@ -187,7 +190,7 @@ class Grader:
       name = self.grader_of(task)
       if name == "code":
         read_tests(task)  # refuses tests of no known form
-      elif task.kind == Kind.CODE and name in ("qa", "math"):
+      elif task.kind == Kind.CODE and name in ("qa", "math", "math_verify"):
         raise ValueError(
           f"task {task.id!r}: code tasks need hidden tests; grader {name!r} would "
           "compare their text"
@@ -290,7 +293,9 @@ class Grader:
 
   def _make(self, name: str) -> _Grade:
     if name == "math":
-      return _math
+      return functools.partial(_math, math.equivalent)
+    if name == "math_verify":
+      return functools.partial(_math, math.math_verify_says)
     if name == "code":
       service = CodeGrader(self.config.code)
     elif name == "judge":
@@ -311,11 +316,16 @@ class Grader:
     return Graded(float(in_evaluation(answer, task.answers)), parts={"f1": f1})
 
 
-def _math(task: Task, answer: str | None, _: Trajectory) -> Graded:
+def _math(
+  equal: Callable[[str, Sequence[str]], bool],
+  task: Task,
+  answer: str | None,
+  _: Trajectory,
+) -> Graded:
   if answer is None:
     return Graded(0.0)
   try:
-    return Graded(float(math.equivalent(answer, task.answers)))
+    return Graded(float(equal(answer, task.answers)))
   except RuntimeError as e:  # its process does not start, or gets no CPU time
     raise Ungradable(f"task {task.id!r}: {e}") from e
 

@@ -1,22 +1,23 @@
 r"""Mathematical equivalence of an answer and the gold ones.
 
-Plain numbers are compared exactly, in process. Everything else goes to math-verify
-(sympy) in a child process: an answer such as `9^{9^{9^9}}` makes sympy compute without
-end, math-verify's own time limit is a signal that only a main thread may use, and a
-rollout grades from many threads. A child can be killed; it also caps its own memory.
+Plain numbers are compared in process. Everything else goes to math-verify (sympy) in a
+child process: an answer such as `9^{9^{9^9}}` makes sympy compute without end,
+math-verify's own time limit is a signal that only a main thread may use, and a rollout
+grades from many threads. A child can be killed; it also caps its own memory.
 
-math-verify's verdict stands, with few exceptions. Right answers that it refuses and we
-accept: numbers that it cannot read (`notation`), units and number words that it
-does not know (`18 dollars`, `5 million`), inequalities for intervals (`math_inside`),
-clocks and ratios (`math_text`). The wrong answers that it pays for are in `math_text`.
-Like math-verify this lets a unit or a base be left out and converts none: who is asked
-for 5 in base two must not be paid for `5`.
+`equivalent` is math-verify with these exceptions. Small numbers are compared relative
+to their size (`math_inside`); a decimal may be a rounding (`notation.same_decimal`).
+Accepted in addition: other notations (`notation`), units and number words (`18
+dollars`, `5 million`), inequalities for intervals (`math_inside`), clocks and ratios
+(`math_text`). Refused in addition: see `math_text`. Like math-verify it lets a unit or
+a base be left out and converts none: 5 is no answer to 5 in base two.
+
+`math_verify_says` is math-verify as published, for scores that others report.
 """
 
 from __future__ import annotations
 
 import atexit
-import fractions
 import json
 import re
 import select
@@ -35,7 +36,10 @@ CPU_SECONDS = 5
 # Wall seconds for a comparison, or for the child to import sympy, on a busy machine.
 _WALL_SECONDS = 120.0
 
-_BOXED = re.compile(r"\\boxed\s*\{")
+_BOXED = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?=[^\s{])|(?=\d))")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# The end of a text whose box is not closed.
+_LOOSE_END = re.compile(r"(?:\s|\$|\.|\\[\])])+\Z")
 # Blanks that tell no two answers apart: all but those between two fields of digits, two
 # words, the parts of a list of numbers (`1, 234`), or after a backslash.
 _IDLE_BLANK = re.compile(r"(?<![\w.,\\])\s+|(?<!\\)\s+(?![\w.,])")
@@ -58,17 +62,28 @@ def equivalent(prediction: str, answers: Sequence[str]) -> bool:
   return any(_equal(prediction, final_answer(gold)) for gold in answers)
 
 
-def final_answer(text: str) -> str:
-  r"""The content of the last balanced `\boxed{}`, or all of `text`, stripped.
+def math_verify_says(prediction: str, answers: Sequence[str]) -> bool:
+  """Whether math-verify, as published, takes the prediction for one of the answers.
 
-  A full stop, quotes around it and one pair of `$` are taken off: the released prompt
-  asks for `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
+  Args:
+    prediction: the content of an `answer` span, of any length.
+    answers: gold answers.
+
+  Raises:
+    RuntimeError: the comparing process cannot be started, or gets no CPU time.
   """
-  boxed = _last_boxed(text)
-  if boxed is not None:
-    text = boxed
-  text = text.strip()
-  if text.endswith(".") and not text.endswith(".."):
+  return any(_BARE_VERIFIER.ask(prediction, gold) for gold in answers)
+
+
+def final_answer(text: str) -> str:
+  r"""The content of the last `\boxed{}`, or all of `text`, stripped.
+
+  A box that is never closed reaches to the end of `text`. A full stop, quotes around
+  the answer and one pair of `$` are taken off: the released prompt asks for
+  `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
+  """
+  text = _last_boxed(text).strip()
+  if text.endswith((".", "\u3002")) and not text.endswith(".."):
     text = text[:-1].rstrip()
   # Quotes inside would leave one half of a pair: `$1$ and $2$` stays as it is.
   for quote in ("$", "'", '"'):
@@ -78,17 +93,19 @@ def final_answer(text: str) -> str:
   return text
 
 
-def _last_boxed(text: str) -> str | None:
+def _last_boxed(text: str) -> str:
   boxes = list(_BOXED.finditer(text))
   if not boxes:
-    return None
+    return text
   start = boxes[-1].end()
+  if not boxes[-1][0].endswith("{"):  # `\boxed 5`
+    return _LOOSE_END.sub("", text[start:].partition("$")[0])
   depth = 1
-  for i in range(start, len(text)):
-    depth += {"{": 1, "}": -1}.get(text[i], 0)
+  for brace in _BRACE.finditer(text, start):
+    depth += {"{": 1, "}": -1}.get(brace[0], 0)
     if depth == 0:
-      return text[start:i]
-  return None
+      return text[start : brace.start()]
+  return _LOOSE_END.sub("", text[start:])
 
 
 def _equal(prediction: str, gold: str) -> bool:
@@ -108,7 +125,9 @@ def _equal(prediction: str, gold: str) -> bool:
     ours = number(prediction)
     theirs = number(gold)
   if ours is not None and theirs is not None:
-    return ours == theirs or ("." in prediction + gold and _rounded(ours, theirs))
+    if "." in prediction + gold:
+      return notation.same_decimal(ours, theirs)
+    return ours == theirs
   # --- Text that only looks like a formula; then formulas.
   verdict = math_text.verdict(prediction, gold)
   if verdict is not None:
@@ -118,21 +137,11 @@ def _equal(prediction: str, gold: str) -> bool:
   )
 
 
-def _rounded(one: fractions.Fraction, other: fractions.Fraction) -> bool:
-  """Whether a decimal stands for a fraction: equal to six places, as in math-verify.
-
-  Also to three digits, or 0.0000004 would be 0.0000003. Integers are exact.
-  """
-  if one.denominator == 1 or other.denominator == 1:
-    return False
-  near = abs(one - other) * 1000 <= max(abs(one), abs(other))
-  return near and round(one, 6) == round(other, 6)
-
-
 class _Verifier:
   """One child that compares; started on first use, replaced where it dies."""
 
-  def __init__(self) -> None:
+  def __init__(self, bare: bool) -> None:
+    self._bare = bare
     self._lock = threading.Lock()
     self._child: subprocess.Popen[bytes] | None = None
     atexit.register(self.close)
@@ -178,7 +187,7 @@ class _Verifier:
     # The child must find this package wherever the parent found it.
     program = (
       f"import sys; sys.path[:] = {sys.path!r}; "
-      "from coa_jax.rewards import math_inside; math_inside.serve()"
+      f"from coa_jax.rewards import math_inside; math_inside.serve({self._bare})"
     )
     self._child = subprocess.Popen(
       [sys.executable, "-c", program],
@@ -194,8 +203,8 @@ class _Verifier:
     if not ready:
       self._stop()
       raise RuntimeError(
-        "the math-verify process did not start; is math-verify installed for "
-        f"{sys.executable}?"
+        "the math-verify process did not start; is math-verify 0.8 or later installed "
+        f"for {sys.executable}?"
       )
 
   def _stop(self, grace: float = 0.0) -> int | None:
@@ -224,4 +233,5 @@ def _read_line(child: subprocess.Popen[bytes]) -> bytes:
   return child.stdout.readline()
 
 
-_VERIFIER = _Verifier()
+_VERIFIER = _Verifier(bare=False)
+_BARE_VERIFIER = _Verifier(bare=True)

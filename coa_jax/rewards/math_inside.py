@@ -1,7 +1,11 @@
 """The child process of the math grader: math-verify (sympy) behind one pipe.
 
-It compares what `math` could not compare by looks. Whatever the answer makes sympy do
-is bounded by the limits on CPU and memory that this process sets on itself.
+It compares formulas, sets and intervals that `math` cannot compare as text. The process
+limits its own CPU time and memory, which bounds whatever an answer makes sympy do.
+
+`same` is math-verify with another comparison of numbers: math-verify compares them by
+absolute differences (1e-15, or six decimal places), so any two small numbers are equal.
+`same_bare` is math-verify as published.
 """
 
 from __future__ import annotations
@@ -10,23 +14,58 @@ import json
 import re
 import resource
 import sys
+from fractions import Fraction
 
 import math_verify
 import sympy
+from math_verify import grader
 from math_verify.grader import is_assignment_relation, take_last_relation
+from sympy.core.evalf import PrecisionExhausted
 from sympy.core.relational import Relational
+from sympy.functions.elementary.hyperbolic import HyperbolicFunction
+from sympy.functions.elementary.trigonometric import (
+  InverseTrigonometricFunction,
+  TrigonometricFunction,
+)
 
 from coa_jax.rewards import notation
 
 _MEMORY_BYTES = 4 << 30
-_INEQUALITY = re.compile(r"[<>]|\\(?:leq?|geq?|neq?|leqslant|geqslant|lt|gt)(?![a-z])")
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b|\\lor\b|\\vee\b|\\cup\b")
 _AND = re.compile(r"\\text\s*\{\s*and\s*\}|\band\b|\\land\b|\\wedge\b|\\cap\b")
+# Two exact numbers are equal if they agree to this many digits: many where digits are
+# cheap, so that 1 - 2^{-2005} is not 1 - 2^{-2006}.
+_DIGITS = 300
+_CHEAP_DIGITS = 2500
+_CHEAP = (
+  sympy.exp,
+  sympy.log,
+  sympy.Abs,
+  TrigonometricFunction,
+  InverseTrigonometricFunction,
+  HyperbolicFunction,
+)
+_UNEVALUATED = (
+  sympy.Integral,
+  sympy.Sum,
+  sympy.Product,
+  sympy.Limit,
+  sympy.Derivative,
+)
+_PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 
 
-def serve() -> None:
-  """Answers one line [prediction, gold, CPU seconds] by one boolean, without end."""
+def serve(bare: bool = False) -> None:
+  """Answers each line [prediction, gold, CPU seconds] with one boolean.
+
+  Args:
+    bare: whether the verdicts are those of math-verify as published.
+  """
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+  compare = same_bare
+  if not bare:
+    compare = same
+    _replace_comparison()
   print("ready", flush=True)
   for line in sys.stdin:
     # The kernel counts from the start of the process, so the limit moves with it.
@@ -34,18 +73,41 @@ def serve() -> None:
     prediction, gold, seconds = json.loads(line)
     limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-    print(json.dumps(same(prediction, gold)), flush=True)
+    try:
+      verdict = compare(prediction, gold)
+    except Exception:  # sympy raises anything at all over hostile text
+      verdict = False
+    print(json.dumps(verdict), flush=True)
 
 
 def same(prediction: str, gold: str) -> bool:
-  """math-verify's verdict, or that both are the same set of solutions."""
+  """math-verify's verdict by exact numbers, or whether both have the same solutions."""
   # A bare formula has no anchor that math-verify would find; a box gives it one.
-  # In prose math-verify finds the formula by itself.
+  # In prose math-verify finds the formula itself.
   if notation.is_prose(prediction):
     ours = _parsed(prediction)
   else:
     ours = _parsed_formula(prediction)
-  return _verified(_parsed_formula(gold), ours) or _same_solutions(prediction, gold)
+  theirs = _parsed_formula(gold)
+  letters = _letters(ours + theirs)
+  ours = [_with_letters(part, letters) for part in ours]
+  theirs = [_with_letters(part, letters) for part in theirs]
+  return _verified(theirs, ours) or _same_solutions(prediction, gold)
+
+
+def same_bare(prediction: str, gold: str) -> bool:
+  """The verdict of math-verify's `parse` and `verify` with their default arguments.
+
+  Text without a box or `$` is put into a box, as verl does with gold answers; without
+  it `parse` reads `2\\sqrt{3}` as 2.
+  """
+  return _verified(_parsed(_anchored(gold)), _parsed(_anchored(prediction)))
+
+
+def _anchored(text: str) -> str:
+  if "\\boxed" in text or notation.is_prose(text):
+    return text
+  return f"\\boxed{{{text}}}"
 
 
 def _parsed_formula(text: str) -> list:
@@ -61,13 +123,185 @@ def _verified(gold: object, prediction: object) -> bool:
   return bool(math_verify.verify(gold, prediction, timeout_seconds=None))
 
 
+# ---- the letter i ------------------------------------------------------------------
+
+
+def _letters(parsed: list) -> dict:
+  """Replacements of symbols: i is the imaginary unit unless it is a variable.
+
+  math-verify reads i as a symbol, and where one is, all symbols of that formula are
+  others (not real) than those of a formula without i.
+  """
+  formulas = [part for part in parsed if isinstance(part, sympy.Basic)]
+  symbols = {s for part in formulas for s in part.atoms(sympy.Symbol)}
+  units = [s for s in symbols if s.name == "i"]
+  if not units and all(s.is_real for s in symbols):
+    return {}
+  letters = {s: sympy.Symbol(s.name) for s in symbols}
+  letters[sympy.I] = sympy.Symbol("capital I")  # math-verify reads a capital letter so
+  if not any(_is_variable(s, formulas) for s in units) and not any(
+    s.name == "j"
+    for s in symbols  # unit vectors
+  ):
+    letters.update(dict.fromkeys(units, sympy.I))
+  return letters
+
+
+def _is_variable(symbol: sympy.Symbol, formulas: list) -> bool:
+  """Whether a symbol is counted over, assigned to or compared: `i = 3`, `i > 3`."""
+  for formula in formulas:
+    if formula.has(symbol) and symbol not in formula.free_symbols:
+      return True
+    for relation in formula.atoms(Relational):
+      if not isinstance(relation, sympy.Eq) and relation.has(symbol):
+        return True
+      if relation.lhs == symbol:
+        return True
+  return False
+
+
+def _with_letters(part: object, letters: dict) -> object:
+  if not letters or not isinstance(part, sympy.Basic):
+    return part
+  # `args` of these has lost the order.
+  unsorted = getattr(part, "_unsorted_args", None)
+  if unsorted is not None:
+    return part.func(*[_with_letters(arg, letters) for arg in unsorted])
+  if isinstance(part, Relational):  # evaluated, x = {i, -i} would be false
+    sides = [_with_letters(side, letters) for side in (part.lhs, part.rhs)]
+    return part.func(*sides, evaluate=False)
+  if isinstance(part, sympy.Interval):  # (1, i) is a pair
+    ends = [_with_letters(end, letters) for end in (part.start, part.end)]
+    if not all(end.is_extended_real for end in ends):
+      return sympy.Tuple(*ends)
+  return part.xreplace(letters)
+
+
+# ---- numbers -----------------------------------------------------------------------
+
+
+def _replace_comparison() -> None:
+  """Makes math-verify compare numbers by `_same_value` wherever it compares them."""
+  for name, function in (("sympy_numeric_eq", _same_value), ("solve", _solve)):
+    if not hasattr(grader, name):
+      raise RuntimeError(f"this version of math-verify has no {name}")
+    setattr(grader, name, function)
+
+
+def _solve(*args: object) -> list:
+  """sympy's solutions; no solution at all is an error, not an equal empty list."""
+  found = sympy.solve(*args)
+  if not found:
+    raise ValueError("no solution")
+  return found
+
+
+def _same_value(gold: object, prediction: object, *_: object) -> bool:
+  """Whether two values are equal, term by term; False also if that is not known."""
+  try:
+    if isinstance(gold, sympy.MatrixBase | sympy.MatrixExpr):
+      return _same_matrix(gold.doit(), prediction.doit())
+    return _same_percentage(gold, prediction)
+  except Exception:  # as above
+    return False
+
+
+def _same_matrix(gold: sympy.MatrixBase, prediction: sympy.MatrixBase) -> bool:
+  if gold.shape != prediction.shape:
+    return False
+  entries = zip(gold.flat(), prediction.flat(), strict=True)
+  return all(_same_value(a, b) for a, b in entries)
+
+
+def _same_percentage(gold: sympy.Expr, prediction: sympy.Expr) -> bool:
+  """50% is 50% and 0.5; also 50, since a question may ask for percent."""
+  one, one_percent = _without_percent(gold)
+  other, other_percent = _without_percent(prediction)
+  if one_percent == other_percent:
+    return _same_expression(one, other)
+  if _same_expression(gold.doit(), prediction.doit()):
+    return True
+  # Below 1 a number is more likely a share: 0.5% is not 0.5.
+  is_share = one.is_number and not one.is_Integer and abs(one) < 1
+  return not is_share and one.is_Number and _same_expression(one, other)
+
+
+def _without_percent(value: sympy.Expr) -> tuple[sympy.Expr, bool]:
+  if value.is_Mul and len(value.args) == 2 and value.args[1] == _PERCENT:
+    return value.args[0], True
+  return value, False
+
+
+def _same_expression(one: sympy.Expr, other: sympy.Expr) -> bool:
+  has_decimal = bool(one.has(sympy.Float) or other.has(sympy.Float))
+  one = _exact(one)
+  other = _exact(other)
+  if one == other:
+    return True
+  if not (one.free_symbols or other.free_symbols):
+    return _same_number(one.doit(), other.doit(), has_decimal)
+  # Of a formula each coefficient is compared with its counterpart.
+  ours = _terms(one)
+  theirs = _terms(other)
+  return ours.keys() == theirs.keys() and all(
+    _same_number(coefficient, theirs[rest], has_decimal)
+    for rest, coefficient in ours.items()
+  )
+
+
+def _exact(value: sympy.Expr) -> sympy.Expr:
+  """The same with each decimal as the fraction that was written."""
+  return value.xreplace({f: sympy.Rational(str(f)) for f in value.atoms(sympy.Float)})
+
+
+def _terms(value: sympy.Expr) -> dict[sympy.Expr, sympy.Expr]:
+  """The parts of a sum that hold a variable -> their coefficients."""
+  terms: dict[sympy.Expr, sympy.Expr] = {}
+  for term in sympy.Add.make_args(value):
+    coefficient, rest = term.as_independent(*value.free_symbols, as_Add=False)
+    terms[rest] = terms.get(rest, 0) + coefficient
+  return {rest: c.doit() for rest, c in terms.items() if c != 0}
+
+
+def _same_number(one: sympy.Expr, other: sympy.Expr, has_decimal: bool) -> bool:
+  if one == other:
+    return True
+  rational = (one.is_Rational, other.is_Rational)
+  if has_decimal and any(rational):
+    return notation.same_decimal(_fraction(one), _fraction(other))
+  return not all(rational) and _is_zero(one - other)
+
+
+def _fraction(value: sympy.Expr) -> Fraction:
+  """The value of a real number to 40 digits; TypeError for any other."""
+  rational = sympy.Rational(value.evalf(40)) if not value.is_Rational else value
+  return Fraction(int(rational.p), int(rational.q))
+
+
+def _is_zero(value: sympy.Expr) -> bool:
+  """Whether a number is 0, as far as `_DIGITS` of its terms tell."""
+  digits = _DIGITS
+  if value.has(*_UNEVALUATED):
+    digits = 15
+  elif all(isinstance(f, _CHEAP) for f in value.atoms(sympy.Function)):
+    digits = _CHEAP_DIGITS
+  try:
+    # Twice: at few digits sympy takes the logarithm of 1 + 10^{-20} for 0.
+    return all(value.evalf(n, maxn=digits, strict=True) == 0 for n in (2, digits))
+  except PrecisionExhausted:  # the terms cancel to the last of the digits
+    return True
+
+
+# ---- inequalities ------------------------------------------------------------------
+
+
 def _same_solutions(prediction: str, gold: str) -> bool:
   """Whether an inequality and another, or an interval, have the same solutions.
 
   math-verify is less strict here already, but only where the gold answer is one
   inequality and the prediction a set: `(3,\\infty)` for `x>3`, and not the reverse.
   """
-  if not (_INEQUALITY.search(prediction) or _INEQUALITY.search(gold)):
+  if not (notation.RELATION.search(prediction) or notation.RELATION.search(gold)):
     return False
   try:
     ours = _solutions(prediction)

@@ -51,9 +51,23 @@ def _units_by_name() -> dict[str, str]:
   return units
 
 
-_UNITS = _units_by_name()
+_UNITS = {
+  **_units_by_name(),
+  # Chinese and Japanese.
+  "\u6beb\u7c73": "mm",
+  **dict.fromkeys(("\u5398\u7c73", "\u516c\u5206"), "cm"),
+  **dict.fromkeys(("\u7c73", "\u516c\u5c3a", "\u30e1\u30fc\u30c8\u30eb"), "m"),
+  **dict.fromkeys(("\u5343\u7c73", "\u516c\u91cc"), "km"),
+  "\u514b": "g",
+  **dict.fromkeys(("\u5343\u514b", "\u516c\u65a4"), "kg"),
+  "\u79d2": "s",
+  **dict.fromkeys(("\u5206\u949f", "\u5206\u9418"), "min"),
+  **dict.fromkeys(("\u5c0f\u65f6", "\u5c0f\u6642", "\u6642\u9593"), "h"),
+  **dict.fromkeys(("\u5929", "\u65e5"), "day"),
+}
 _UNIT = re.compile(
-  r"(\\\$)?[^$]*?\d\}?(?:\s*(?:\^\s*\{?(\\circ)\}?|([A-Za-z]+)(?:\^\{?\d\}?)?))?",
+  r"(\\\$)?[^$]*?\d\}?(?:\s*(?:\^\s*\{?(\\circ)\}?"
+  rf"|([A-Za-z]+|{notation.CJK}+)(?:\^\{{?\d\}}?)?))?",
   re.DOTALL,
 )
 _IN_BASE = re.compile(r"(\d[\dA-Fa-f]*)\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")

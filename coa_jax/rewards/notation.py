@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import fractions
 import re
+import unicodedata
+from collections.abc import Iterable
 
 # An honest final answer is short; what is longer is refused, not searched.
 MAX_CHARS = 1000
@@ -20,7 +22,7 @@ MAX_CHARS = 1000
 
 _CHARACTERS = str.maketrans(
   {
-    **dict.fromkeys("\u2212\u2012\u2013\uff0d", "-"),
+    **dict.fromkeys("\u2212\u2012\u2013", "-"),
     **dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u3000", " "),
     **dict.fromkeys("\u200b\u2061\u2062\ufeff", None),
     "\u00d7": "\\times ",
@@ -43,10 +45,12 @@ _CHARACTERS = str.maketrans(
     "\u2124": "\\mathbb{Z}",
     "\u03c0": "\\pi ",
     "\u00b0": "^\\circ ",
+    "\u2103": "^\\circ ",
     "\u2026": "...",
-    "\uff0c": ",",
-    "\uff08": "(",
-    "\uff09": ")",
+    "\u3001": ",",
+    "\u3002": ".",
+    "\u2223": "|",
+    "\u2236": ":",
   }
 )
 _VULGAR = {
@@ -78,6 +82,7 @@ _CURRENCY = re.compile("[\u20ac\u00a3\u00a5\u20b9]")
 
 
 def _ascii(text: str) -> str:
+  """The same with LaTeX for signs, and NFKC for what is left, as full-width digits."""
   if text.isascii():
     return text
   text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
@@ -85,8 +90,16 @@ def _ascii(text: str) -> str:
   for character, fraction in _VULGAR.items():
     text = text.replace(character, fraction)
   text = _ROOT.sub(r"\\sqrt{\1}", text).replace("\u221a", "sqrt")
-  return _CURRENCY.sub("", text).translate(_CHARACTERS).strip()
+  text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
+  return _CURRENCY.sub("", text.translate(_CHARACTERS)).strip()
 
+
+# "answer", and "is", in Chinese, Japanese and Korean.
+_CJK_LABEL = re.compile(
+  "^(?:\u6700\u7ec8|\u6700\u7d42|\u6240\u4ee5|\u56e0\u6b64|\u6545)?"
+  "(?:\u7b54\u6848|\u7b54\u3048|\u89e3\u7b54|\u7b54|\uc815\ub2f5|\ub2f5)"
+  r"\s*(?:[\u662f\u4e3a\u70ba\u306f\uc740]|:)?\s*(?::\s*)?"
+)
 
 # ---- numbers inside a formula --------------------------------------------------------
 
@@ -116,11 +129,76 @@ _BARE_FRACTION = re.compile(
 )
 _TWO_FIELDS = re.compile(r"(?<![\w^_.])\d[\d.]*\s+\.?\d")
 
-# ---- words and brackets --------------------------------------------------------------
+# ---- functions, words and brackets ---------------------------------------------------
+
+# Names of functions that LaTeX has, and other names of them.
+_COMMANDS = (
+  *("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth"),
+  *("arcsin", "arccos", "arctan", "arccot", "ln", "log", "exp"),
+)
+_ALIASES = {
+  **{"asin": "arcsin", "acos": "arccos", "atan": "arctan", "arctg": "arctan"},
+  **{"tg": "tan", "ctg": "cot", "cotg": "cot", "arcctg": "arccot", "cosec": "csc"},
+  **{"sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth", "lg": "log_{10}"},
+}
+
+
+def _any_of(names: Iterable[str]) -> str:
+  return "|".join(sorted(names, key=len, reverse=True))  # `sinh` before `sin`
+
+
+_UPRIGHT = r"\\(?:operatorname\*?|mathrm|text|textrm|rm)\s*\{\s*"
+_UPRIGHT_NAME = re.compile(rf"{_UPRIGHT}({_any_of([*_COMMANDS, *_ALIASES])})\s*\}}")
+_UPRIGHT_LETTER = re.compile(rf"(?:{_UPRIGHT}|\{{\s*\\rm\s+)([ei])\s*\}}")
+_OTHER_COMMAND = re.compile(rf"\\({_any_of(_ALIASES)})(?![A-Za-z])")
+# Without a backslash a name must have an argument. `sh`, `ch` and `th` may be products,
+# `sec` a unit.
+_PLAIN_NAME = re.compile(
+  rf"(?<![A-Za-z\\])(?:({_any_of({*_COMMANDS, *_ALIASES} - {'sec', 'sh', 'ch', 'th'})})"
+  r"(?=\s*[\^_\d\\{(|]|\s+[a-z](?![A-Za-z]))|(sec)(?=\())"
+)
+
+
+def _function(match: re.Match) -> str:
+  name = next(filter(None, match.groups()))
+  return f"\\{_ALIASES.get(name, name)} "
+
+
+# An interval as some countries write it: [1;2], ]1;2[.
+_BETWEEN = r"\s*([^\[\]();,]+);([^\[\]();,]+)"
+_SEMICOLON = re.compile(rf"([\[(]){_BETWEEN}([\])])")
+_OUTWARD = re.compile(r"([\[\]])\s*([^\[\]();,]+)[;,]([^\[\]();,]+)([\[\]])")
+
+
+def _interval(match: re.Match) -> str:
+  left = {"[": "[", "]": "("}[match[1]]
+  right = {"]": "]", "[": ")"}[match[4]]
+  return f"{left}{match[2]},{match[3]}{right}"
+
+
+# {x | x > 3} -> x > 3
+_SET_BUILDER = re.compile(
+  r"(?:\\left\s*)?\\?\{\s*([A-Za-z])\s*(?:\\in\s*(?:\\mathbb\s*\{R\}|\\R|R)\s*)?"
+  r"(?:\\middle\s*)?(?:\||:|\\mid(?![A-Za-z])|\\colon(?![A-Za-z])|\\vert(?![A-Za-z]))"
+  r"((?:[^{}|:\\]|\\(?!right)[A-Za-z,;: ]|\{[^{}]*\})*?)(?:\\right\s*)?\\?\}"
+)
+RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|neq?|leqslant|geqslant|lt|gt)(?![a-z])")
+
+
+def _condition(match: re.Match) -> str:
+  variable, condition = match.groups()
+  names = set(_SINGLE_LETTER.findall(condition))
+  if variable in names and RELATION.search(condition) and "," not in condition:
+    return f" {condition.strip()} "
+  return match[0]
+
+
+_SINGLE_LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 _SPELLINGS = [
   (re.compile(r"^\*\*(.*)\*\*$", re.DOTALL), r"\1"),
   (re.compile(r"^(?:the )?(?:final )?answer\s*:\s*", re.IGNORECASE), ""),
+  (_CJK_LABEL, ""),
   (re.compile(r"^(?:option|choice)\s+(\(?[A-J]\)?)$", re.IGNORECASE), r"\1"),
   (re.compile(r"^([A-J])[).:]$"), r"\1"),
   (re.compile(r"\\!"), ""),
@@ -135,6 +213,14 @@ _SPELLINGS = [
   (re.compile(r"(?:\\left\s*)?\\langle(?![A-Za-z])"), "("),
   (re.compile(r"(?:\\right\s*)?\\rangle(?![A-Za-z])"), ")"),
   (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])"), r" \\cup "),
+  (re.compile(r"\^?\s*\\degree(?![A-Za-z])|\^\s*\{\s*\\degree\s*\}"), r"^\\circ "),
+  (re.compile(r"(?<![A-Za-z\\])sqrt(?=\s*\{)"), r"\\sqrt"),
+  (_UPRIGHT_LETTER, r" \1 "),
+  (_UPRIGHT_NAME, _function),
+  (_OTHER_COMMAND, _function),
+  (_PLAIN_NAME, _function),
+  (_SEMICOLON, r"\1\2,\3\4"),
+  (_SET_BUILDER, _condition),
 ]
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\\circ\})")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -145,6 +231,9 @@ def spelled_out(text: str) -> str:
   text = _ascii(text)
   for pattern, spelling in _SPELLINGS:
     text = pattern.sub(spelling, text)
+  interval = _OUTWARD.fullmatch(text)
+  if interval is not None:
+    text = _interval(interval)
   # The order matters: a blank of LaTeX (`1\,000`) is one for the patterns below it.
   text = _BARE_FRACTION.sub(_braced_fraction, text)
   text = _BLANK.sub(" ", text)
@@ -248,6 +337,23 @@ def _size(match: re.Match) -> fractions.Fraction | None:
   return int(match["whole"]) + value
 
 
+def same_decimal(one: fractions.Fraction, other: fractions.Fraction) -> bool:
+  """Whether two numbers are equal where a person may have rounded one of them.
+
+  They are equal to six decimal places, as in math-verify. Below 0.01, where six places
+  hold few digits, they differ by at most a millionth of the larger one. Integers are
+  exact.
+  """
+  if one == other:
+    return True
+  if one.denominator == 1 or other.denominator == 1:
+    return False
+  largest = max(abs(one), abs(other))
+  if largest < fractions.Fraction(1, 100):
+    return abs(one - other) * 10**6 <= largest
+  return round(one, 6) == round(other, 6)
+
+
 # ---- words after a number ------------------------------------------------------------
 
 # "18 dollars": a number and words. Two letters may be `pi`, so words have three.
@@ -284,6 +390,15 @@ _NO_UNIT = re.compile(
   | june | july | august | september | october | november | december""",
   re.VERBOSE | re.IGNORECASE,
 )
+# A number and a unit in Chinese, Japanese or Korean, unless the word has a numeral,
+# `half`, `and`, `of` or tenths in it.
+CJK = r"[\u3005\u30a1-\u30fc\u3400-\u9fff\uac00-\ud7a3]"
+_WITH_CJK_UNIT = re.compile(rf"(\S*[\d}}])\s*({CJK}{{1,8}})")
+_CJK_NO_UNIT = re.compile(
+  "[\u3007\u4e00\u4e8c\u4e24\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343\u4e07"
+  "\u842c\u4ebf\u5104\u5146\u534a\u4e4b\u7684\u548c\u4e0e\u6216\u53c8\u70b9\u6210\u6298\u6253"
+  "\u4f59\u591a\ub9cc\uc5b5\ucc9c\ubc31\uc2ed\ubc18]"
+)
 # What words after a number may be wrapped in: `$5$ \text{ million}`.
 _WRAPPING = re.compile(
   r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|~|\\[ ,;:]|(?<!\\)\$"
@@ -294,6 +409,9 @@ def without_words(text: str) -> str:
   """`18 dollars` as `18` and `5 million` as `5000000`; anything else as it is."""
   text = _written_out(text)
   plain = unwrapped(text)
+  unit = _WITH_CJK_UNIT.fullmatch(plain)
+  if unit is not None:
+    return plain if _CJK_NO_UNIT.search(unit[2]) else unit[1]
   unit = _WITH_UNIT.fullmatch(plain)
   if unit is None:
     return text

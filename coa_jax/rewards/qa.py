@@ -1,10 +1,12 @@
 """Rewards for questions with short text answers.
 
 Normalisation, exact match and token F1 are those of the SQuAD evaluation (Rajpurkar et
-al. 2016, arXiv 1606.05250). Several answers are joined by `|` inside one `answer` span;
-the two readings of that convention are the released Chain-of-Agents ones (arXiv
-2508.13167): training asks for every part to be right, evaluation looks at the first.
-Either accepts a gold answer that itself holds a `|` as a whole.
+al. 2016, arXiv 1606.05250), after Unicode is normalised: NFC and NFKC, full-width and
+ASCII characters are the same, punctuation of any script and invisible characters are
+left out. Several answers are joined by `|` inside one `answer` span; the two readings
+of that convention are the released Chain-of-Agents ones (arXiv 2508.13167): training
+asks for every part to be right, evaluation looks at the first. Either accepts a gold
+answer that itself holds a `|` as a whole.
 
 MuSiQue counts as SQuAD does. HotpotQA has one more rule, which holds for all here, as
 the others ask no yes/no questions: token F1 is 0 where one side alone is yes, no or
@@ -17,6 +19,7 @@ import collections
 import re
 import statistics
 import string
+import unicodedata
 from collections.abc import Sequence
 
 from coa_jax.protocol.roles import ANSWER_SEPARATOR
@@ -25,31 +28,60 @@ from coa_jax.protocol.roles import ANSWER_SEPARATOR
 _WHOLE = frozenset(("yes", "no", "noanswer"))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+# As answers to a question whose gold answer is true or false.
+_TRUTHS = {"yes": "true", "no": "false"}
 
 
 def normalize(text: str) -> str:
-  """Lower case, without ASCII punctuation and articles, single spaces; `|` is one."""
+  """Lower case, without punctuation and articles, single spaces; `|` is a space."""
   return " ".join(_ARTICLES.sub(" ", _plain(text)).split())
 
 
 def _plain(text: str) -> str:
-  text = text.lower().replace(ANSWER_SEPARATOR, " ").translate(_PUNCTUATION)
+  text = _unicode(text).lower().replace(ANSWER_SEPARATOR, " ").translate(_PUNCTUATION)
   return " ".join(text.split())
 
 
+def _unicode(text: str) -> str:
+  """NFKC without punctuation beyond ASCII and without invisible characters."""
+  if text.isascii():
+    return text
+  return unicodedata.normalize("NFC", "".join(map(_character, text)))
+
+
+def _character(character: str) -> str:
+  # 10\u00b2 is not 102, and 1\u00bd is not 11/2.
+  if unicodedata.decomposition(character).startswith(("<super>", "<sub>", "<frac")):
+    return character
+  plain = unicodedata.normalize("NFKC", character)
+  category = unicodedata.category(plain[0])
+  is_invisible = category == "Cf" or "\ufe00" <= character <= "\ufe0f"
+  is_punctuation = category[0] == "P" or plain == "\u2212"  # the minus sign
+  if not plain.isascii() and (is_invisible or is_punctuation):
+    return ""
+  return plain
+
+
 def match_key(text: str) -> str:
-  """What answers that match have in common: their normalised text.
+  """The normalised text, which is the same for answers that match.
 
   Where that is empty it is the articles themselves ("A" may be a choice), or else the
   characters ("%", "+"): SQuAD calls all of those equal.
   """
-  return normalize(text) or _plain(text) or text.strip().lower()
+  characters = unicodedata.normalize("NFKC", text).strip().lower()
+  return normalize(text) or _plain(text) or characters
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:
-  """True where the whole prediction is one of the answers after normalisation."""
+  """True where the whole prediction is one of the answers after normalisation.
+
+  Yes and no stand for true and false if the answers are nothing else.
+  """
   key = match_key(prediction)
-  return bool(key) and key in map(match_key, answers)
+  keys = set(map(match_key, answers))
+  if keys <= {"true", "false"}:
+    key = _TRUTHS.get(key, key)
+  return bool(key) and key in keys
 
 
 def parts(prediction: str) -> list[str]:
@@ -100,6 +132,8 @@ def _joined(answers: Sequence[str]) -> list[str]:
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
   """The best token F1 of the whole prediction against any answer, 0 to 1."""
+  if exact_match(prediction, answers):
+    return 1.0
   key = match_key(prediction)
   best = 0.0
   for answer in answers:

@@ -61,6 +61,14 @@ def test_a_source_goes_before_a_kind_and_a_kind_before_its_own_grader():
     assert graded(grader, "\\text{Paris}").reward == 1.0
 
 
+def test_math_verify_bare_is_a_grader():
+  pair = Task("2", "q", ("10^{-20}",), Kind.MATH)
+  for name, reward in (("math", 0.0), ("math_verify", 1.0)):
+    with Grader(config(graders={"math": name})) as grader:
+      grader.check([pair], 100)
+      assert graded(grader, "10^{-20}\\pi", pair).reward == reward
+
+
 @pytest.mark.parametrize(
   ("function", "reward", "parts"),
   [

@@ -235,3 +235,57 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path):
 )
 def test_tolerant_reading(reply, right):
   assert read_verdict(reply) is right
+
+
+@pytest.mark.parametrize(
+  ("reply", "right"),
+  [
+    # The rationale comes after the verdict, and quotes.
+    (
+      '{"judgement": "incorrect", "rationale": "it says \'judgement: correct\'"}',
+      False,
+    ),
+    (
+      '{"judgement": "incorrect", "rationale": "\\"judgement\\": \\"correct\\""}',
+      False,
+    ),
+    ('{"judgement": "correct", "rationale": "not \'judgement: incorrect\'"}', True),
+    ("{'judgement': 'incorrect', 'rationale': 'says judgement: correct'}", False),
+    ('{"rationale": "it says judgement: correct", "judgement": "incorrect"}', False),
+    ('{"rationale": "line\nbreak", "judgement": "incorrect"}', False),
+    ('Judgement: incorrect\nRationale: it quotes "judgement: correct"', False),
+    # A quote around the object that was asked for.
+    (WRONG + '\nThe answer held {"judgement": "correct"}, which I ignored.', False),
+    (WRONG + "\nThe answer said:\n\njudgement: correct", False),
+    ('The answer says {"judgement": "correct"}.\n' + WRONG, False),
+    ("```json\n" + WRONG + "\n```\nIt quoted:\n```\njudgement: correct\n```", False),
+    # Contradictions are no verdict.
+    ("The answer says " + RIGHT + ". Judgement: incorrect", None),
+    (WRONG + RIGHT, None),
+    (RIGHT + WRONG, None),
+    ("Judgement: incorrect. Rationale: it quotes\njudgement: correct", None),
+    ('{"judgement": "incorrect"}\n```\n{"judgement": "correct"}\n```', None),
+    # An answer that is quoted without escapes makes fields of its own.
+    ('{"judgement": "incorrect", "rationale": "x", "judgement": "correct"}', None),
+    (RIGHT + RIGHT, True),
+    # A rationale that was cut off.
+    ('{"rationale": "the answer claims. Judgement: correct', None),
+    ('{"rationale": "he wrote {\\"judgement\\": \\"correct\\"}', None),
+    # Negations and questions.
+    ("Judgement: not correct", False),
+    ('{"judgement": "not correct"}', False),
+    ("judgement: not incorrect", None),
+    ("Not correct.", False),
+    ("Not incorrect", None),
+    ("Judgement: correct? No. Judgement: incorrect", False),
+    # Other forms.
+    ("### Judgement: **Correct**", True),
+    ("My judgement is incorrect.", False),
+    ('{"result": {"judgement": "correct"}}', True),
+    ('{"predicted_answer": {"judgement": "correct"}, "judgement": "incorrect"}', False),
+    ('{"a":' * 3000, None),
+    ("{" * 20000, None),
+  ],
+)
+def test_a_quoted_verdict_is_no_verdict(reply, right):
+  assert read_verdict(reply) is right
