@@ -214,6 +214,28 @@ def start(
   app.run(main, flags_parser=parse)
 
 
+def config_of_words(words: list[str], config_class: type) -> ml_collections.ConfigDict:
+  """Reads the config that a command line asks for, as `launch` would.
+
+  Args:
+    words: the command line without the program; flags other than --config.FIELD are
+      ignored.
+    config_class: the dataclass that the stage reads its config into.
+  """
+  file, argument, rest = _take_config(words)
+  if not file:
+    stop("--config must be given: the program reads one")
+  fields = [word for word in _join_values(rest) if _path_of(word)]
+  try:
+    fields = _define_config(file, argument, fields, config_class)
+    flags.FLAGS([sys.argv[0], *fields])
+  except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
+    stop(_override_error(e, file))
+  except (RecursionError, MemoryError):
+    stop(f"{file}: a value of --config.FIELD is nested too deeply")
+  return flags.FLAGS.config
+
+
 def fetch_inputs(config: ml_collections.ConfigDict) -> None:
   """Puts the paths of local copies in the place of gs:// and s3:// addresses."""
   cache = os.path.join(SCRATCH.value, "inputs")

@@ -448,8 +448,9 @@ def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Devi
     raise ValueError(f"mesh.devices={config.devices}; there are {len(devices)}")
   if config.devices < len(devices):
     placement.check_leaving_out(f"mesh.devices={config.devices}", devices)
+  processes = {d.process_index for d in devices}
   devices = devices[: config.devices]
-  if len({d.process_index for d in devices}) != jax.process_count():
+  if {d.process_index for d in devices} != processes:
     raise ValueError(
       f"mesh.devices={config.devices} leaves a process without any; 0 takes all"
     )
