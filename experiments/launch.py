@@ -30,6 +30,7 @@ from coa_jax.learner.interruption import Interrupted
 from coa_jax.shard import Shard
 from experiments import distributed
 from experiments.config_help import explain
+from experiments.devices import check_devices
 from experiments.refusal import stop
 from experiments.shards import read_shard, run_shard
 
@@ -125,6 +126,7 @@ def launch(
     shard = _shard() if logs else None
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
+      check_devices(CPU_DEVICES.value)
       if (config.get("mesh") or {}).get("rollout"):
         distributed.leave_devices_alone()
       if not is_uri(workdir.value):
@@ -437,6 +439,8 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   if compile_cache:
     jax.config.update("jax_compilation_cache_dir", compile_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  if not distributed.WHERE.value:  # else once they have joined
+    check_devices(cpu_devices)
 
 
 def _is_for_the_user(record: python_logging.LogRecord) -> bool:
