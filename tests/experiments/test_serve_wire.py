@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.streaming import Spans
 from experiments import completions, serve
-from experiments.completions import Choice
+from experiments.choices import Choice
 
 TAGS = ("think", "answer", "observation")
 URL = "/v1/chat/completions"
