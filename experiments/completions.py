@@ -75,7 +75,7 @@ class _Body(http_server.Body):
   temperature: float = pydantic.Field(1.0, ge=0, le=2)
   top_p: float | None = pydantic.Field(None, gt=0, le=1)
   max_tokens: int | None = pydantic.Field(None, ge=1)
-  stop: str | list[str] = []
+  stop: Any = []
   n: int = pydantic.Field(1, ge=1)
   seed: int = pydantic.Field(default_factory=lambda: secrets.randbits(31))
   stream: bool = False
@@ -225,8 +225,9 @@ def _request(
     raise RequestRefused(f"{name} must be between 1 and {most}", "n")
   if body.stream_options.model_fields_set and not body.stream:
     raise RequestRefused("stream_options needs stream", "stream_options")
-  stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-  if len(stop) > most_stops or not all(stop):
+  stop = body.stop if isinstance(body.stop, list) else [body.stop]
+  is_text = all(isinstance(each, str) and each for each in stop)
+  if len(stop) > most_stops or not is_text:
     raise RequestRefused(
       f"stop must be at most {most_stops} strings that are not empty", "stop"
     )
@@ -246,7 +247,7 @@ def _request(
     include_usage=body.stream_options.include_usage,
     ignored_messages=0,
     n=body.n,
-    stop=stop,
+    stop=tuple(stop),
   )
 
 
