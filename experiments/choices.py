@@ -207,7 +207,7 @@ class Choice:
         text = self._raw([token])
         if at < tag:
           before.append((text, logp))
-        elif at + len(text) > begin and at < end:
+        elif at + len(text) > begin and at < end and begin < end:
           answer.append((text, logp))
         at += len(text)
     return before, answer

@@ -196,7 +196,7 @@ def _truncated(
 
 
 def _truncation_mask(
-  logp: jax.Array, truncation: Truncation, top_p: jax.Array | None
+  logp: jax.Array, truncation: Truncation, top_p: jax.Array | None = None
 ) -> jax.Array:
   """True for tokens that truncation leaves; equally likely ones stay or go together."""
   tr = truncation

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import queue
 import re
 import threading
 import time
@@ -19,10 +20,10 @@ import toy
 from toy import eventually
 
 from coa_jax.protocol import roles
-from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.rollout import sampler
 from coa_jax.rollout.setup import make_worker
-from coa_jax.rollout.streaming import InferenceServer
+from coa_jax.rollout.streaming import InferenceRequest, InferenceServer, TextDelta
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.teacher.backend import InfrastructureError, Message
@@ -220,13 +221,16 @@ def test_log_probs_are_those_of_the_policys_tokens(service, question):
   assert "logprobs" not in service.ask(question)["choices"][0]
 
 
-def test_a_stop_string_ends_the_sampling(one_slot, slow_windows):
+def test_a_reply_that_has_all_ends_after_its_window(one_slot, slow_windows):
+  ends = queue.SimpleQueue()
   with serving(one_slot) as service:
-    cut = service.ask("capital of Ur", stop="U")
-  assert cut["choices"][0]["message"]["content"] == ""
-  turns = toy.SCRIPTS["capital of Ur"][::2]
-  written = sum(len(toy.tokenizer().encode(turn)) for turn in turns)
-  assert cut["usage"]["completion_tokens"] < written
+    request = InferenceRequest("4 * 4 + 1", 0.0)
+    episode = service.server.submit(request, ends.put)
+    ends.get()  # the first text
+    service.server.finish(episode)
+    while isinstance(end := ends.get(), TextDelta):
+      pass
+  assert end.status == Status.TRUNCATED and end.usage.generated < 10
 
 
 def test_a_stop_string_cuts_the_answer_and_its_log_probs(one_slot):
