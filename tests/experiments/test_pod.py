@@ -383,7 +383,11 @@ SFT = "experiments.sft --config=configs/sft_afm.py --config.init=gs://b/m"
     (
       f"--slice=v6e-64 --image=x -- {RL} {SAFE} --config.mesh.fsdp=4",
       "--slice=v6e-64: mesh data=1 x fsdp=4 x context=1 x tensor=1 needs 4 devices; "
-      "there are 64",
+      "there are 64: mesh.fsdp=64 would fit, and -1 always takes it",
+    ),
+    (
+      f"--slice=v6e-16 --image=x -- {RL} {SAFE} --config.mesh.tensor=3",
+      "data x context x tensor must divide 16",
     ),
     (
       f"--slice=tpu7x-16 --image=x -- {RL} {SAFE} --config.algo.batch.rows=8",
