@@ -120,6 +120,7 @@ def open_server(
     settings.rollout,
     settings.tools.tool_descriptions,
     partitioner=partitioner,
+    own_top_p=True,
   )
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)

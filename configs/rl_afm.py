@@ -16,11 +16,12 @@ Web needs a search key (`tools.web`) and a judge (`reward.judge`), mhqa a search
 exact match instead. `select_tasks` keeps tasks of a band of difficulty, as the paper
 did.
 
-Meshes are for 8 chips, of which 2 hold a copy that decodes (1.5b), 16 and 4 (7b), and
-64 and 4 (32b: a host of v5p has no more). For 32b on v5p:4x4x4 experiments.bench.
-compile_check compiled two programs of `code`, per chip of 95 GB: the step 49.5 GB, and
-512 tokens given to each of 16 slots of 32k 51.1 GB with 6.2 beside. The other sizes and
-agents were not compiled. 64 slots of 32k would not fit for 32b, so it has 16.
+A copy that decodes is on 2 devices (1.5b) or 4 (a host of v5p has no more); all split
+the state (`mesh.fsdp=-1`). `algo.batch.rows` must be a multiple of fsdp; those here are
+for 8, 16 and 64 devices. For 32b on v5p:4x4x4 experiments.bench.compile_check compiled
+two programs of `code`, per chip of 95 GB: the step 49.5 GB, and 512 tokens given to
+each of 16 slots of 32k 51.1 GB with 6.2 beside. The other sizes and agents were not
+compiled. 64 slots of 32k would not fit for 32b, so it has 16.
 
 Expect: not known; the tiny form was run here on random weights, no size was trained.
 The paper's 7B after RL: GAIA 40.8 % (web), LiveCodeBench v4 29.0 % and AIME24 51.9 %
@@ -108,9 +109,9 @@ AGENTS = {
 }
 # Size -> mesh, rows of a micro-batch, slots of a replica.
 SIZES = {
-  "1.5b": (dict(data=1, fsdp=4, context=1, tensor=2), 4, 64),
-  "7b": (dict(data=1, fsdp=4, context=1, tensor=4), 4, 64),
-  "32b": (dict(data=1, fsdp=16, context=1, tensor=4), 16, 16),
+  "1.5b": (dict(data=1, fsdp=-1, context=1, tensor=2), 4, 64),
+  "7b": (dict(data=1, fsdp=-1, context=1, tensor=4), 4, 64),
+  "32b": (dict(data=1, fsdp=-1, context=1, tensor=4), 16, 16),
 }
 
 

@@ -11,11 +11,12 @@ Learning rate, warm-up, schedule, batch and epochs are the paper's; where it nam
 for an agent, those of its released scripts. It has no 1.5B: that size takes the 7B's.
 Code and math are one model there; take "code" for both.
 
-Meshes and rows are those for which the step was compiled ahead of time (experiments/
-LOG.md, 2026-11-21), per chip: 1.5b on v5e:2x4 10.9 of 16 GB at 8k tokens, 7b on
-v5p:2x2x4 42.7 of 95 GB and 32b on v5p:4x4x4 37.4 of 95 GB, both at 32k. The paper's
-batch counts records, ours rows, and a row holds as many records as fit: `data.steps` is
-right where they fill it, and too many where they are short.
+Rows are those for which the step was compiled ahead of time (experiments/LOG.md,
+2026-11-21), per chip: 1.5b on v5e:2x4 10.9 of 16 GB at 8k tokens, 7b on v5p:2x2x4 42.7
+of 95 GB and 32b on v5p:4x4x4 37.4 of 95 GB, both at 32k. On other numbers of devices
+set `data.rows` to a multiple of fsdp, and `data.micro_batches` so that their product
+stays. The paper's batch counts records, ours rows, and a row holds as many records as
+fit: `data.steps` is right where they fill it, and too many where they are short.
 
 Expect: not known; the tiny form was run here on random weights, no size was trained.
 The paper's 7B after SFT: GAIA 34.0 % (web), LiveCodeBench v4 28.0 % and AIME24 27.5 %
@@ -49,9 +50,9 @@ AGENTS = {
 LARGE_CODE = dict(batch=64, lr=1.4e-5)
 # Size -> mesh, rows of a micro-batch, longest row, as compile_check compiled them.
 SIZES = {
-  "1.5b": (dict(data=1, fsdp=8, context=1, tensor=1), 8, 8192),
-  "7b": (dict(data=1, fsdp=16, context=1, tensor=1), 16, 32768),
-  "32b": (dict(data=1, fsdp=16, context=4, tensor=1), 16, 32768),
+  "1.5b": (dict(data=1, fsdp=-1, context=1, tensor=1), 8, 8192),
+  "7b": (dict(data=1, fsdp=-1, context=1, tensor=1), 16, 32768),
+  "32b": (dict(data=1, fsdp=-1, context=4, tensor=1), 16, 32768),
 }
 
 

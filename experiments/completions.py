@@ -1,38 +1,32 @@
-"""OpenAI's chat completions, as far as a Chain-of-Agents model can mean them.
+"""Requests to OpenAI's completions, as far as a Chain-of-Agents model can mean them.
 
-One request asks one question: the last message, which must be the user's. A trajectory
-begins with one question, so earlier turns are not read (`coa.ignored_messages` in the
-response counts them), and a system message is refused. With `conversation`, for models
-that can make something of them, they are written before the question, as plain text.
+One request to /v1/chat/completions asks one question: the last message, which must be
+the user's. A trajectory begins with one question, so earlier turns are not read
+(`coa.ignored_messages` in the response counts them), and a system message is refused.
+With `conversation`, for models that can make something of them, they are written before
+the question, as plain text. /v1/completions takes each `prompt` for a question.
 
-`message.content` is the answer, the one that would be graded: the last, where there are
-several; `message.reasoning_content` is the trajectory before it, tags and observations
-included, up to the answer's opening tag. A stream can take nothing back: what stands in
-any answer span is content there, and all the rest reasoning. What is not OpenAI's:
-`usage.observation_tokens` (given by tools, so neither prompt nor completion),
-`coa.seed` (a request with this seed and temperature gets this answer again) and, for
-each choice, `coa` with the trajectory's status, tool calls and seconds.
+`stop` cuts the answer, and no further tokens are sampled; reasoning may contain it. The
+sampler keeps the log-prob of the sampled token alone: `top_logprobs` (`logprobs` of
+/v1/completions) is at most 1, and that at temperature 0, where the sampled token is the
+most likely one. Other fields are accepted where they ask for nothing.
 
-budget: what a request may hold, and what a response does: one protocol.
+budget: the fields of two kinds of request, and their refusals.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import secrets
-import time
-from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pydantic
 
-from coa_jax.config import nearest
+from coa_jax.model.distribution import GREEDY_BELOW
 from coa_jax.protocol.prompts import conversation_text
-from coa_jax.protocol.roles import ANSWER, open_tag
-from coa_jax.protocol.trajectory import Status, Trajectory
-from coa_jax.rewards import written_answer
-from coa_jax.rollout.streaming import InferenceRequest, TextDelta
+from coa_jax.rollout.streaming import InferenceRequest
 from tools_sandbox import http_server
 
 _SYSTEM = ("system", "developer")
@@ -42,17 +36,25 @@ _NEUTRAL: dict[str, Any] = {
   "function_call": "none",
   "functions": [],
   "logit_bias": {},
-  "logprobs": False,
   "modalities": ["text"],
   "parallel_tool_calls": True,
   "presence_penalty": 0,
   "response_format": {"type": "text"},
-  "stop": [],
   "store": False,
   "tool_choice": "none",
   "tools": [],
-  "top_logprobs": 0,
 }
+# Likewise of /v1/completions. `echo` would score a prompt's tokens: none was sampled.
+_TEXT_NEUTRAL: dict[str, Any] = {
+  "best_of": 1,
+  "echo": False,
+  "frequency_penalty": 0,
+  "logit_bias": {},
+  "presence_penalty": 0,
+  "suffix": "",
+}
+# OpenAI's limit; harnesses send more to /v1/completions.
+_MOST_STOPS = {"chat": 4, "text": 16}
 
 
 class _Message(pydantic.BaseModel):
@@ -70,10 +72,10 @@ class _Body(http_server.Body):
   """The fields that this server acts on, and those that change no answer."""
 
   model: str
-  messages: list[_Message] = pydantic.Field(min_length=1)
   temperature: float = pydantic.Field(1.0, ge=0, le=2)
+  top_p: float | None = pydantic.Field(None, gt=0, le=1)
   max_tokens: int | None = pydantic.Field(None, ge=1)
-  max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+  stop: Any = []
   n: int = pydantic.Field(1, ge=1)
   seed: int = pydantic.Field(default_factory=lambda: secrets.randbits(31))
   stream: bool = False
@@ -83,6 +85,21 @@ class _Body(http_server.Body):
   service_tier: Any = None
   safety_identifier: Any = None
   prompt_cache_key: Any = None
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
+class _ChatBody(_Body):
+  messages: list[_Message] = pydantic.Field(min_length=1)
+  max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+  logprobs: bool = False
+  top_logprobs: int = pydantic.Field(0, ge=0)
+
+
+class _TextBody(_Body):
+  prompt: Any
+  logprobs: int | None = pydantic.Field(None, ge=0)
 
 
 class RequestRefused(Exception):
@@ -105,12 +122,27 @@ class RequestRefused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-  """What a body asks for: attempts at one question, and how to send them."""
+  """What a body asks for: attempts at one question, and how to send them.
+
+  Attributes:
+    attempts: of /v1/completions at several, `n` of each in a row.
+    stream: whether they are sent as server-sent events.
+    include_usage: whether the stream ends with their cost.
+    ignored_messages: turns that are not part of the question.
+    n: attempts at one question.
+    stop: strings that end an answer.
+    top: log-probs to send for each token, beside the sampled one's; None for none.
+    is_text: whether the request came to /v1/completions.
+  """
 
   attempts: tuple[InferenceRequest, ...]
   stream: bool
   include_usage: bool
   ignored_messages: int
+  n: int = 1
+  stop: tuple[str, ...] = ()
+  top: int | None = None
+  is_text: bool = False
 
   @property
   def note(self) -> dict[str, Any]:
@@ -121,56 +153,116 @@ class ChatRequest:
 def read_request(
   data: bytes, model: str, top_p: float, most: int, conversation: bool = False
 ) -> ChatRequest:
-  """Reads a body.
+  """Reads a body of /v1/chat/completions.
 
   Args:
     data: JSON.
     model: the name of what is served.
-    top_p: what is sampled with, whoever asks.
+    top_p: of the config.
     most: the largest n.
     conversation: system messages and earlier turns are part of the question.
 
   Raises:
     RequestRefused: naming the field.
   """
-  # --- Its fields, each for itself.
+  body = _read_body(data, model, _ChatBody, _NEUTRAL)
+  question, ignored = _question(body.messages, conversation)
+  limit = body.max_tokens
+  if limit is None:
+    limit = body.max_completion_tokens
+  elif body.max_completion_tokens not in (None, limit):
+    raise RequestRefused("max_tokens and max_completion_tokens differ", "max_tokens")
+  if body.top_logprobs and not body.logprobs:
+    raise RequestRefused("top_logprobs needs logprobs", "top_logprobs")
+  _check_top(body.top_logprobs, "top_logprobs", body.temperature)
+  request = _request(body, [question], limit, top_p, most, _MOST_STOPS["chat"])
+  top = body.top_logprobs if body.logprobs else None
+  return dataclasses.replace(request, ignored_messages=ignored, top=top)
+
+
+def read_text_request(data: bytes, model: str, top_p: float, most: int) -> ChatRequest:
+  """Reads a body of /v1/completions; args as of `read_request`.
+
+  Raises:
+    RequestRefused: naming the field.
+  """
+  body = _read_body(data, model, _TextBody, _TEXT_NEUTRAL)
+  prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+  if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
+    raise RequestRefused(
+      "prompt must be a string that is not empty, or a list of such, and no token ids "
+      "(lm-eval: tokenized_requests=False)",
+      "prompt",
+    )
+  _check_top(body.logprobs or 0, "logprobs", body.temperature)
+  limit = body.max_tokens
+  request = _request(body, prompts, limit, top_p, most, _MOST_STOPS["text"])
+  return dataclasses.replace(request, top=body.logprobs, is_text=True)
+
+
+def _check_top(top: int, field: str, temperature: float) -> None:
+  """Refuses log-probs of tokens other than the sampled one."""
+  if top > 1 or (top and temperature >= GREEDY_BELOW):
+    raise RequestRefused(
+      f"{field}={top}: the sampler keeps the log-prob of the sampled token alone; send "
+      "0, or 1 with temperature 0",
+      field,
+      "unsupported_value",
+    )
+
+
+def _request(
+  body: _Body,
+  questions: list[str],
+  limit: int | None,
+  top_p: float,
+  most: int,
+  most_stops: int,
+) -> ChatRequest:
+  """What the fields say that both kinds of request have."""
+  if body.n * len(questions) > most:
+    name = "n" if len(questions) == 1 else "n times the number of prompts"
+    raise RequestRefused(f"{name} must be between 1 and {most}", "n")
+  if body.stream_options.model_fields_set and not body.stream:
+    raise RequestRefused("stream_options needs stream", "stream_options")
+  stop = body.stop if isinstance(body.stop, list) else [body.stop]
+  is_text = all(isinstance(each, str) and each for each in stop)
+  if len(stop) > most_stops or not is_text:
+    raise RequestRefused(
+      f"stop must be at most {most_stops} strings that are not empty", "stop"
+    )
+  # --- The attempts at a question differ in their numbers only.
+  own_top_p = None if body.top_p == top_p else body.top_p
+  attempts = []
+  for question in questions:
+    for sample in range(body.n):
+      attempts.append(
+        InferenceRequest(
+          question, body.temperature, body.seed, sample, limit, own_top_p
+        )
+      )
+  return ChatRequest(
+    attempts=tuple(attempts),
+    stream=body.stream,
+    include_usage=body.stream_options.include_usage,
+    ignored_messages=0,
+    n=body.n,
+    stop=tuple(stop),
+  )
+
+
+def _read_body(data: bytes, model: str, kind: type[_B], neutral: dict[str, Any]) -> _B:
+  """The fields that are read; null is as if left out.
+
+  Raises:
+    RequestRefused: naming a field that is wrong, or asks for what is not served.
+  """
   try:
     body = json.loads(data)
   except (ValueError, RecursionError) as e:
     raise RequestRefused(f"the body is not JSON: {e}") from None
   if not isinstance(body, dict):
     raise RequestRefused("the body must be a JSON object")
-  body = _read_body(body, {**_NEUTRAL, "top_p": top_p})
-  if body.model != model:
-    message = f"there is no model {body.model!r}; this server has {model!r}"
-    raise RequestRefused(message, "model", "model_not_found", status=404)
-  question, ignored = _question(body.messages, conversation)
-  # --- What fields say together.
-  if body.n > most:
-    raise RequestRefused(f"n must be between 1 and {most}", "n")
-  if body.stream_options.model_fields_set and not body.stream:
-    raise RequestRefused("stream_options needs stream", "stream_options")
-  limit = body.max_tokens
-  if limit is None:
-    limit = body.max_completion_tokens
-  elif body.max_completion_tokens not in (None, limit):
-    raise RequestRefused("max_tokens and max_completion_tokens differ", "max_tokens")
-  # --- The attempts differ in their numbers only.
-  attempts = []
-  for sample in range(body.n):
-    attempts.append(
-      InferenceRequest(question, body.temperature, body.seed, sample, limit)
-    )
-  include_usage = body.stream_options.include_usage
-  return ChatRequest(tuple(attempts), body.stream, include_usage, ignored)
-
-
-def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
-  """The fields that are read; null is as if left out.
-
-  Raises:
-    RequestRefused: naming a field that is wrong, or asks for what is not served.
-  """
   # --- Fields that may ask for nothing only; the rest is the body's.
   fields = {}
   for name, value in body.items():
@@ -186,13 +278,24 @@ def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
       raise RequestRefused(message, name, "unsupported_parameter")
   # --- A field that nobody knows may be a misspelt one.
   try:
-    return http_server.read_fields(_Body, fields)
+    out = http_server.read_fields(kind, fields)
   except http_server.BadField as e:
     if not e.is_unknown:
       raise RequestRefused(str(e), e.field) from None
-    hint = nearest(e.field, (*_Body.model_fields, *neutral))
+    known = [*kind.model_fields, *neutral]
+    near = difflib.get_close_matches(e.field, known, n=1, cutoff=0.85)
+    hint = f"; did you mean {near[0]!r}?" if near else "; leave it out"
     message = f"unknown field {e.field!r:.80}{hint}"
     raise RequestRefused(message, e.field, "unknown_parameter") from None
+  if out.model != model:
+    raise unknown_model(out.model, model)
+  return out
+
+
+def unknown_model(name: str, model: str) -> RequestRefused:
+  """The refusal of a model that is not served."""
+  message = f"there is no model {name!r}; this server has {model!r}"
+  return RequestRefused(message, "model", "model_not_found", status=404)
 
 
 def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
@@ -242,108 +345,3 @@ def _text(messages: list[_Message], i: int) -> str:
   if not isinstance(content, str):
     raise RequestRefused("content must be a string, or a list of text parts", where)
   return content
-
-
-class Choice:
-  """One attempt on its way: what its pieces mean to an OpenAI client.
-
-  Attributes:
-    index: its place among the choices.
-    reasoning: all that `delta` has put under `reasoning_content`.
-    content: likewise `content`.
-    trajectory: what it became; None until it is over.
-  """
-
-  def __init__(self, index: int):
-    """Args: its place."""
-    self.index = index
-    self.reasoning = ""
-    self.content = ""
-    self._white = ""  # white space that may yet stand within the answer
-    self.trajectory: Trajectory | None = None
-
-  def delta(self, piece: TextDelta) -> dict[str, str]:
-    """The piece as the delta of a stream; {} where there is nothing to send.
-
-    White space around the answer is left out, so what is held back here either turns
-    out to stand within the answer or is never sent.
-    """
-    # Tags and white space around the answer are the protocol's, not its content.
-    if piece.role != ANSWER:
-      self.reasoning += piece.text
-      return {"reasoning_content": piece.text}
-    if piece.is_tag:
-      return {}
-    text = piece.text.lstrip()
-    if self.content:
-      text = self._white + piece.text
-    new = text.rstrip()
-    self._white = text[len(new) :]
-    self.content += new
-    if not new:
-      return {}
-    return {"content": new}
-
-  def end(self, trajectory: Trajectory | None) -> None:
-    """Takes what came at the end.
-
-    Raises:
-      RequestRefused: the attempt was called off, or its sandbox is down.
-    """
-    if trajectory is None:
-      raise RequestRefused("the server stops", None, "stopped", 503, "server_error")
-    if trajectory.status == Status.INFRASTRUCTURE:
-      text = "the sandbox is unavailable"
-      raise RequestRefused(text, None, "infrastructure", 503, "server_error")
-    self.trajectory = trajectory
-
-  @property
-  def ending(self) -> dict[str, Any]:
-    """The fields of a choice that is over."""
-    t = self.trajectory
-    calls = []
-    for call in t.calls:
-      seconds = round(call.seconds, 3)
-      calls.append({"name": call.name, "status": call.status, "seconds": seconds})
-    seconds = round(t.usage.seconds, 3)
-    return {
-      "index": self.index,
-      "finish_reason": "stop" if t.status == Status.ENDED else "length",
-      "coa": {"status": t.status, "tool_calls": calls, "seconds": seconds},
-    }
-
-  @property
-  def whole(self) -> dict[str, Any]:
-    """The choice of a response that is not a stream."""
-    reasoning = self.reasoning
-    content = self.content
-    t = self.trajectory
-    # Unlike a stream it can take back: of several answers only the last is one.
-    if t.status == Status.ENDED:
-      content = written_answer(t.text) or ""
-      before, opening, _ = t.text.rpartition(open_tag(ANSWER))
-      if opening:
-        reasoning = before
-    message = {"role": "assistant", "content": content}
-    return {**self.ending, "message": {**message, "reasoning_content": reasoning}}
-
-
-def usage(choices: Iterable[Choice]) -> dict[str, Any]:
-  """What a request cost; its prompt is counted once."""
-  # All choices are attempts at one prompt.
-  costs = [c.trajectory.usage for c in choices]
-  prompt = costs[0].prompt
-  completion = sum(u.generated for u in costs)
-  return {
-    "prompt_tokens": prompt,
-    "completion_tokens": completion,
-    "total_tokens": prompt + completion,
-    "observation_tokens": sum(u.observation for u in costs),
-    "prompt_tokens_details": {"cached_tokens": 0},  # none is kept between requests
-  }
-
-
-def envelope(kind: str, model: str) -> dict[str, Any]:
-  """The fields that all chunks of a response share; `kind` is its field `object`."""
-  name = "chatcmpl-" + secrets.token_hex(12)
-  return {"id": name, "object": kind, "created": int(time.time()), "model": model}

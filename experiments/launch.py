@@ -30,6 +30,7 @@ from coa_jax.learner.interruption import Interrupted
 from coa_jax.shard import Shard
 from experiments import distributed
 from experiments.config_help import explain
+from experiments.devices import check_devices
 from experiments.refusal import stop
 from experiments.shards import read_shard, run_shard
 
@@ -125,6 +126,7 @@ def launch(
     shard = _shard() if logs else None
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
+      check_devices(CPU_DEVICES.value)
       if (config.get("mesh") or {}).get("rollout"):
         distributed.leave_devices_alone()
       if not is_uri(workdir.value):
@@ -216,6 +218,28 @@ def start(
     with_clear_errors(fetch_and_work, file)
 
   app.run(main, flags_parser=parse)
+
+
+def config_of_words(words: list[str], config_class: type) -> ml_collections.ConfigDict:
+  """Reads the config that a command line asks for, as `launch` would.
+
+  Args:
+    words: the command line without the program; flags other than --config.FIELD are
+      ignored.
+    config_class: the dataclass that the stage reads its config into.
+  """
+  file, argument, rest = _take_config(words)
+  if not file:
+    stop("--config must be given: the program reads one")
+  fields = [word for word in _join_values(rest) if _path_of(word)]
+  try:
+    fields = _define_config(file, argument, fields, config_class)
+    flags.FLAGS([sys.argv[0], *fields])
+  except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
+    stop(_override_error(e, file))
+  except (RecursionError, MemoryError):
+    stop(f"{file}: a value of --config.FIELD is nested too deeply")
+  return flags.FLAGS.config
 
 
 def fetch_inputs(config: ml_collections.ConfigDict) -> None:
@@ -459,6 +483,8 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   if compile_cache:
     jax.config.update("jax_compilation_cache_dir", compile_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  if not distributed.WHERE.value:  # else once they have joined
+    check_devices(cpu_devices)
 
 
 def _is_for_the_user(record: python_logging.LogRecord) -> bool:

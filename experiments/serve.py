@@ -8,10 +8,11 @@ r"""A trained team behind OpenAI's API: any OpenAI client can ask it.
 
 Takes the config of an evaluation, so that what is evaluated is what is served; what it
 says of tasks, rewards and attempts is not read, and one over vLLM (section vllm) is
-refused. Serves POST /v1/chat/completions (with
-"stream": true as server-sent events), GET /v1/models and GET /health; GET / is a page
-to chat with, GET /metrics Prometheus's (`experiments/serve_metrics.py`). What requests
-and responses may hold is said in `experiments/completions.py`.
+refused. Serves POST /v1/chat/completions and /v1/completions (with "stream": true as
+server-sent events), GET /v1/models, GET /v1/models/NAME and GET /health; GET / is a
+page to chat with, GET /metrics Prometheus's (`experiments/serve_metrics.py`). Fields of
+requests are described in `experiments/completions.py`, those of responses in
+`experiments/choices.py`.
 
 All requests share the `rollout.slots`; further ones wait, and beyond
 --max_waiting they get status 429. A request with a seed has the same answer whoever
@@ -47,15 +48,15 @@ from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.report.chat_page import chat_page
 from coa_jax.rollout.streaming import (
   Busy,
-  InferenceRequest,
   InferenceServer,
   Stopped,
   StreamingEpisode,
   TextDelta,
 )
 from coa_jax.serve import ServeConfig, open_server
-from experiments import completions, launch
-from experiments.completions import Choice, RequestRefused
+from experiments import choices, completions, launch
+from experiments.choices import Choice
+from experiments.completions import ChatRequest, RequestRefused
 from experiments.serve_metrics import CONTENT_TYPE, ServeMetrics
 from tools_sandbox import http_server
 
@@ -92,7 +93,7 @@ class Exchange:
   def __init__(
     self,
     server: InferenceServer,
-    requests: tuple[InferenceRequest, ...],
+    parsed: ChatRequest,
     metrics: ServeMetrics,
   ):
     """Submits all; where one is refused, none stays.
@@ -110,13 +111,17 @@ class Exchange:
     self._episodes: list[StreamingEpisode] = []
     self._counted: set[int] = set()  # attempts whose end is in the metrics
     try:
-      for index, request in enumerate(requests):
+      for index, request in enumerate(parsed.attempts):
         on_event = functools.partial(self._on_event, index)
         self._episodes.append(server.submit(request, on_event))
     except (ValueError, Busy, Stopped) as e:
       self.cancel()
       raise _refusal(e) from e
-    self.choices = [Choice(index) for index in range(len(requests))]
+    raw = server.worker.tokenizer.raw if parsed.top is not None else bytes
+    self.choices = [
+      Choice(index, parsed.stop, parsed.top, raw)
+      for index in range(len(parsed.attempts))
+    ]
 
   def _on_event(self, index: int, event: TextDelta | Trajectory | None) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended, and the client gone
@@ -133,8 +138,10 @@ class Exchange:
       self._counted.add(index)
       self._metrics.ended(trajectory, time.monotonic() - self._began)
 
-  async def deltas(self) -> AsyncIterator[tuple[Choice, TextDelta | None]]:
-    """Yields text as it comes, until all is over; None for the end of one choice.
+  async def deltas(self) -> AsyncIterator[tuple[Choice, dict[str, str]]]:
+    """Yields what `Choice.delta` makes of text as it comes, until all is over.
+
+    The last one of a choice is that of `Choice.end`.
 
     Raises:
       RequestRefused: an attempt ended without being the model's fault.
@@ -147,11 +154,12 @@ class Exchange:
         if index in silent:
           silent.remove(index)
           self._metrics.first_text(time.monotonic() - self._began)
-        yield choice, event
+        yield choice, choice.delta(event)
+        if choice.is_cut:
+          self._server.finish(self._episodes[index])
       else:
         self._count_end(index, event)
-        choice.end(event)
-        yield choice, None
+        yield choice, choice.end(event)
 
 
 def _refusal(error: Exception) -> RequestRefused:
@@ -213,23 +221,40 @@ def make_app(
     parsed = completions.read_request(
       data, name, config.top_p, server.max_waiting, conversation
     )
-    exchange = Exchange(server, parsed.attempts, metrics)
+    return await answer(request, parsed)
+
+  async def complete(request: Request) -> Response:
+    config = server.worker.engine.config
+    data = await http_server.read_body(request, MAX_BODY)
+    parsed = completions.read_text_request(data, name, config.top_p, server.max_waiting)
+    return await answer(request, parsed)
+
+  async def answer(request: Request, parsed: ChatRequest) -> Response:
+    exchange = Exchange(server, parsed, metrics)
     if parsed.stream:
       return EventStream(exchange, _events(exchange, parsed, name))
     await _unless_gone(request, exchange)
-    choices = exchange.choices
+    kind = "text_completion" if parsed.is_text else "chat.completion"
+    made = exchange.choices
     return Json(
       {
-        **completions.envelope("chat.completion", name),
-        "choices": [c.whole for c in choices],
-        "usage": completions.usage(choices),
+        **choices.envelope(kind, name),
+        "choices": [c.whole_text if parsed.is_text else c.whole for c in made],
+        "usage": choices.usage(made, parsed.n),
         "coa": parsed.note,
       }
     )
 
+  model = {"id": name, "object": "model", "created": 0, "owned_by": "coa-jax"}
+
   async def models(request: Request) -> Response:
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "coa-jax"}
     return Json({"object": "list", "data": [model]})
+
+  async def one_model(request: Request) -> Response:
+    asked = request.path_params["model"]
+    if asked != name:
+      raise completions.unknown_model(asked, name)
+    return Json(model)
 
   async def health(request: Request) -> Response:
     running, waiting = server.counts
@@ -257,7 +282,9 @@ def make_app(
   return Starlette(
     routes=[
       Route("/v1/chat/completions", chat, methods=["POST"]),
+      Route("/v1/completions", complete, methods=["POST"]),
       Route("/v1/models", models),
+      Route("/v1/models/{model:path}", one_model),
       Route("/health", health),
       Route("/metrics", numbers),
       Route("/", chat_home),
@@ -271,9 +298,8 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
   """Plays an exchange to its end; calls it off when the client goes away."""
 
   async def play() -> None:
-    async for choice, piece in exchange.deltas():
-      if piece:
-        choice.delta(piece)
+    async for _ in exchange.deltas():
+      pass
 
   async def gone() -> None:
     while (await request.receive())["type"] != "http.disconnect":
@@ -293,33 +319,42 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
 
 
 async def _events(
-  exchange: Exchange, parsed: completions.ChatRequest, name: str
+  exchange: Exchange, parsed: ChatRequest, name: str
 ) -> AsyncIterator[str]:
   """The exchange as server-sent events."""
-  shared = completions.envelope("chat.completion.chunk", name)
+  kind = "text_completion" if parsed.is_text else "chat.completion.chunk"
+  shared = choices.envelope(kind, name)
   if parsed.include_usage:
     shared["usage"] = None
 
-  def chunk(*choices: dict[str, Any], **more: Any) -> str:
-    return _event({**shared, "choices": choices, **more})
+  def chunk(*parts: dict[str, Any], **more: Any) -> str:
+    return _event({**shared, "choices": parts, **more})
 
-  # --- Every choice begins with its role; then text, as it comes.
+  # --- Every choice of a chat begins with its role; then text, as it comes.
   note = {"coa": parsed.note}
   for choice in exchange.choices:
-    first = {"role": "assistant", "content": ""}
-    yield chunk({"index": choice.index, "delta": first, "finish_reason": None}, **note)
+    if not parsed.is_text:
+      first = {"role": "assistant", "content": ""}
+      one = {"index": choice.index, "delta": first, "finish_reason": None}
+      yield chunk(one, **note)
   try:
-    async for choice, piece in exchange.deltas():
-      if piece is None:
-        yield chunk({**choice.ending, "delta": {}})
-      elif delta := choice.delta(piece):
-        yield chunk({"index": choice.index, "delta": delta, "finish_reason": None})
+    async for choice, delta in exchange.deltas():
+      fields = {"index": choice.index, "finish_reason": None}
+      if choice.trajectory:
+        fields |= choice.ending
+        fields |= choice.text_log_probs if parsed.is_text else choice.log_probs
+      if parsed.is_text:
+        # Reasoning is no part of the text.
+        if choice.trajectory or "content" in delta:
+          yield chunk({"logprobs": None, **fields, "text": delta.get("content", "")})
+      elif choice.trajectory or delta:
+        yield chunk({**fields, "delta": delta})
   except RequestRefused as e:  # too late for a status: it has been sent
     yield _event(e.body)
     return
   # --- The end.
   if parsed.include_usage:
-    yield chunk(usage=completions.usage(exchange.choices))
+    yield chunk(usage=choices.usage(exchange.choices, parsed.n))
   yield "data: [DONE]\n\n"
 
 

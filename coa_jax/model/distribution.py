@@ -7,6 +7,7 @@ began; so both call these.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -72,6 +73,7 @@ def log_probs(
   temperature: jax.Array | float,
   truncation: Truncation = NO_TRUNCATION,
   allowed: jax.Array | None = None,
+  top_p: jax.Array | None = None,
 ) -> jax.Array:
   """Computes log-probabilities over the last axis, in float32; -1e30 for log 0.
 
@@ -81,8 +83,11 @@ def log_probs(
       `GREEDY_BELOW`) the distribution reported is that of temperature 1.
     truncation: leaves out unlikely tokens.
     allowed: bool [..., V], tokens that the grammar allows; all where None.
+    top_p: of shape logits.shape[:-1], in place of the truncation's; 1 for all.
   """
-  return jax.nn.log_softmax(_scores(logits, temperature, truncation, allowed))
+  return jax.nn.log_softmax(
+    _scores(logits, temperature, truncation, allowed, top_p=top_p)
+  )
 
 
 def taken_log_probs(
@@ -153,6 +158,7 @@ def _scores(
   truncation: Truncation,
   allowed: jax.Array | None,
   token: jax.Array | None = None,
+  top_p: jax.Array | None = None,
 ) -> jax.Array:
   """What the sampling distribution is the softmax of, float32 [..., V]."""
   # --- The temperature, then the grammar; greedy rows are left at temperature 1.
@@ -160,18 +166,38 @@ def _scores(
   logits = logits.astype(jnp.float32) / jnp.where(t >= GREEDY_BELOW, t, 1.0)
   if allowed is not None:
     logits = jnp.where(allowed, logits, _NEVER)
+  if truncation == NO_TRUNCATION and top_p is not None:
+    # Rows that ask for no truncation keep their scores, whatever others ask for.
+    asks = top_p < 1
+    return jax.lax.cond(
+      jnp.any(asks),
+      lambda: jnp.where(
+        asks[..., None], _truncated(logits, truncation, token, top_p), logits
+      ),
+      lambda: logits,
+    )
   if truncation == NO_TRUNCATION:
     return logits
+  return _truncated(logits, truncation, token, top_p)
 
-  # --- Truncation, of the distribution that those two leave.
+
+def _truncated(
+  logits: jax.Array,
+  truncation: Truncation,
+  token: jax.Array | None,
+  top_p: jax.Array | None,
+) -> jax.Array:
+  """Log-probs of these scores, -1e30 where truncation leaves a token out."""
   logp = jax.nn.log_softmax(logits)
-  mask = _truncation_mask(jax.lax.stop_gradient(logp), truncation)
+  mask = _truncation_mask(jax.lax.stop_gradient(logp), truncation, top_p)
   if token is not None:
     mask |= _one_hot(logp, token)
   return jnp.where(mask, logp, _NEVER)
 
 
-def _truncation_mask(logp: jax.Array, truncation: Truncation) -> jax.Array:
+def _truncation_mask(
+  logp: jax.Array, truncation: Truncation, top_p: jax.Array | None = None
+) -> jax.Array:
   """True for tokens that truncation leaves; equally likely ones stay or go together."""
   tr = truncation
   mask = jnp.ones(logp.shape, bool)
@@ -179,16 +205,21 @@ def _truncation_mask(logp: jax.Array, truncation: Truncation) -> jax.Array:
   if 0 < tr.top_k < logp.shape[-1]:
     mask = _most_likely(logp, jnp.ones_like(logp), tr.top_k)
   # --- By cumulative probability, of what is left.
-  if tr.top_p < 1:
+  if tr.top_p < 1 or top_p is not None:
+    limit: Any = tr.top_p
+    if top_p is not None:  # rounding must not reach 1 and leave out the last ones
+      limit = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]
     rest = jax.nn.log_softmax(jnp.where(mask, logp, _NEVER))
-    mask &= _most_likely(rest, jnp.exp(rest), tr.top_p)
+    mask &= _most_likely(rest, jnp.exp(rest), limit)
   # --- By probability beside the most likely token's.
   if tr.min_p > 0:
     mask &= logp >= logp.max(-1, keepdims=True) + jnp.log(tr.min_p)
   return mask
 
 
-def _most_likely(logp: jax.Array, weight: jax.Array, limit: float) -> jax.Array:
+def _most_likely(
+  logp: jax.Array, weight: jax.Array, limit: float | jax.Array
+) -> jax.Array:
   """True for tokens such that those more likely together weigh less than a limit.
 
   The weight of what is more likely than a bound falls as the bound rises, in float32
@@ -198,7 +229,7 @@ def _most_likely(logp: jax.Array, weight: jax.Array, limit: float) -> jax.Array:
   Args:
     logp: [..., V], at most 0.
     weight: [..., V], at least 0; whole numbers are summed exactly up to 2^24.
-    limit: above 0, so that the most likely token stays.
+    limit: above 0, so that the most likely token stays; may be [..., 1].
   """
   # The bits of floats of one sign are in the floats' order: of -logp, rising as tokens
   # get less likely.

@@ -448,8 +448,9 @@ def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Devi
     raise ValueError(f"mesh.devices={config.devices}; there are {len(devices)}")
   if config.devices < len(devices):
     placement.check_leaving_out(f"mesh.devices={config.devices}", devices)
+  processes = {d.process_index for d in devices}
   devices = devices[: config.devices]
-  if len({d.process_index for d in devices}) != jax.process_count():
+  if {d.process_index for d in devices} != processes:
     raise ValueError(
       f"mesh.devices={config.devices} leaves a process without any; 0 takes all"
     )
@@ -468,8 +469,13 @@ def _over(
   if math.prod(sizes) != len(devices):
     shape = " x ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
     beside = f" beside mesh.rollout={config.rollout}" if config.rollout else ""
+    rest = config.data * config.context * config.tensor
+    fitting = f"data x context x tensor must divide {len(devices)}"
+    if len(devices) % rest == 0:
+      fitting = f"mesh.fsdp={len(devices) // rest} would fit, and -1 always takes it"
     raise ValueError(
-      f"mesh {shape} needs {math.prod(sizes)} devices; there are {len(devices)}{beside}"
+      f"mesh {shape} needs {math.prod(sizes)} devices; there are {len(devices)}"
+      f"{beside}: {fitting}"
     )
   if rollout_tensor and len(devices) % rollout_tensor:
     raise ValueError(

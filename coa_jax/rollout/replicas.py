@@ -37,6 +37,7 @@ class ReplicaPool(EpisodePool):
     config: RolloutConfig,
     partitioner: Partitioner | None = None,
     constraint: Constraint | None = None,
+    own_top_p: bool = False,
   ):
     """Prepares the slots of every replica.
 
@@ -47,10 +48,12 @@ class ReplicaPool(EpisodePool):
       partitioner: of the devices that decode, the learner's or others; None for the
         only one. Of several processes each decodes on its own.
       constraint: what may be sampled; everything where None.
+      own_top_p: whether episodes may have a top_p of their own.
 
     Raises:
       ValueError: the mesh does not divide the model, or splits it over processes.
     """
+    self.own_top_p = own_top_p
     self.model = decode_params.architecture(model, partitioner)
     self._partitioner = None
     replicas: list[Partitioner | None] = [None]  # one, on the only device
@@ -62,7 +65,9 @@ class ReplicaPool(EpisodePool):
         replica.check(model.axes)
     schedulers = []
     for replica in replicas:
-      schedulers.append(Scheduler(self.model, automaton, config, replica, constraint))
+      schedulers.append(
+        Scheduler(self.model, automaton, config, replica, constraint, own_top_p)
+      )
     super().__init__(config, schedulers, name="replica")
 
   def set_policy(self, params: Any, version: int) -> None:

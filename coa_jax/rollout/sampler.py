@@ -55,6 +55,7 @@ class SamplerState:
     automaton_B: the automaton's state.
     active_B: True while the slot samples; False when free, waiting or done.
     grammar_B: the state of the constraint, where there is one.
+    top_p_B: in place of the truncation's top_p; None where no episode has its own.
   """
 
   length_B: jax.Array
@@ -66,6 +67,7 @@ class SamplerState:
   automaton_B: jax.Array
   active_B: jax.Array
   grammar_B: jax.Array
+  top_p_B: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -250,7 +252,9 @@ def _distribution(
   """Log-probs of every slot's next token."""
   constraint = tables.constraint
   allowed_BV = constraint.allowed(state.grammar_B) if constraint else None
-  return distribution.log_probs(logits_BV, state.temperature_B, truncation, allowed_BV)
+  return distribution.log_probs(
+    logits_BV, state.temperature_B, truncation, allowed_BV, state.top_p_B
+  )
 
 
 def _grammar_after(state: SamplerState, tables: Tables, token_B: jax.Array) -> Any:

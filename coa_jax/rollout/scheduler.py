@@ -84,6 +84,7 @@ class Scheduler:
     config: RolloutConfig,
     partitioner: Partitioner | None = None,
     constraint: Constraint | None = None,
+    own_top_p: bool = False,
   ):
     """Prepares the slots; the cache is allocated when the first episode starts.
 
@@ -93,6 +94,7 @@ class Scheduler:
       config: slots, window and limits.
       partitioner: the replica's, one of `Partitioner.replicas`; None on one device.
       constraint: what may be sampled; everything where None.
+      own_top_p: whether episodes may have a top_p of their own, in other programs.
     """
     self.model = model
     self.partitioner = partitioner
@@ -107,6 +109,10 @@ class Scheduler:
     # A CPU's cache grows: of programs for all of its sizes few come to be used.
     self.compiles_ahead = not on_cpu
     self._page_counts: list[int] = []
+    self._own_top_p = own_top_p
+    self._truncation = config.truncation
+    if own_top_p:
+      self._truncation = dataclasses.replace(config.truncation, top_p=1.0)
     self.counters = Counters()
     self.timings = Timings()
     self._tags = automaton.tags
@@ -166,6 +172,7 @@ class Scheduler:
       automaton_B=np.zeros(B, np.int32),
       active_B=np.zeros(B, bool),
       grammar_B=np.zeros(B, np.int32),
+      top_p_B=np.ones(B, np.float32) if self._own_top_p else None,
     )
 
   def drop(self, episode: Episode) -> None:
@@ -262,7 +269,7 @@ class Scheduler:
       self._tables,
       token_BT,
       self.partitioner,
-      self.config.truncation,
+      self._truncation,
     )
 
   def _prompt(self, episode: Episode) -> list[int]:
@@ -302,6 +309,9 @@ class Scheduler:
       self._state.seed_B[slot] = episode.seed
       self._state.sequence_B[slot] = episode.sequence
       self._state.temperature_B[slot] = episode.temperature
+      if self._own_top_p:
+        own = episode.top_p
+        self._state.top_p_B[slot] = self.config.top_p if own is None else own
       self._state.length_B[slot] = 0
       self._state.grammar_B[slot] = 0
       started.append((slot, ids))
@@ -504,7 +514,7 @@ class Scheduler:
       self._tables,
       forced_BW,
       self.partitioner,
-      self.config.truncation,
+      self._truncation,
     )
     self._windows.append(_Window(slots, self._version, began, state, out))
     self.timings.decode += time.monotonic() - began

@@ -34,6 +34,7 @@ def make_worker(
   variant: roles.Variant | None = None,
   journal: ToolJournal | None = None,
   policy_changes: bool = False,
+  own_top_p: bool = False,
 ) -> RolloutWorker:
   """Compiles the dialect and allocates the slots, or meets the vLLM server.
 
@@ -51,6 +52,7 @@ def make_worker(
     journal: see `RolloutWorker`.
     policy_changes: whether newer policies come while episodes run, which vLLM has to
       know.
+    own_top_p: whether episodes may have a top_p of their own, with our own engine.
 
   Raises:
     ValueError: the tokenizer does not fit the model, the variant lacks a tool, the
@@ -75,7 +77,7 @@ def make_worker(
     constraint = compile_constraint(variant, tokenizer, model.vocab_size)
   engine: Engine
   if vllm is None:
-    engine = ReplicaPool(model, automaton, config, partitioner, constraint)
+    engine = ReplicaPool(model, automaton, config, partitioner, constraint, own_top_p)
   else:
     server = VllmReplica(
       vllm,

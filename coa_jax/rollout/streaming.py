@@ -60,6 +60,7 @@ class InferenceRequest:
     seed: of this attempt's sampling; any integer.
     sample: which of several attempts under one seed this is.
     max_tokens: tokens the model may write; None for as many as there is room for.
+    top_p: of the sampling; None for the config's.
   """
 
   question: str
@@ -67,6 +68,7 @@ class InferenceRequest:
   seed: int = 0
   sample: int = 0
   max_tokens: int | None = None
+  top_p: float | None = None
 
   @property
   def sequence(self) -> int:
@@ -155,7 +157,9 @@ class StreamingEpisode(CoAEpisode):
       config=worker.episode_config,
     )
     self.on_event = on_event
+    self.top_p = request.top_p
     self.cancelled = False  # set by other threads
+    self.finished = False  # likewise: the reply has all that was asked for
     most = worker.engine.config.max_len
     self._max_tokens = most
     if request.max_tokens is not None:
@@ -166,8 +170,8 @@ class StreamingEpisode(CoAEpisode):
 
   @property
   def limit(self) -> int:
-    """Tokens it may have in all by now; none once it is called off."""
-    if self.cancelled:
+    """Tokens it may have in all by now; none once it is called off or finished."""
+    if self.cancelled or self.finished:
       return 0
     usage = self.trajectory.usage
     return usage.prompt + usage.observation + self._max_tokens
@@ -186,7 +190,7 @@ class StreamingEpisode(CoAEpisode):
     self._streamed = 0
     no_tokens_left = self.trajectory.usage.generated + len(ids) >= self._max_tokens
     is_call = tag != roles.close_tag(roles.ANSWER)
-    if is_call and (no_tokens_left or self.cancelled):
+    if is_call and (no_tokens_left or self.cancelled or self.finished):
       tag = None  # a call whose result could not be used is not made
     return super().sampled(ids, logps, tag)
 
@@ -301,10 +305,13 @@ class InferenceServer:
       What `cancel` takes.
 
     Raises:
-      ValueError: the question leaves no room to answer.
+      ValueError: the question leaves no room to answer, or the worker has one top_p
+        for all.
       Busy: too many wait.
       Stopped: the server is closed, or its engine has failed.
     """
+    if request.top_p is not None and not self.worker.engine.own_top_p:
+      raise ValueError("the worker was made without own_top_p")
     # --- Is there room? Refused here, for the engine would fail for everybody.
     limit = self.worker.engine.config.max_len
     chars = len(request.question)
@@ -341,6 +348,10 @@ class InferenceServer:
     # The flag first: what is sampled meanwhile must not start another call.
     episode.cancelled = True
     self.worker.engine.cancel(episode)
+
+  def finish(self, episode: StreamingEpisode) -> None:
+    """Ends an episode after the window that runs; its trajectory comes as ever."""
+    episode.finished = True
 
   def warm_up(self) -> None:
     """Has the sampler compiled before the first question is sent.

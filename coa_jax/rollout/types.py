@@ -221,12 +221,14 @@ class Engine(Protocol):
 class Episode(Protocol):
   """What an engine asks of one trajectory; tokens in, tokens out.
 
-  A class that derives from it inherits `limit`, `version`, `forced` and `progress`.
+  A class that derives from it inherits `top_p`, `limit`, `version`, `forced` and
+  `progress`.
 
   Attributes:
     seed: with `sequence` keys its randomness; from 0 to 2**32 - 1.
     sequence: unique under a seed.
     temperature: of its sampling; 0 is greedy.
+    top_p: of its sampling, where the engine takes one for each; None for the config's.
     limit: tokens it may have in all, if below max_len; may change as it goes on.
     version: of the policy that samples next; the engine sets it.
   """
@@ -234,6 +236,7 @@ class Episode(Protocol):
   seed: int
   sequence: int
   temperature: float
+  top_p: float | None = None
   limit: int = sys.maxsize
   version: int = 0
 

@@ -40,8 +40,8 @@ from coa_jax.rl import RLConfig
 from coa_jax.rollout import memory, sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import check_positions
+from experiments.deploy.manifests import PLAIN_RINGS
 from experiments.deploy.slices import Slice
-from experiments.pod import PLAIN_RINGS
 
 # States and classes of tokens of an automaton and of a grammar about as large as the
 # protocol's: no tokenizer is read.

@@ -7,6 +7,7 @@ topologies) and cloud.google.com/tpu/docs/v5e, /v5p, /v6e (accelerator types).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -23,6 +24,8 @@ class Generation:
     gcloud_type: the start of the Cloud TPU API's accelerator type; "" where GKE and
       Compute Engine alone have it.
     runtime: the TPU VM's software version.
+    kind: as JAX names a device (`device_kind`).
+    devices: of a chip, as JAX counts them.
   """
 
   gke_accelerator: str
@@ -31,6 +34,8 @@ class Generation:
   topologies: tuple[str, ...]
   gcloud_type: str
   runtime: str
+  kind: str
+  devices: int = 1
 
 
 _FLAT = ("4x4", "4x8", "8x8", "8x16", "16x16")
@@ -54,6 +59,7 @@ GENERATIONS = {
     topologies=_FLAT,
     gcloud_type="v5litepod",
     runtime="v2-alpha-tpuv5-lite",
+    kind="TPU v5 lite",
   ),
   "v5p": Generation(
     gke_accelerator="tpu-v5p-slice",
@@ -62,6 +68,7 @@ GENERATIONS = {
     topologies=_CUBES,
     gcloud_type="v5p",
     runtime="v2-alpha-tpuv5",
+    kind="TPU v5",
   ),
   "v6e": Generation(
     gke_accelerator="tpu-v6e-slice",
@@ -70,6 +77,7 @@ GENERATIONS = {
     topologies=_FLAT,
     gcloud_type="v6e",
     runtime="v2-alpha-tpuv6e",
+    kind="TPU v6 lite",
   ),
   "tpu7x": Generation(
     gke_accelerator="tpu7x",
@@ -78,6 +86,8 @@ GENERATIONS = {
     topologies=_CUBES,
     gcloud_type="",
     runtime="",
+    kind="TPU7x",
+    devices=2,
   ),
 }
 
@@ -131,6 +141,50 @@ class Slice:
   def runtime(self) -> str:
     """Returns the software version of its TPU VMs."""
     return GENERATIONS[self.generation].runtime
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """A device of a machine that is not here; its fields are those of `jax.Device`."""
+
+  id: int
+  process_index: int
+  slice_index: int = 0
+  coords: tuple[int, ...] = ()
+  core_on_chip: int = 0
+  platform: str = "gpu"
+  device_kind: str = "described"
+
+
+def describe_gpus(nodes: int, gpus: int) -> list[Device]:
+  """Describes the GPUs of several hosts, a process for each."""
+  return [Device(i, i) for i in range(nodes * gpus)]
+
+
+def describe_slices(one: Slice, count: int) -> list[Device]:
+  """Describes the devices of several slices of one kind, a process for each host."""
+  generation = GENERATIONS[one.generation]
+  sides = [*map(int, one.topology.split("x"))]
+  block = sides if one.hosts == 1 else [2, 2, 1][: len(sides)]  # chips of a host
+  grid = [side // part for side, part in zip(sides, block, strict=True)]
+  out: list[Device] = []
+  for number in range(count):
+    for coords in itertools.product(*map(range, sides)):
+      host = 0
+      for place, part, hosts in zip(coords, block, grid, strict=True):
+        host = host * hosts + place // part
+      for core in range(generation.devices):
+        device = Device(
+          id=len(out),
+          process_index=number * one.hosts + host,
+          slice_index=number,
+          coords=(*coords, 0)[:3],
+          core_on_chip=core,
+          platform="tpu",
+          device_kind=generation.kind,
+        )
+        out.append(device)
+  return out
 
 
 def read_slice(text: str) -> Slice:

@@ -279,6 +279,40 @@ def test_a_real_journey_refuses_before_any_work(tmp_path):
   assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    ("JAX_PLATFORMS", "tpu"),
+    ("JAX_PLATFORMS", "cuda"),
+    ("JAX_PLATFORMS", "gpu"),
+    ("JAX_PLATFORMS", "tpu,cpu"),
+    ("JAX_PLATFORMS", "no_such"),
+    ("JAX_PLATFORM_NAME", "gpu"),
+  ],
+)
+def test_an_accelerator_that_is_asked_for_and_not_there_is_named(
+  launcher, monkeypatch, name, value
+):
+  for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
+    monkeypatch.delenv(variable, raising=False)
+  monkeypatch.setenv(name, value)
+  done = launcher()
+  if not done.returncode:
+    pytest.skip(f"there is one: {name}={value}")
+  line = done.stderr.splitlines()[-1]  # libtpu, where it is, writes lines of its own
+  assert (done.returncode, done.stdout) == (2, ""), done
+  assert "Traceback" not in done.stderr
+  assert line.startswith(f"error: {name}={value}: ") and "Found: cpu" in line
+
+
+@pytest.mark.parametrize(
+  "value", ["0", "-1", "1.5", "many", "", "1025", "99999999999999999999"]
+)
+def test_an_odd_number_of_devices_is_refused_in_one_line(launcher, value):
+  line = refused(launcher(f"--cpu_devices={value}"))
+  assert "--cpu_devices" in line and value in line
+
+
 def test_what_is_neither_a_path_nor_a_bucket_is_no_workdir(launcher):
   line = refused(launcher(workdir="--workdir=http://mine/run"))
   assert "http://mine/run: accepted: gs://BUCKET/PATH, s3://BUCKET/PATH" in line

@@ -1,20 +1,27 @@
-"""What starts a run on a pod: manifests by Kubernetes' schemas, scripts by bash."""
+"""What starts a run on a pod: manifests by Kubernetes' schemas, scripts by bash.
+
+budget: one program, and all that it refuses.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
 import pathlib
+import runpy
 import shlex
 import subprocess
 import sys
+import tempfile
 
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
-from experiments import pod
+from experiments.deploy import manifests, scripts
 from experiments.deploy.slices import GENERATIONS, Slice, read_slice
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -68,17 +75,82 @@ JOBSET = {
     },
   },
 }
-COMMAND = ["experiments.rl", "--config=configs/rl_afm.py", "--config.tasks.uri=a b'$c"]
+# Its rows divide by the devices of all slices below.
+COMMAND = [
+  "experiments.rl",
+  "--config=configs/rl_gsm8k.py",
+  "--workdir=gs://bucket/run",
+  "--config.init=gs://bucket/model",
+  "--config.tasks.uri=gs://bucket/a b'$c",
+  "--config.dev.uri=gs://bucket/dev.jsonl",
+  "--config.algo.batch.rows=384",
+  "--config.tools.sandbox=subprocess",
+]
+EVALUATE = ["experiments.evaluate", "--config=configs/evaluate_gsm8k.py", *COMMAND[2:5]]
+EVALUATE.append(COMMAND[-1])
+
+
+KUBERNETES_FLAGS = [
+  *("--queue=team", "--namespace=research", "--service_account=trainer"),
+  *("--cpu=8", "--memory=64Gi", "--env=A=b=c d", "--secret=WANDB_API_KEY=wandb:key"),
+  "--secret=/keys/serper=serper:key",
+]
+
+
+# Runs the program for every line of words, in a child that need not import it again.
+SERVER = """
+import json, os, sys, traceback, warnings
+from coa_jax import rl, sft
+from experiments import evaluate, launch, pod
+warnings.simplefilter("ignore")
+for line in sys.stdin:
+  words, files = json.loads(line)
+  child = os.fork()
+  if not child:
+    for number, file in zip((1, 2), files):
+      os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = ["pod", *words]
+    status = 1
+    try:
+      pod.define_flags()
+      launch.run_program(pod.main, takes_words=True)
+    except SystemExit as e:
+      status = e.code or 0
+    except BaseException:
+      traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+  print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def server() -> subprocess.Popen[str]:
+  return subprocess.Popen(
+    [sys.executable, "-c", SERVER],
+    cwd=ROOT,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+  )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server_ends():
+  yield
+  server().communicate()
 
 
 def run(*words: str) -> subprocess.CompletedProcess:
   """Runs the program."""
-  return subprocess.run(
-    [sys.executable, "-m", "experiments.pod", *words],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
+  with tempfile.TemporaryDirectory() as folder:
+    files = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+    print(json.dumps([words, files]), file=server().stdin, flush=True)
+    status = int(server().stdout.readline())
+    texts = [pathlib.Path(file).read_text() for file in files]
+  return subprocess.CompletedProcess(words, status, *texts)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +163,15 @@ def test_a_jobset_fits_the_published_schemas(name, slices):
     "--disk=claim:/mnt/disk",
     "--spot",
     f"--slices={slices}",
+    *KUBERNETES_FLAGS,
     "--",
     *COMMAND,
+    f"--config.mesh.data={slices}",
   )
   assert done.returncode == 0, done.stderr
   manifest = yaml.safe_load(done.stdout)
+  assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+  assert manifest["metadata"]["namespace"] == "research"
   jsonschema.validate(manifest, JOBSET)
   (job,) = manifest["spec"]["replicatedJobs"]
   assert job["replicas"] == slices
@@ -113,16 +189,32 @@ def test_a_jobset_fits_the_published_schemas(name, slices):
   assert ("hostNetwork" in spec["template"]["spec"]) == (slices > 1)
   assert spec["parallelism"] == spec["completions"]
   assert spec["parallelism"] * chips == read_slice(name).chips
-  assert container["command"][:7] == ["tini", "--", "python", "-m", *COMMAND]
-  assert "--distributed=auto" in container["command"]
-  assert container["env"] == [
-    {"name": "LIBTPU_INIT_ARGS", "value": pod.LIBTPU_INIT_ARGS}
+  assert container["command"][: 4 + len(COMMAND)] == [
+    "tini",
+    "--",
+    "python",
+    "-m",
+    *COMMAND,
   ]
+  assert "--distributed=auto" in container["command"]
+  secret = {"secretKeyRef": {"name": "wandb", "key": "key"}}
+  assert container["env"] == [
+    {"name": "LIBTPU_INIT_ARGS", "value": manifests.LIBTPU_INIT_ARGS},
+    {"name": "A", "value": "b=c d"},
+    {"name": "WANDB_API_KEY", "valueFrom": secret},
+  ]
+  assert container["resources"]["requests"] == {"cpu": "8", "memory": "64Gi"}
+  assert spec["template"]["spec"]["serviceAccountName"] == "trainer"
+  (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/keys/serper"]
+  (volume,) = [
+    v for v in spec["template"]["spec"]["volumes"] if v["name"] == mount["name"]
+  ]
+  assert (volume["secret"]["secretName"], mount["subPath"]) == ("serper", "key")
 
 
 @pytest.mark.parametrize("flags", [[], ["--slice=v6e-8", "--spot"]])
 def test_a_job_of_shards_fits_the_published_schemas(flags):
-  done = run("--shards=5", "--image=registry/coa-jax:1", *flags, "--", *COMMAND)
+  done = run("--shards=5", "--image=registry/coa-jax:1", *flags, "--", *EVALUATE)
   assert done.returncode == 0, done.stderr
   job = yaml.safe_load(done.stdout)
   kubernetes_validate.validate(job, KUBERNETES, strict=True)
@@ -137,8 +229,8 @@ def test_a_job_of_shards_fits_the_published_schemas(flags):
 
 
 def test_a_wrong_manifest_would_be_seen():
-  job = pod.PodJob("job", ["python"], Slice("v6e", "4x4"))
-  (replicated,) = pod.make_jobset(job)["spec"]["replicatedJobs"]
+  job = manifests.PodJob("job", ["python"], Slice("v6e", "4x4"))
+  (replicated,) = manifests.make_jobset(job)["spec"]["replicatedJobs"]
   replicated["template"]["spec"]["paralelism"] = 2
   as_job = {
     "apiVersion": "batch/v1",
@@ -158,15 +250,23 @@ def test_the_sandboxs_manifest_fits_the_published_schemas():
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
+def test_the_program_is_started_as_documented():
+  words = ["--slurm", "--", "experiments.import_traces"]
+  command = [sys.executable, "-m", "experiments.pod", *words]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert (done.returncode, done.stdout) == (0, run(*words).stdout)
+
+
 def test_an_sbatch_file_is_bash_and_keeps_every_word():
-  script = pod.make_sbatch("run", ["python", "-m", *COMMAND], 4, 8, 24)
+  script = scripts.make_sbatch(scripts.SlurmJob("run", ["python", "-m", *COMMAND], 4))
   subprocess.run(["bash", "-n"], input=script, text=True, check=True)
   (line,) = [line for line in script.splitlines() if line.startswith("srun")]
   assert shlex.split(line)[2:-2] == ["python", "-m", *COMMAND]
 
 
 def test_a_saved_run_is_requeued_and_a_failed_one_is_not(tmp_path):
-  script = pod.make_sbatch("run", ["sh", "-c", 'exit "$STATUS"'], 1, 1, 1)
+  job = scripts.SlurmJob("run", ["sh", "-c", 'exit "$STATUS"'], env={"A": "b 'c"})
+  script = scripts.make_sbatch(job)
   (tmp_path / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
   (tmp_path / "scontrol").write_text("#!/bin/sh\necho requeued\n")
   for name in ("srun", "scontrol"):
@@ -183,8 +283,8 @@ def test_a_saved_run_is_requeued_and_a_failed_one_is_not(tmp_path):
 
 
 def test_the_commands_of_a_queued_resource_keep_every_word():
-  job = pod.PodJob("run", ["python", "-m", *COMMAND], Slice("v5p", "4x4x4"))
-  script = pod.make_vm_commands(job, "us-east5-a")
+  job = manifests.PodJob("run", ["python", "-m", *COMMAND], Slice("v5p", "4x4x4"))
+  script = scripts.make_vm_commands(job, "us-east5-a")
   subprocess.run(["bash", "-n"], input=script, text=True, check=True)
   assert "--accelerator-type=v5p-128 " in script
   (line,) = [line for line in script.splitlines() if "new-session" in line]
@@ -192,8 +292,192 @@ def test_the_commands_of_a_queued_resource_keep_every_word():
   on_host = shlex.split(line)[-1].removeprefix("--command=")
   in_tmux = shlex.split(on_host)[-1]
   env, flags, *command = shlex.split(in_tmux)
-  assert (env, flags) == ("env", f"LIBTPU_INIT_ARGS={pod.LIBTPU_INIT_ARGS}")
+  assert (env, flags) == ("env", f"LIBTPU_INIT_ARGS={manifests.LIBTPU_INIT_ARGS}")
   assert command == [".venv/bin/python", "-m", *COMMAND]
+
+
+def test_an_sbatch_file_names_account_partition_container_and_environment():
+  words = ["--slurm", "--account=ml", "--partition=gpu,long", "--time=1-12:00:00"]
+  words += ["--venv=/home/me/my venv", "--image=docker://r/coa-jax:1", "--env=A=b 'c"]
+  done = run(*words, "--", "experiments.import_traces", "--out=a b")
+  assert done.returncode == 0, done.stderr
+  subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+  lines = done.stdout.splitlines()
+  for line in ("account=ml", "partition=gpu,long", "time=1-12:00:00"):
+    assert f"#SBATCH --{line}" in lines
+  assert lines.index("source '/home/me/my venv/bin/activate'") < lines.index(
+    next(line for line in lines if line.startswith("srun"))
+  )
+  assert f"export A={shlex.quote(chr(98) + ' ' + chr(39) + 'c')}" in lines
+  (srun,) = [line for line in lines if line.startswith("srun")]
+  assert "--container-image=docker://r/coa-jax:1" in srun and "'--out=a b'" in srun
+
+
+def documented() -> list[list[str]]:
+  """The words of every command of docs/pods.md that prints something to start."""
+  text = (ROOT / "docs/pods.md").read_text().replace("$IMAGE", "image")
+  lines = [line.removeprefix("$ ") for line in text.splitlines()]
+  commands = [shlex.split(line.replace("$BUCKET", "B")) for line in lines if _is(line)]
+  return [[w for w in command if w != "--apply"] for command in commands]
+
+
+def _is(line: str) -> bool:
+  return line.startswith("python -m experiments.pod --")
+
+
+def test_the_page_has_its_examples():
+  assert len(documented()) == 4
+
+
+@pytest.mark.parametrize("command", documented(), ids=lambda c: c[3])
+def test_a_documented_command_prints_a_run_whose_mesh_fits(command, tmp_path):
+  done = run(*command[3:])
+  assert done.returncode == 0, done.stderr
+  # The program itself, as launched, gets past its mesh: what it lacks is its inputs.
+  program, *words = command[command.index("--") + 1 :]
+  count = {"--slice=v6e-16": 16, "--slice=v6e-64": 64, "--vm": 64, "--slurm": 32}
+  words = [word for word in words if not word.startswith("--workdir")]
+  words.append(f"--cpu_devices={count[command[3]]}")
+  tasks = ROOT / "tests/fixtures/gsm8k.jsonl"
+  for field in ("config.init", "config.tasks.uri", "config.dev.uri"):
+    if f"--{field}" in [word.partition("=")[0] for word in words]:
+      path = tmp_path if field == "config.init" else tasks
+      words.append(f"--{field}={path}")
+  lacks = "not a model folder" if program == "experiments.rl" else "No such file"
+  for fault, more in ((lacks, []), ("needs 3 devices", _OTHER_MESH)):
+    if more and command[3] != "--slurm":  # once is enough
+      continue
+    launched = subprocess.run(
+      [sys.executable, "-m", program, *words, f"--workdir={tmp_path}/run", *more],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert launched.returncode == 2, launched.stderr
+    assert fault in launched.stderr.splitlines()[-1], launched.stderr
+
+
+_OTHER_MESH = ["--config.mesh.fsdp=3", "--config.mesh.tensor=1"]
+_OTHER_MESH += ["--config.mesh.context=1"]
+
+
+def test_every_recipe_is_for_any_number_of_devices():
+  for path in sorted((ROOT / "configs").glob("*.py")):
+    get_config = runpy.run_path(str(path)).get("get_config")
+    config = get_config() if get_config else {}
+    if "mesh" in config:
+      assert config.mesh.fsdp == -1, path.name
+
+
+RL = " ".join(COMMAND[:4]) + " --config.dev.uri=gs://b/dev.jsonl"
+RL += " --config.tasks.uri=gs://b/train.jsonl"
+SAFE = "--config.tools.sandbox=subprocess"
+SFT = "experiments.sft --config=configs/sft_afm.py --config.init=gs://b/m"
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    # --- The mesh, and the rows that it splits.
+    (
+      f"--slice=v6e-64 --image=x -- {RL} {SAFE} --config.mesh.fsdp=4",
+      "--slice=v6e-64: mesh data=1 x fsdp=4 x context=1 x tensor=1 needs 4 devices; "
+      "there are 64: mesh.fsdp=64 would fit, and -1 always takes it",
+    ),
+    (
+      f"--slice=v6e-16 --image=x -- {RL} {SAFE} --config.mesh.tensor=3",
+      "data x context x tensor must divide 16",
+    ),
+    (
+      f"--slice=tpu7x-16 --image=x -- {RL} {SAFE} --config.algo.batch.rows=8",
+      "--config.algo.batch.rows=8: 16 devices split a batch (data x fsdp); accepted: a "
+      "multiple of 16",
+    ),
+    (
+      f"--slice=v6e-16 --image=x -- {RL} {SAFE} --config.algo.batch.rows=16 "
+      "--config.rollout.tensor=8",
+      "rollout.tensor (or mesh.tensor, where that is 0) can be 1, 2, 4",
+    ),
+    (
+      f"--slice=v6e-16 --slices=2 --image=x -- {RL} {SAFE} --config.algo.batch.rows=32",
+      "mesh.data=1 must be a multiple of the 2 slices",
+    ),
+    (
+      f"--slice=v6e-16 --image=x -- {RL} {SAFE} --config.mesh.devices=4",
+      "mesh.devices=4 leaves a process without any",
+    ),
+    (
+      f"--slurm --gpus=4 -- {RL} --config.algo.batch.rows=4 --config.mesh.tensor=4",
+      "can be 1",
+    ),
+    (
+      f"--slurm --nodes=3 --gpus=4 -- {SFT} --workdir=runs/x --config.data.rows=8",
+      "--nodes=3 --gpus=4: --config.data.rows=8: 12 devices",
+    ),
+    # --- What the hosts do not have.
+    (
+      "--slice=v6e-8 --image=x -- experiments.rl --config=configs/rl_gsm8k.py "
+      "--workdir=gs://b/run",
+      "--config.tasks.uri=data/gsm8k/train.jsonl: not on the hosts; accepted: an "
+      "address in a bucket",
+    ),
+    (f"--slice=v6e-8 --image=x -- {RL} {SAFE} --config.init=/models/x", "/models/x"),
+    (
+      f"--slice=v6e-8 --image=x -- {SFT} --workdir=gs://b/run "
+      "--config.data.trajectories=gs://b/a.jsonl,b.jsonl=2",
+      "--config.data.trajectories=b.jsonl: not on the hosts",
+    ),
+    (
+      f"--slice=v6e-8 --image=x -- {RL} {SAFE} --config.tools.corpus=c.jsonl",
+      "--config.tools.corpus=c.jsonl",
+    ),
+    (f"--slice=v6e-8 --image=x -- {RL} {SAFE} --workdir=runs/x", "lost with it"),
+    (f"--slice=v6e-16 --image=x -- {RL} {SAFE} --workdir=s3://b/x", "need gs://"),
+    (f"--slice=v6e-8 --image=x -- {RL} {SAFE} --workdir=", "--workdir must be given"),
+    (
+      f"--vm --zone=z --slice=v6e-8 -- {SFT} --workdir=/mnt/x --config.init=runs/sft/m",
+      "--config.init=runs/sft/m",
+    ),
+    (f"--vm --zone=z --slice=v6e-8 -- {RL} --workdir=x", "would have its own"),
+    (f"--slice=v6e-8 --image=x -- {RL}", "--config.tools.sandbox=jail: a pod cannot"),
+    (
+      f"--slice=v6e-8 --image=x -- {RL} {SAFE} --config.tasks.kind=code",
+      "--config.reward.code.sandbox=jail",
+    ),
+    (
+      f"--slice=v6e-8 --image=x -- {RL} {SAFE} "
+      "--config.tools.retriever=http://localhost:80/retrieve",
+      "in a pod this is the pod itself",
+    ),
+    # --- The config and the flags.
+    (f"--slice=v6e-8 --image=x -- {RL} {SAFE} --config.mesh.fdsp=4", "fdsp"),
+    (f"--slice=v6e-8 --image=x -- {RL} --config=configs/none.py", "configs/none.py"),
+    ("--slice=v6e-8 --image=x -- experiments.rl --workdir=gs://b/x", "--config must"),
+    ("--slice=v6e-8 --image=x -- experiments.rll", "no such program"),
+    ("--shards=2 --image=x -- experiments.rl", "experiments.rl has none"),
+    ("--slice=v6e-8 --image=x --env=9=1 -- experiments.rl", "give NAME=VALUE"),
+    ("--slice=v6e-8 --image=x --secret=A=b -- experiments.rl", "SECRET:KEY"),
+    ("--slice=v6e-8 --image=x --memory=lots -- experiments.rl", "as 64Gi"),
+    ("--slice=v6e-8 --image=x --queue=A_b -- experiments.rl", "--queue=A_b"),
+    ("--slice=v6e-8 --image=x --account=a -- experiments.rl", "is for --slurm"),
+    ("--slurm --queue=q -- experiments.rl", "--queue is for Kubernetes"),
+    ("--slurm --time=soon -- experiments.rl", "--time=soon"),
+    ("--slurm --zone=z -- experiments.rl", "--zone is for --vm"),
+  ],
+)
+def test_a_run_that_could_not_start_is_refused_in_one_line(words, message):
+  test_wrong_words_are_refused_in_one_line(words, message)
+
+
+def test_what_the_pods_have_is_accepted():
+  words = "--image=x --disk=claim:/mnt --in_image=/models --secret=/keys/s=s:k"
+  words += f" --slice=v6e-8 -- {RL} {SAFE} --workdir=/mnt/run --config.init=/models/m"
+  words += " --config.tasks.uri=/mnt/t.jsonl --config.tools.web.key_file=/keys/s"
+  words += " --config.tools.web.endpoint=https://search.example/x"
+  words += " --config.algo.batch.rows=8"
+  done = run(*words.split())
+  assert done.returncode == 0, done.stderr
 
 
 def test_names_and_topologies_of_a_slice_are_one():
@@ -241,7 +525,8 @@ def test_wrong_words_are_refused_in_one_line(words, message):
   importlib.util.find_spec("libtpu") is None, reason="libtpu has the TPU's compiler"
 )
 @pytest.mark.parametrize(
-  ("flags", "status"), [(pod.LIBTPU_INIT_ARGS, 0), ("--xla_tpu_no_such_flag=true", 1)]
+  ("flags", "status"),
+  [(manifests.LIBTPU_INIT_ARGS, 0), ("--xla_tpu_no_such_flag=true", 1)],
 )
 def test_the_compiler_for_tpus_has_the_flags(flags: str, status: int):
   """It ends a process that gives it one that it does not know."""

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import queue
 import re
 import threading
 import time
@@ -19,10 +20,10 @@ import toy
 from toy import eventually
 
 from coa_jax.protocol import roles
-from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.rollout import sampler
 from coa_jax.rollout.setup import make_worker
-from coa_jax.rollout.streaming import InferenceServer
+from coa_jax.rollout.streaming import InferenceRequest, InferenceServer, TextDelta
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.teacher.backend import InfrastructureError, Message
@@ -93,7 +94,7 @@ def serving(worker: RolloutWorker, toolbox=None, grace_s=3.0, **options):
 
 @pytest.fixture(scope="module")
 def worker() -> RolloutWorker:
-  return make_worker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
+  return make_worker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS, own_top_p=True)
 
 
 @pytest.fixture(scope="module")
@@ -188,10 +189,187 @@ def test_the_question_is_the_last_message(service):
 def test_fields_that_ask_for_nothing_are_accepted(service):
   nothing = {
     **{"top_p": 1, "presence_penalty": 0.0, "tools": [], "tool_choice": "none"},
-    **{"stop": None, "logprobs": False, "response_format": {"type": "text"}},
+    **{
+      "stop": None,
+      "logprobs": False,
+      "top_logprobs": 0,
+      "response_format": {"type": "text"},
+    },
     **{"user": "me", "n": 1, "stream": False, "seed": None},
   }
   assert service.ask("2 + 3", **nothing)["choices"][0]["message"]["content"] == "5"
+
+
+@pytest.mark.parametrize("question", ["2 + 3", "capital of Ur"])
+def test_log_probs_are_those_of_the_policys_tokens(service, question):
+  whole = service.ask(question, logprobs=True, top_logprobs=1)
+  (choice,) = whole["choices"]
+  logs = choice["logprobs"]
+  content, reasoning = logs["content"], logs["reasoning_content"]
+  assert "".join(e["token"] for e in content).strip() == choice["message"]["content"]
+  script = "".join(toy.SCRIPTS[question][::2])
+  assert "".join(e["token"] for e in reasoning) == script[: script.rindex("<answer>")]
+  for entry in content + reasoning:
+    assert -20 < entry["logprob"] <= 0
+    assert bytes(entry["bytes"]).decode() == entry["token"]
+    (top,) = entry["top_logprobs"]
+    assert (top["token"], top["logprob"]) == (entry["token"], entry["logprob"])
+  # A stream has the same, in the last chunk of the choice.
+  *rest, last = service.stream(question, logprobs=True, top_logprobs=1)
+  assert last["choices"][0]["logprobs"] == logs
+  assert not any("logprobs" in c for e in rest for c in e["choices"])
+  assert "logprobs" not in service.ask(question)["choices"][0]
+
+
+def test_a_reply_that_has_all_ends_after_its_window(one_slot, slow_windows):
+  ends = queue.SimpleQueue()
+  with serving(one_slot) as service:
+    request = InferenceRequest("4 * 4 + 1", 0.0)
+    episode = service.server.submit(request, ends.put)
+    ends.get()  # the first text
+    service.server.finish(episode)
+    while isinstance(end := ends.get(), TextDelta):
+      pass
+  assert end.status == Status.TRUNCATED and end.usage.generated < 10
+
+
+def test_a_stop_string_cuts_the_answer_and_its_log_probs(one_slot):
+  with serving(one_slot) as service:
+    whole = service.ask("capital of Ur")
+    answer = whole["choices"][0]["message"]["content"]
+    assert answer == "Uruk"
+    for stop, left in (
+      ("ru", "U"),
+      (["zz", "k"], "Uru"),
+      ("Uruk", ""),
+      ("ukx", answer),
+    ):
+      events = service.stream("capital of Ur", stop=stop, logprobs=True)
+      cut = service.ask("capital of Ur", stop=stop, logprobs=True)
+      (choice,) = cut["choices"]
+      assert choice["message"]["content"] == joined(events, "content") == left
+      ends = [e["choices"][0]["finish_reason"] for e in events[-1:]]
+      assert [choice["finish_reason"], *ends] == ["stop", "stop"]
+      tokens = "".join(e["token"] for e in choice["logprobs"]["content"]).strip()
+      assert tokens.startswith(left) and bool(tokens) == bool(left)
+    # What is reasoned may contain it.
+    reply = service.ask("capital of Ur", stop=["work", "think"])
+    assert reply["choices"][0]["message"]["content"] == answer
+
+
+def test_top_p_is_of_the_request(service):
+  hot = {"temperature": 2, "seed": 7}
+  greedy = service.ask("2 + 3")["choices"][0]["message"]
+  # So little mass leaves the likeliest token alone, at any temperature.
+  assert service.ask("2 + 3", **hot, top_p=1e-6)["choices"][0]["message"] == greedy
+  free = service.ask("2 + 3", **hot)["choices"][0]["message"]
+  assert free != greedy
+  # One that asks changes nothing for one beside it.
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    beside = [pool.submit(service.ask, "2 + 3", **hot, top_p=p) for p in (1e-6, 1, 0.5)]
+    messages = [f.result()["choices"][0]["message"] for f in beside]
+  assert messages[:2] == [greedy, free]
+
+
+def complete(service: Service, **fields) -> httpx.Response:
+  fields = {"model": "coa", "temperature": 0, **fields}
+  return service.client.post("/v1/completions", json=fields)
+
+
+def test_text_completions_are_what_a_harness_asks_for(service):
+  # The bodies of lm-eval's local-completions (generate_until) for a batch of two.
+  body = {"prompt": ["2 + 3", "capital of Ur"], "max_tokens": 100, "seed": 1234}
+  body |= {"stop": ["Question:", "</s>", "\n\n", "<|im_end|>", "\nclass"]}
+  reply = complete(service, **body).json()
+  texts = {choice["index"]: choice["text"] for choice in reply["choices"]}
+  assert texts == {0: "5", 1: "Uruk"}
+  assert reply["object"] == "text_completion" and reply["id"].startswith("cmpl-")
+  each = [complete(service, prompt=p).json() for p in body["prompt"]]
+  for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+    assert reply["usage"][name] == sum(one["usage"][name] for one in each)
+  # n of each, in the order of the prompts; a prompt's cost is counted once.
+  reply = complete(service, **body, n=2).json()
+  assert [c["text"] for c in reply["choices"]] == ["5", "5", "Uruk", "Uruk"]
+  assert reply["usage"]["prompt_tokens"] == sum(
+    e["usage"]["prompt_tokens"] for e in each
+  )
+  # Log-probs of the answer's tokens.
+  (choice,) = complete(service, prompt="capital of Ur", logprobs=1).json()["choices"]
+  logs = choice["logprobs"]
+  assert "".join(logs["tokens"]).strip() == "Uruk"
+  assert logs["top_logprobs"] == [
+    {token: logp}
+    for token, logp in zip(logs["tokens"], logs["token_logprobs"], strict=True)
+  ]
+  for token, at in zip(logs["tokens"], logs["text_offset"], strict=True):
+    assert "Uruk"[at:].startswith(token.lstrip())
+  # A stream has the answer alone.
+  text = complete(service, prompt="2 + 3", stream=True).text
+  assert text.endswith("data: [DONE]\n\n")
+  events = [json.loads(e[6:]) for e in text.split("\n\n")[:-2]]
+  assert "".join(c["text"] for e in events for c in e["choices"]) == "5"
+  assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+  ("fields", "param"),
+  [
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "logprobs": 5}, "logprobs"),
+    ({"prompt": "a", "logprobs": 1, "temperature": 1}, "logprobs"),
+    ({"prompt": [1, 2, 3]}, "prompt"),
+    ({"prompt": [[1, 2], [3]]}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({}, "prompt"),
+    ({"prompt": ["a"] * 40, "n": 2}, "n"),
+    ({"prompt": "a", "messages": []}, "messages"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+  ],
+)
+def test_a_text_completion_that_can_not_be_done_is_refused(service, fields, param):
+  response = complete(service, **fields)
+  assert response.status_code == 400
+  assert response.json()["error"]["param"] == param
+
+
+def test_one_model_can_be_asked_for(service):
+  (listed,) = service.client.get("/v1/models").json()["data"]
+  assert service.client.get("/v1/models/coa").json() == listed
+  for name in ("gpt-4o", "org/model", "coa/"):
+    response = service.client.get(f"/v1/models/{name}")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_openais_own_client_can_do_it(service):
+  openai = pytest.importorskip("openai")
+  client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
+  with client:
+    assert client.models.retrieve("coa").id == client.models.list().data[0].id == "coa"
+    ask = {"model": "coa", "temperature": 0}
+    ask["messages"] = [{"role": "user", "content": "capital of Ur"}]
+    chat = client.chat.completions.create
+    reply = chat(**ask, logprobs=True, top_logprobs=1, top_p=0.9, stop=["k"], n=2)
+    for choice in reply.choices:
+      assert (choice.message.content, choice.finish_reason) == ("Uru", "stop")
+      assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
+    chunks = list(chat(**ask, logprobs=True, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "Uruk"
+    (logs,) = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    assert "".join(entry.token for entry in logs.content).strip() == "Uruk"
+    text = {"model": "coa", "temperature": 0, "prompt": ["2 + 3", "capital of Ur"]}
+    reply = client.completions.create(**text, logprobs=0)
+    assert [choice.text for choice in reply.choices] == ["5", "Uruk"]
+    assert reply.choices[0].logprobs.top_logprobs is None
+    streamed = list(client.completions.create(**text, stream=True))
+    assert {c.choices[0].index for c in streamed} == {0, 1}
+    with pytest.raises(openai.NotFoundError):
+      client.models.retrieve("other")
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+      chat(**ask, logprobs=True, top_logprobs=5)
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
@@ -213,7 +391,18 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
     ({"tools": [{"type": "function"}]}, 400, "tools"),
-    ({"logprobs": True}, 400, "logprobs"),
+    ({"logprobs": 1}, 400, "logprobs"),
+    ({"top_logprobs": 1}, 400, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 2}, 400, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 1, "temperature": 1}, 400, "top_logprobs"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": 1.5}, 400, "top_p"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
+    ({"stop": ""}, 400, "stop"),
+    ({"stop": ["a", ""]}, 400, "stop"),
+    ({"stop": [1]}, 400, "stop"),
+    ({"stop": {"a": 1}}, 400, "stop"),
+    ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
     ({"temprature": 0}, 400, "temprature"),
     ({"messages": [{"role": "user", "content": "x" * 900}]}, 400, "messages"),
   ],
@@ -227,6 +416,8 @@ def test_what_can_not_be_done_is_refused_by_name(service, fields, status, param)
   assert len(error["message"]) < 200
   if param == "temprature":
     assert "did you mean 'temperature'" in error["message"]
+  if param == "reasoning_effort":
+    assert "did you mean" not in error["message"]
   if "x" * 900 in str(fields):
     assert error["code"] == "context_length_exceeded"
 

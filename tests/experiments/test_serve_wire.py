@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.streaming import Spans
 from experiments import completions, serve
-from experiments.completions import Choice
+from experiments.choices import Choice
 
 TAGS = ("think", "answer", "observation")
 URL = "/v1/chat/completions"
@@ -35,6 +35,8 @@ class OneAnswer:
 
   def cancel(self, episode) -> None:
     """Nothing runs."""
+
+  finish = cancel
 
 
 def post(
@@ -119,6 +121,39 @@ def test_an_answer_that_was_cut_off_is_what_there_is_of_it():
   assert choice.whole["message"]["content"] == "fi"
   assert choice.whole["message"]["reasoning_content"] == "<think> x</think>"
   assert choice.whole["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+  ("answer", "stop", "content"),
+  [
+    (" a b c ", ("b",), "a"),
+    (" a b c ", ("x",), "a b c"),
+    (" a\n\nQuestion: b ", ("\n\nQ",), "a"),
+    (" a\n\nq ", ("\n\nQ",), "a\n\nq"),
+    (" aab ", ("aac", "aa"), ""),
+    (" aaab ", ("aab",), "a"),
+    (" stop", ("stopping",), "stop"),  # it may have been the beginning of one
+    (" 1\n2 ", ("\n",), "1"),
+    (" \n1 ", ("\n",), "1"),  # white space before the answer is the protocol's
+    (" \u00e9\u00e9x ", ("\u00e9x",), "\u00e9"),
+  ],
+)
+def test_a_stop_string_is_found_however_the_text_is_cut(answer, stop, content):
+  text = f"<think> b aa </think><answer>{answer}</answer>"
+  for size in (1, 2, 3, 100):
+    choice = Choice(0, stop)
+    data = text.encode()
+    spans = Spans(TAGS)
+    sent = ""
+    for at in range(0, len(data), size):
+      for piece in spans.read(data[at : at + size], at + size >= len(data)):
+        sent += choice.delta(piece).get("content", "")
+    segments = [Segment(Author.POLICY, "", text)]
+    sent += choice.end(Trajectory("t", segments, status=Status.ENDED)).get(
+      "content", ""
+    )
+    assert sent == choice.whole["message"]["content"] == content
+    assert choice.is_cut == (content != answer.strip())
 
 
 def test_somebody_may_wait():

@@ -139,6 +139,21 @@ def test_truncation_leaves_what_its_definition_says(changes: dict, t: float):
     )
 
 
+@pytest.mark.parametrize("changes", [{}, {"top_k": 6, "min_p": 0.1}])
+def test_a_row_may_have_a_top_p_of_its_own(changes: dict):
+  logits = jnp.asarray(np.random.default_rng(3).normal(size=(4, 9)) * 2)
+  others = distribution.Truncation(**changes)
+  each = [0.3, 1.0, 0.9, 1e-6]
+  out = distribution.log_probs(logits, 0.7, others, top_p=jnp.asarray(each))
+  for i, top_p in enumerate(each):
+    alone = distribution.Truncation(**changes, top_p=top_p)
+    expected = distribution.log_probs(logits[i : i + 1], 0.7, alone)[0]
+    np.testing.assert_allclose(np.exp(out[i]), np.exp(expected), atol=1e-6)
+  # A row without one has the very log-probs that it has where no row asks.
+  free = distribution.log_probs(logits, 0.7, others, top_p=jnp.ones(4))
+  np.testing.assert_array_equal(out[1], free[1])
+
+
 @pytest.mark.parametrize("t", [0.7, 1.0])
 @pytest.mark.parametrize("changes", [{}, {"top_k": 4}, {"top_p": 0.8, "min_p": 0.01}])
 @pytest.mark.parametrize("limited", [False, True])

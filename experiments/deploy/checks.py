@@ -1,0 +1,228 @@
+"""Refuses a run whose config cannot work on the machines that it asks for.
+
+Everything here is known before a machine is paid for: the mesh and the rows against the
+number of devices, and files, addresses and sandboxes that a pod does not have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+
+from coa_jax.config import ConfigError, read_config
+from coa_jax.model.sharding import MeshConfig, make_partitioner, make_partitioners
+from experiments.deploy.slices import Device
+from experiments.launch import config_of_words
+
+# Program -> module and class of its config.
+_CONFIGS = {
+  "experiments.sft": ("coa_jax.sft", "SFTConfig"),
+  "experiments.rl": ("coa_jax.rl", "RLConfig"),
+  "experiments.evaluate": ("coa_jax.evaluate", "EvaluateConfig"),
+  "experiments.distill": ("coa_jax.distill", "DistillConfig"),
+  "experiments.select_tasks": ("experiments.select_tasks", "SelectTasksConfig"),
+  "experiments.synthesize": ("experiments.synthesize", "SynthesizeConfig"),
+}
+# Fields, at any depth, that name files or folders which a run reads.
+_INPUTS = (
+  *("init", "uri", "trajectories", "corpus", "key_file", "token_file", "tokenizer"),
+  *("benchmarks", "without", "played", "folder"),
+)
+# Folders of the checkout that experiments/deploy/Containerfile copies.
+_IMAGE = ("configs", "experiments", "coa_jax", "tools_sandbox")
+# gs:// and s3://, and sources of tasks: hf:, tfds:.
+_ADDRESS = re.compile(r"[a-z0-9]+:")
+_LOOPBACK = re.compile(r"https?://(127\.|localhost\b|\[::1\])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machines:
+  """Where a run is to work.
+
+  Attributes:
+    devices: all of them, each with its process.
+    name: the flags that ask for them, for messages.
+    is_pod: whether the hosts are Kubernetes' pods, which have the image alone.
+    mounts: folders and files that every pod has beside the image's.
+    without: folders of the checkout that the hosts do not get.
+    shards: whether no process needs another.
+  """
+
+  devices: Sequence[Device]
+  name: str
+  is_pod: bool = False
+  mounts: tuple[str, ...] = ()
+  without: tuple[str, ...] = ()
+  shards: bool = False
+
+
+def check_command(words: Sequence[str], machines: Machines) -> None:
+  """Refuses a command whose config does not fit the machines.
+
+  Args:
+    words: the program and its flags; a program without a config is not checked.
+    machines: where it is to run.
+
+  Raises:
+    ValueError: naming the field, its value and what would be accepted.
+  """
+  program, *flags = words
+  if program not in _CONFIGS:
+    return
+  module, name = _CONFIGS[program]
+  config_class = getattr(importlib.import_module(module), name)
+  config = config_of_words(flags, config_class)
+  file = _value(flags, "config").partition(":")[0]
+  _check_files(file, _value(flags, "workdir"), config, machines)
+  if machines.is_pod:
+    _check_services(config)
+  try:
+    settings = read_config(config, config_class)
+  except ConfigError as e:
+    raise ValueError(f"{file}: {e}") from e
+  if hasattr(settings, "mesh") and machines.devices:
+    try:
+      _check_mesh(settings, machines)
+    except ValueError as e:
+      raise ValueError(f"{machines.name}: {e}") from e
+
+
+def _check_mesh(settings: Any, machines: Machines) -> None:
+  """Refuses a mesh, or rows, that the devices do not divide, as the program would."""
+  jax.config.update("jax_platforms", "cpu")  # nothing is run: leave accelerators alone
+  mesh: MeshConfig = settings.mesh
+  rollout = getattr(settings, "rollout", None)
+  devices = list(machines.devices)
+  if machines.shards:  # each process has a mesh of its own
+    devices = [d for d in devices if d.process_index == 0]
+  tensor = rollout.tensor if rollout else 0
+  if hasattr(settings, "algo"):
+    learner, decoder = make_partitioners(mesh, devices, tensor)
+    section, batch = "algo.batch", settings.algo.batch
+  else:
+    learner = decoder = make_partitioner(mesh, devices, tensor)
+    section, batch = "data", getattr(settings, "data", None)
+  if learner and batch:
+    ways = learner.ways("B")
+    if batch.rows % ways:
+      raise ValueError(
+        f"--config.{section}.rows={batch.rows}: {ways} devices split a batch (data x "
+        f"fsdp); accepted: a multiple of {ways}"
+      )
+    learner.check({"B": batch.rows, "T": batch.length}, section)
+  if decoder and rollout and not settings.vllm:
+    decoder.decoding(tensor).replicas()
+
+
+def _check_files(
+  file: str, workdir: str, config: ml_collections.ConfigDict, machines: Machines
+) -> None:
+  """Refuses files of this machine that the hosts do not have."""
+  processes = len({d.process_index for d in machines.devices})
+  if workdir.startswith("s3://") and processes > 1 and not machines.shards:
+    raise ValueError(
+      f"--workdir={workdir}: several processes need gs://, or a disk that they share"
+    )
+  named = [("--config", file)]
+  for field, value in _strings(config, "config"):
+    if field.rpartition(".")[2] in _INPUTS:
+      for part in value.split(","):
+        # Weights of trajectories are behind the last "=".
+        named.append((f"--{field}", re.sub(r"=[\d.]+$", "", part.strip())))
+  missing = []
+  for field, path in named:
+    if path and not _ADDRESS.match(path) and not _has(path, machines):
+      missing.append(f"{field}={path}")
+  if missing:
+    accepted = "an address in a bucket, or an absolute path on a disk that all share"
+    if machines.is_pod:
+      accepted = (
+        "an address in a bucket (gs://, s3://), a path on --disk=CLAIM:/PATH, or one "
+        "in the image (--in_image=/PATH says so)"
+      )
+    raise ValueError(f"{', '.join(missing)}: not on the hosts; accepted: {accepted}")
+  if not workdir:
+    raise ValueError("--workdir must be given: every host writes there")
+  if _ADDRESS.match(workdir):
+    return
+  on_mount = _is_below(workdir, machines.mounts)
+  if machines.is_pod and not on_mount:
+    raise ValueError(
+      f"--workdir={workdir}: the pod's own disk is lost with it; accepted: gs:// or a "
+      "path on --disk=CLAIM:/PATH"
+    )
+  if machines.without and not os.path.isabs(workdir):
+    raise ValueError(
+      f"--workdir={workdir}: every host would have its own; accepted: gs:// or an "
+      "absolute path on a disk that all share"
+    )
+
+
+def _has(path: str, machines: Machines) -> bool:
+  """Whether the hosts have a file or folder of this name."""
+  if machines.is_pod:
+    is_ours = not os.path.isabs(path) and bool(glob.glob(path))
+    return _is_below(path, machines.mounts) or (is_ours and _is_below(path, _IMAGE))
+  if machines.without:  # a copy of the checkout without these folders
+    is_sent = bool(glob.glob(path)) and not _is_below(path, machines.without)
+    return os.path.isabs(path) or is_sent
+  return True
+
+
+def _is_below(path: str, folders: Sequence[str]) -> bool:
+  path = os.path.normpath(path)
+  return any(path == f or path.startswith(f.rstrip("/") + "/") for f in folders)
+
+
+def _check_services(config: ml_collections.ConfigDict) -> None:
+  """Refuses addresses and sandboxes that a pod does not have."""
+  for field, value in _strings(config, "config"):
+    if _LOOPBACK.match(value):
+      raise ValueError(
+        f"--{field}={value}: in a pod this is the pod itself, where no server runs; "
+        "give the address of a Service"
+      )
+  tools = config.get("tools") or {}
+  own = {*tools.get("tools", ())} - {*(tools.get("mcp") or {})}
+  kinds = {(config.get(name) or {}).get("kind") for name in ("tasks", "dev")}
+  code = (config.get("reward") or {}).get("code") or {}
+  for section, values, is_used in (
+    ("tools", tools, "code" in own and tools.get("enabled", True)),
+    ("reward.code", code, "code" in kinds),
+  ):
+    if is_used and values.get("sandbox") == "jail":
+      raise ValueError(
+        f"--config.{section}.sandbox=jail: a pod cannot build jails; accepted: remote, "
+        "with the sandbox service beside it (tools_sandbox/deploy/kubernetes.yaml) in "
+        f"{section}.remote, or subprocess where no program is hostile"
+      )
+
+
+def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
+  """Yields the strings of a config, in lists and sections too, with their fields."""
+  if isinstance(value, str):
+    yield field, value
+  elif isinstance(value, ml_collections.ConfigDict | dict):
+    for name, inner in value.items():
+      yield from _strings(inner, f"{field}.{name}")
+  elif isinstance(value, list | tuple):
+    for inner in value:
+      yield from _strings(inner, field)
+
+
+def _value(words: Sequence[str], flag: str) -> str:
+  """The value of a flag in a command line; "" where it has none."""
+  found = ""
+  for i, word in enumerate(words):
+    name, equals, value = word.partition("=")
+    if name.lstrip("-") == flag and word.startswith("-"):
+      found = value if equals else "".join(words[i + 1 : i + 2])
+  return found

@@ -1,0 +1,210 @@
+"""Kubernetes' manifests of a run: a JobSet of one pod a host, or a Job of shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from experiments.deploy.slices import Slice
+
+# For the TPU's compiler. Libtpu 0.0.42 reorders rings of chips on v6e and v5e, and then
+# compiles no all-reduce among the four of a slice's first host alone.
+PLAIN_RINGS = (
+  "--xla_tpu_enable_glp_ring_reordering=false "
+  "--xla_tpu_enable_vlp_small_topology_ring_reordering=false"
+)
+# It gathers the next products' matrices while it multiplies (CF_FOR_ALL_GATHER of
+# MaxText's benchmarks/xla_flags_library.py).
+LIBTPU_INIT_ARGS = " ".join(
+  (
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_enable_async_all_gather=true",
+    PLAIN_RINGS,
+  )
+)
+# The ports by which the processes of a run, and slices among them, find each other.
+_PORTS = (8471, 8080)
+
+
+@dataclasses.dataclass(frozen=True)
+class PodJob:
+  """What is to run, and on what.
+
+  Attributes:
+    name: of the job.
+    command: the program's words, from `python` on.
+    slice: the TPUs of one slice; None for none.
+    slices: how many slices, or shards.
+    image: the container image.
+    claim: the volume claim of the disk that all hosts share; "" for none.
+    path: where it is mounted.
+    spot: whether on preemptible machines.
+    restarts: most restarts.
+    grace_s: seconds from SIGTERM to the end.
+    namespace: of Kubernetes; "" for kubectl's.
+    service_account: of the pods; "" for the namespace's default.
+    queue: the Kueue queue that admits the job; "" for none.
+    requests: what the container asks for, as {"cpu": "8", "memory": "64Gi"}.
+    env: environment variables.
+    secrets: variable, or absolute path of a file -> (Secret, key).
+  """
+
+  name: str
+  command: list[str]
+  slice: Slice | None
+  slices: int = 1
+  image: str = ""
+  claim: str = ""
+  path: str = ""
+  spot: bool = False
+  restarts: int = 20
+  grace_s: int = 600
+  namespace: str = ""
+  service_account: str = ""
+  queue: str = ""
+  requests: dict[str, str] = dataclasses.field(default_factory=dict)
+  env: dict[str, str] = dataclasses.field(default_factory=dict)
+  secrets: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+
+
+def make_jobset(job: PodJob) -> dict[str, Any]:
+  """Makes a JobSet (jobset.x-k8s.io/v1alpha2) of one pod a host.
+
+  Every failure makes all pods anew: a process that lives on among new ones would wait
+  for those that it had.
+  """
+  hosts = job.slice.hosts
+  job_spec = {
+    "completionMode": "Indexed",
+    "parallelism": hosts,
+    "completions": hosts,
+    "backoffLimit": 0,  # the set restarts, never one pod of it
+    "template": {
+      # Who may call the sandbox service: see tools_sandbox/deploy/kubernetes.yaml.
+      "metadata": {"labels": {"tools-sandbox-client": "true"}},
+      "spec": _pod_spec(job),
+    },
+  }
+  annotations = {
+    # A slice is a node pool: no two jobs of the set on one.
+    "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+  }
+  return {
+    "apiVersion": "jobset.x-k8s.io/v1alpha2",
+    "kind": "JobSet",
+    "metadata": {**_metadata(job), "annotations": annotations},
+    "spec": {
+      "failurePolicy": {"maxRestarts": job.restarts, "restartStrategy": "Recreate"},
+      "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+      "replicatedJobs": [
+        {"name": "slice", "replicas": job.slices, "template": {"spec": job_spec}}
+      ],
+    },
+  }
+
+
+def make_shards(job: PodJob) -> dict[str, Any]:
+  """Makes an Indexed Job of one pod a shard; a lost one is started again alone."""
+  return {
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "metadata": _metadata(job),
+    "spec": {
+      "completionMode": "Indexed",
+      "parallelism": job.slices,
+      "completions": job.slices,
+      "backoffLimitPerIndex": job.restarts,
+      "template": {
+        "metadata": {"labels": {"tools-sandbox-client": "true"}},
+        "spec": _pod_spec(job),
+      },
+    },
+  }
+
+
+def _metadata(job: PodJob) -> dict[str, Any]:
+  """The name of a manifest, its namespace and its queue."""
+  out: dict[str, Any] = {"name": job.name}
+  if job.namespace:
+    out["namespace"] = job.namespace
+  if job.queue:
+    out["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
+  return out
+
+
+def _pod_spec(job: PodJob) -> dict[str, Any]:
+  """The pod of a host, which has all of its chips."""
+  # --- Its disks: the node's own, memory, and the one that all hosts share.
+  volumes: list[dict[str, Any]] = [
+    {"name": "scratch", "emptyDir": {}},
+    {"name": "shm", "emptyDir": {"medium": "Memory"}},
+  ]
+  mounts = [
+    {"name": "scratch", "mountPath": "/scratch"},
+    {"name": "shm", "mountPath": "/dev/shm"},
+  ]
+  if job.claim:
+    claim = {"claimName": job.claim}
+    volumes.append({"name": "disk", "persistentVolumeClaim": claim})
+    mounts.append({"name": "disk", "mountPath": job.path})
+
+  # --- Its environment; a secret is a variable, or a file at an absolute path.
+  variables = {"LIBTPU_INIT_ARGS": LIBTPU_INIT_ARGS, **job.env}
+  env: list[dict[str, Any]] = []
+  for name, value in variables.items():
+    env.append({"name": name, "value": value})
+  for name, (secret, key) in job.secrets.items():
+    if not name.startswith("/"):
+      source = {"secretKeyRef": {"name": secret, "key": key}}
+      env.append({"name": name, "valueFrom": source})
+      continue
+    volume = f"secret-{len(volumes)}"
+    volumes.append({"name": volume, "secret": {"secretName": secret}})
+    mount = {"name": volume, "mountPath": name, "subPath": key, "readOnly": True}
+    mounts.append(mount)
+
+  # --- The program.
+  local = []
+  for flag in ("--compile_cache=/scratch/xla", "--scratch=/scratch/runs"):
+    name = flag.partition("=")[0]
+    if not any(word.partition("=")[0] == name for word in job.command):
+      local.append(flag)
+  container = {
+    "name": "run",
+    "image": job.image,
+    "command": ["tini", "--", *job.command, *local],
+    "env": env,
+    "ports": [{"containerPort": port} for port in _PORTS],
+    "volumeMounts": mounts,
+  }
+
+  # --- The machine.
+  selector = {}
+  resources: dict[str, Any] = {}
+  if job.requests:
+    resources["requests"] = job.requests
+  if job.slice:
+    resources["limits"] = {"google.com/tpu": job.slice.chips_per_host}
+    selector["cloud.google.com/gke-tpu-accelerator"] = job.slice.gke_accelerator
+    selector["cloud.google.com/gke-tpu-topology"] = job.slice.topology
+  if resources:
+    container["resources"] = resources
+  pod: dict[str, Any] = {
+    "restartPolicy": "Never",
+    "terminationGracePeriodSeconds": job.grace_s,
+    "nodeSelector": selector,
+    "containers": [container],
+    "volumes": volumes,
+  }
+  if job.service_account:
+    pod["serviceAccountName"] = job.service_account
+  if job.slices > 1:  # what goes between them takes no detour through a pod's network
+    pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+  if job.spot:
+    selector["cloud.google.com/gke-spot"] = "true"
+    taint = {"key": "cloud.google.com/gke-spot", "value": "true"}
+    pod["tolerations"] = [{**taint, "operator": "Equal", "effect": "NoSchedule"}]
+  return pod

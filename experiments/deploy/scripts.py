@@ -1,0 +1,124 @@
+"""Scripts that start a run without Kubernetes: an sbatch file, gcloud commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+
+from experiments.deploy.manifests import LIBTPU_INIT_ARGS, PodJob
+
+# Folders of the checkout that --vm does not send.
+NOT_SENT = (".venv", "runs")
+
+
+@dataclasses.dataclass(frozen=True)
+class SlurmJob:
+  """A run on hosts with GPUs.
+
+  Attributes:
+    name: of the job.
+    command: the program's words, from `python` on.
+    nodes: hosts.
+    gpus: GPUs of each.
+    time: limit, as Slurm writes it.
+    account: who pays; "" for the user's default.
+    partition: "" for the cluster's default.
+    image: a container that Pyxis runs the program in; "" for none.
+    venv: a virtual environment's folder; "" for none.
+    env: environment variables.
+  """
+
+  name: str
+  command: list[str]
+  nodes: int = 1
+  gpus: int = 8
+  time: str = "24:00:00"
+  account: str = ""
+  partition: str = ""
+  image: str = ""
+  venv: str = ""
+  env: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def make_sbatch(job: SlurmJob) -> str:
+  """Makes an sbatch file: a process for each GPU, a queue that starts it again.
+
+  JAX gives a process under Slurm the one GPU of its local rank. Slurm sends SIGTERM
+  five minutes before the time is up; the run saves, and goes on when requeued.
+  """
+  options = {
+    "job-name": job.name,
+    "account": job.account,
+    "partition": job.partition,
+    "nodes": job.nodes,
+    "ntasks-per-node": job.gpus,
+    "gpus-per-node": job.gpus,
+    "time": job.time,
+    "signal": "TERM@300",
+  }
+  lines = ["#!/usr/bin/env bash"]
+  lines += [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+  lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
+  for name, value in job.env.items():
+    lines.append(f"export {name}={shlex.quote(value)}")
+  if job.venv:
+    lines.append(f"source {shlex.quote(job.venv + '/bin/activate')}")
+  container = ""
+  if job.image:
+    container = f"--container-image={shlex.quote(job.image)} "
+    container += '--container-mounts="$PWD:$PWD" --container-workdir="$PWD" '
+  run = f"srun --kill-on-bad-exit=1 {container}{shlex.join(job.command)}"
+  lines += [
+    "# From the root of the repository, on a disk that all hosts share.",
+    "# A process that dies ends the others: they would wait for it.",
+    f"{run} && exit",
+    "status=$?",
+    "# 143: saved on SIGTERM. Anything else is a fault, and stays one.",
+    '[[ $status == 143 ]] && scontrol requeue "$SLURM_JOB_ID"',
+    "exit $status",
+  ]
+  return "\n".join(lines) + "\n"
+
+
+def make_vm_commands(job: PodJob, zone: str) -> str:
+  """Makes the gcloud commands that get TPU VMs by a queued resource and run on all.
+
+  Raises:
+    ValueError: the Cloud TPU API has no such slices.
+  """
+  if not job.slice.gcloud_type:
+    raise ValueError(
+      f"--slice={job.slice.name} is not in the Cloud TPU API: leave out --vm, for GKE"
+    )
+  node = shlex.quote(job.name)
+  spot = " --spot" if job.spot else ""
+  where = f"--zone={shlex.quote(zone)}"
+  ssh = f"gcloud compute tpus tpu-vm ssh {node} {where} --worker=all --command"
+  exclude = " ".join(f"--exclude={folder}" for folder in NOT_SENT)
+  unpack = "mkdir -p coa-jax && tar xzf coa-jax.tgz -C coa-jax --strip-components=1"
+  install = "cd coa-jax && python3 -m venv .venv && .venv/bin/pip install -e '.[tpu]'"
+  variables = {"LIBTPU_INIT_ARGS": LIBTPU_INIT_ARGS, **job.env}
+  env = [f"{name}={value}" for name, value in variables.items()]
+  words = ["env", *env, ".venv/bin/python", *job.command[1:]]
+  # Under tmux the run outlives the connection.
+  run = f"cd coa-jax && tmux new-session -d -s run {shlex.quote(shlex.join(words))}"
+  return f"""\
+# 1. The machines: wait until the state is ACTIVE.
+gcloud compute tpus queued-resources create {node} --node-id={node} {where} \\
+  --accelerator-type={job.slice.gcloud_type} \\
+  --runtime-version={job.slice.runtime}{spot}
+gcloud compute tpus queued-resources describe {node} {where}
+
+# 2. This repository on all of them, and what it needs.
+tar {exclude} -czf /tmp/coa-jax.tgz -C .. "$(basename "$PWD")"
+gcloud compute tpus tpu-vm scp /tmp/coa-jax.tgz {node}: {where} --worker=all
+{ssh}={shlex.quote(unpack)}
+{ssh}={shlex.quote(install)}
+
+# 3. The run, on every host; its workdir is on a disk that all share.
+{ssh}={shlex.quote(run)}
+{ssh}='tmux capture-pane -p -t run | tail -n 5'
+
+# 4. When it is done.
+gcloud compute tpus queued-resources delete {node} {where} --force
+"""
