@@ -9,10 +9,10 @@ form, so one row may mix forms:
   from, value                 ShareGPT; LLaMA-Factory's function_call and observation
   type                        OpenAI Responses items; LangChain messages (plain, under
                               `data`, or as `dumpd` writes them)
-  source, message             steps of ATIF, Harbor's Agent Trajectory Interchange Format
+  source, message             steps of ATIF, Harbor's interchange format
 
 The result has `messages` of role, content, reasoning_content, tool_calls and
-tool_call_id, and `is_error` for a tool that failed. Converting it again changes nothing.
+tool_call_id, and `is_error` for a tool that failed. A second conversion changes nothing.
 
 budget: one function for each form of a turn.
 """
@@ -250,7 +250,9 @@ def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
     content, in_parts, thoughts, results = _parts(content, where)
     calls = calls or in_parts
     if thoughts:
-      before = [message["reasoning_content"]] if message.get("reasoning_content") else []
+      before = (
+        [message["reasoning_content"]] if message.get("reasoning_content") else []
+      )
       message["reasoning_content"] = "\n".join([*before, *thoughts])
   if calls and role != "assistant":
     raise RowRefused("bad_call", f"{where}: a call in a message of {said!r:.40}")
@@ -448,9 +450,7 @@ def _without_blocks(message: Message, where: str) -> list[Message]:
       return [message]
     given = message.get("tool_calls") or []
     found = _assistant(calls, where, (head + closed + rest).strip(), {})
-    if given and list(map(_meaning, given)) != list(
-      map(_meaning, found["tool_calls"])
-    ):
+    if given and list(map(_meaning, given)) != list(map(_meaning, found["tool_calls"])):
       raise RowRefused("bad_call", f"{where}: other calls in the text than beside it")
     return [{**message, **found, "tool_calls": given or found["tool_calls"]}]
   if role in ("tool", "user") and text.lstrip().startswith(_RESULT_OPEN):

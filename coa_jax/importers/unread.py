@@ -10,31 +10,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.protocol.roles import ROLES
+from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Trajectory
 
-_NAMES = (
-  "tool_calls?|function_calls?|tool_use|tool_code|tool_response|tool_responses|"
-  "tool_result|tool_results|function_results?|function_response|TOOLCALL|"
-  "execute_(?:bash|ipython)|tool_request|use_mcp_tool|antml:[a-z_]+"
+# Tags around a call or its result. In back quotes they are spoken of.
+_TAG = re.compile(
+  r"(?<!`)</?(?:tool_?calls?|function_?calls?|tool_use|tool_code|tool_request|"
+  r"(?:tool|function)_(?:response|result)s?|execute_(?:bash|ipython)|use_mcp_tool|"
+  r"antml:\w+)>",
+  re.IGNORECASE,
 )
-# Marks that open or close a call or its result; in back quotes they are spoken of.
+# What stands after such a tag if it is a call, not a word about one.
+_PAYLOAD = re.compile(r"[\s:]*[\[{(<'\"]|\s*\w+\s*[\[({<\n]")
+# Marks that stand in no other text than a call.
 _MARK = re.compile(
-  rf"(?<!`)(?:</?(?:{_NAMES})>"
-  r"|<(?:antml:)?invoke\b|<function=|<function\s+name=|<parameter=|<tool\s+name="
-  r"|<\|python_tag\|>|<\|/?(?:tool|function|action)_?\w*\|>|<\|plugin\|>"
-  r"|<\|channel\|>|<\|call\|>|\bto=functions\.\w"
-  "|<\uff5c\\w*tool\\w*\uff5c>|<\uff5ctool\u2581\\w+\uff5c>"
+  r"(?<!`)(?:<(?:antml:)?invoke\b|<function=|<(?:function|tool)\s+name=|<parameter="
+  r"|<\|python_tag\|>|<\|/?(?:tool|function|action)_?\w*\|>|<\|plugin\|>|<\|call\|>"
+  r"|<\|channel\|>|\bto=functions\.\w"
+  "|<\uff5c[\\w\u2581]*tool[\\w\u2581]*\uff5c>"
   "|\u273f(?:FUNCTION|ARGS|RESULT|RETURN)\u273f"
   r"|\[/?(?:TOOL_CALLS?|TOOL_REQUEST|TOOL_RESULTS|END_TOOL_REQUEST)\]"
+  r"|functools\[\{)"
   r"|```[ \t]*(?:tool_code|tool_call|tool_use|tool_outputs?|function_call)\b"
-  r"|functools\[\{"
   r"|^Action(?: \d+)?:[ \t]*[\w.-]+(?:\[|[ \t]*\n+Action Input)"
-  r"|^Action Input(?: \d+)?:)",
+  r"|^Action Input(?: \d+)?:",
   re.MULTILINE | re.IGNORECASE,
 )
-# What stands after a mark that is a call, not a word about one.
-_PAYLOAD = re.compile(r"[\s:]*[\[{(<'\"]|\s*\w+\s*[\[({<\n]")
 # A whole text that is a call: a JSON object with its name and arguments, perhaps in a
 # fence or a list, or Python's list of calls.
 _WHOLE = re.compile(
@@ -68,14 +69,16 @@ def unread_text(trajectory: Trajectory) -> str:
   An answer may hold no mark of a call at all; a thought or a plan may speak of one.
   """
   for segment in trajectory.segments:
-    if segment.author != Author.POLICY or segment.role not in ROLES:
+    if segment.author != Author.POLICY or segment.role not in roles.ROLES:
       continue
-    text = segment.text
-    is_answer = segment.role in ("answer", "suggested_answer")
-    for mark in _MARK.finditer(text):
-      if is_answer or _PAYLOAD.match(text, mark.end()):
-        return text[mark.start() : mark.start() + 60]
-    inner = text.partition(">")[2].rpartition("</")[0]
+    text = segment.text.strip().removeprefix(roles.open_tag(segment.role)).lstrip()
+    is_answer = segment.role in (roles.ANSWER, roles.SUGGESTED_ANSWER)
+    if mark := _MARK.search(text):
+      return text[mark.start() : mark.start() + 60]
+    for tag in _TAG.finditer(text):
+      if is_answer or _PAYLOAD.match(text, tag.end()):
+        return text[tag.start() : tag.start() + 60]
+    inner = text.removesuffix(roles.close_tag(segment.role))
     if is_answer and _is_call(inner):
       return inner[:60]
   return ""
@@ -108,9 +111,9 @@ def _count(value: Any) -> int:
   kind = value.get("role") or value.get("type") or value.get("from")
   if kind in _RESULTS:
     return 0
-  if isinstance(kind, str) and re.search(r"(?:^|_)(?:tool_use|call)$", kind):
-    if "role" not in value and "from" not in value:
-      return 1
+  named = isinstance(kind, str) and re.search(r"(?:^|_)(?:tool_use|call)$", kind)
+  if named and "role" not in value and "from" not in value:
+    return 1
   if "tool" in value and "tool_input" in value:
     return 1
   if any(isinstance(value.get(key), dict) for key in _CALL_KEYS):
