@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.importers.call_text import read_value
 from coa_jax.importers.row import Recorder, RowRefused
-from coa_jax.importers.shapes import read_value
 from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, render_function_call
 from coa_jax.protocol.tools import FUNCTION_TAG, SPECS, Body

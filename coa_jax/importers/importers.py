@@ -38,7 +38,7 @@ from coa_jax.importers.row import ImportedRun, RowRefused
 from coa_jax.importers.search_r1 import is_search_r1, read_search_r1
 from coa_jax.importers.shapes import SHAPES, shape_of
 from coa_jax.importers.turns import split_turns
-from coa_jax.importers.unread import count_calls, unread_text
+from coa_jax.importers.unread_calls import count_calls, unread_text
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant

@@ -95,9 +95,7 @@ def read_oagents(
     RowRefused: the steps do not have that shape, a call cannot be translated, several
       calls share one observation, or a sub-task belongs to no step.
   """
-  steps = row.get("intermediate_steps") or row.get("steps")
-  if isinstance(steps, list):
-    steps = [_of_pair(step) if isinstance(step, list) else step for step in steps]
+  steps = _with_pairs(row.get("intermediate_steps") or row.get("steps"))
   if not are_objects(steps):
     raise RowRefused("no_steps", "intermediate_steps is not a list of objects")
   reading = _Reading(task_id, table, _subtasks(row.get("search_agent_actions")))
@@ -134,9 +132,7 @@ def read_oagents(
     recorder.run.status = Status.INFRASTRUCTURE
     recorder.run.error = str(row["agent_error"])
     return recorder.end(task, None)
-  prediction = row.get("prediction")
-  if prediction is None:
-    prediction = row.get("output")
+  prediction = row.get("prediction", row.get("output"))
   if row.get("iteration_limit_exceeded"):
     return recorder.end(task, None)
   # The row's prediction goes first: systems word it anew after their last step.
@@ -144,6 +140,13 @@ def read_oagents(
   if reading.answer not in (None, text):
     recorder.note("row", f"the run's own answer {reading.answer!r:.80}")
   return recorder.end(task, text)
+
+
+def _with_pairs(steps: Any) -> Any:
+  """Steps, with those that are pairs as objects."""
+  if not isinstance(steps, list):
+    return steps
+  return [_of_pair(step) if isinstance(step, list) else step for step in steps]
 
 
 def _of_pair(pair: list[Any]) -> Any:

@@ -12,18 +12,24 @@ form, so one row may mix forms:
   source, message             steps of ATIF, Harbor's interchange format
 
 The result has `messages` of role, content, reasoning_content, tool_calls and
-tool_call_id, and `is_error` for a tool that failed. A second conversion changes nothing.
+tool_call_id, and `is_error` for a tool that failed. A second conversion
+changes nothing.
 
 budget: one function for each form of a turn.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from coa_jax.importers.call_text import (
+  CALL_OPEN,
+  parse_calls,
+  read_value,
+  take_blocks,
+)
 from coa_jax.importers.row import RowRefused, are_objects, fields
 from coa_jax.protocol import roles
 
@@ -56,13 +62,8 @@ _SPEAKERS: Mapping[str, str] = {
   "functionmessage": "tool",
   "systemmessage": "system",
 }
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
 _RESULT_OPEN = "<tool_response>"
 _RESULT_CLOSE = "</tool_response>"
-_LITERAL = 100_000  # longest Python literal that is read
-_CLOSINGS = 8  # closing tags that are tried as the end of a Python literal
-_JSON = json.JSONDecoder(strict=False)  # takes raw line breaks in strings
 # Ids, times and counts: they say nothing of the trajectory.
 _METADATA = fields(
   "type status data kwargs lc example additional_kwargs response_metadata "
@@ -224,7 +225,7 @@ def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
   content = turn.get("content")
   message = _rest(turn, "role content tool_calls function_call")
   if role == _CALL:
-    return [_assistant(_parsed(content, where), where, "", message)]
+    return [_assistant(parse_calls(content, where), where, "", message)]
   if role != "assistant":
     message["role"] = role
 
@@ -282,7 +283,7 @@ def _parts(
       calls.append(part)
     elif kind == "tool_call":
       value = part.get("value")
-      calls += [part] if value is None else _parsed(value, where)
+      calls += [part] if value is None else parse_calls(value, where)
     elif kind == "tool_result":
       result = {"role": "tool", "tool_call_id": part.get("tool_use_id")}
       result["content"] = part.get("content")
@@ -305,7 +306,7 @@ def _of_sharegpt(turn: Mapping[str, Any], where: str) -> list[Message]:
     raise RowRefused("bad_turn", f"{where} is of {turn['from']!r:.40}: {text!r:.40}")
   rest = _rest(turn, "from value")
   if role == _CALL:
-    return [_assistant(_parsed(text, where), where, "", rest)]
+    return [_assistant(parse_calls(text, where), where, "", rest)]
   return [{"role": role, "content": text, **rest}]
 
 
@@ -377,7 +378,7 @@ def _assistant(
 def _call(value: Any, where: str) -> dict[str, Any]:
   """One call, of any system, as OpenAI's chat messages have it."""
   if isinstance(value, str):  # verifiers writes each as JSON
-    (value,) = _parsed(value, where, most=1)
+    (value,) = parse_calls(value, where, most=1)
   if not isinstance(value, dict):
     raise RowRefused("bad_call", f"{where}: {value!r:.80}")
   function = value.get("function")
@@ -395,41 +396,6 @@ def _call(value: Any, where: str) -> dict[str, Any]:
   return {"id": key, "type": "function", "function": call}
 
 
-def _parsed(text: Any, where: str, most: int = 1000) -> list[Any]:
-  """The calls that a text holds: one or a list, as JSON or as a Python literal."""
-  if not isinstance(text, str):
-    raise RowRefused("bad_call", f"{where}: {text!r:.60}")
-  text = text.strip()
-  if text.startswith(_OPEN):
-    rest, calls = _take_blocks(text, where)
-    if rest:
-      raise RowRefused("bad_call", f"{where}: text beside a call: {rest!r:.60}")
-    return calls
-  value = read_value(text)
-  out = value if isinstance(value, list) else [value]
-  if not out or len(out) > most or not are_objects(out):
-    raise RowRefused("bad_call", f"{where}: {text!r:.60} is no call")
-  return out
-
-
-def read_value(text: str, python: bool = True) -> Any:
-  """The JSON value, or with `python` the Python literal, of a text; None for neither.
-
-  Line breaks in strings may be raw.
-  """
-  try:
-    return json.loads(text, strict=False)
-  except (ValueError, RecursionError):
-    pass
-  if not python or len(text) > _LITERAL:
-    return None
-  try:
-    # Through JSON: a set, bytes or the like is no argument of a call.
-    return json.loads(json.dumps(ast.literal_eval(text)))
-  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-    return None
-
-
 # Blocks in text, as Hermes and Qwen write them.
 
 
@@ -439,13 +405,13 @@ def _without_blocks(message: Message, where: str) -> list[Message]:
   if text is None:
     return [message]
   role = message.get("role")
-  if role == "assistant" and _OPEN in text:
+  if role == "assistant" and CALL_OPEN in text:
     # What a model thinks of calls is no call.
     closing = roles.close_tag(roles.THINK)
     head, closed, tail = text.partition(closing)
     if not closed:
       head, tail = "", text
-    rest, calls = _take_blocks(tail, where)
+    rest, calls = take_blocks(tail, where)
     if not calls:
       return [message]
     given = message.get("tool_calls") or []
@@ -473,50 +439,6 @@ def _meaning(call: Mapping[str, Any]) -> tuple[str, Any]:
   if isinstance(arguments, str):
     arguments = read_value(arguments) or arguments
   return function["name"], arguments
-
-
-def _take_blocks(text: str, where: str) -> tuple[str, list[Any]]:
-  """(the text without its call blocks, the calls in them)."""
-  left = []
-  calls: list[Any] = []
-  at = 0
-  while (start := text.find(_OPEN, at)) >= 0:
-    inside = start + len(_OPEN)
-    while inside < len(text) and text[inside].isspace():
-      inside += 1
-    if text[inside : inside + 1] not in ("{", "["):  # a word about the tag
-      left.append(text[at:inside])
-      at = inside
-      continue
-    left.append(text[at:start])
-    value, at = _block(text, inside, where)
-    calls += value if isinstance(value, list) else [value]
-  left.append(text[at:])
-  return "".join(left).strip(), calls
-
-
-def _block(text: str, start: int, where: str) -> tuple[Any, int]:
-  """The value of a call block, and where its closing tag ends."""
-  # A closing tag inside a JSON string ends nothing.
-  try:
-    value, end = _JSON.raw_decode(text, start)
-  except (ValueError, RecursionError):
-    pass
-  else:
-    while end < len(text) and text[end].isspace():
-      end += 1
-    if text.startswith(_CLOSE, end):
-      return value, end + len(_CLOSE)
-  end = start
-  for _ in range(_CLOSINGS):
-    end = text.find(_CLOSE, end)
-    if end < 0:
-      break
-    value = read_value(text[start:end].strip())
-    end += len(_CLOSE)
-    if value is not None:
-      return value, end
-  raise RowRefused("bad_call", f"{where}: {text[start : start + 60]!r} is no call")
 
 
 def _of_results(message: Message, text: str, where: str) -> list[Message]:

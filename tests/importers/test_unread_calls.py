@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from imported import WHOLE, read
 
 from coa_jax.importers.importers import Importer
-from coa_jax.importers.unread import count_calls
+from coa_jax.importers.unread_calls import count_calls
 from coa_jax.protocol.roles import get_variant
 from coa_jax.teacher.convert import Dropped
 
