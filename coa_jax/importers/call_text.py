@@ -1,12 +1,10 @@
-"""Calls in text: JSON, Python literals and the <tool_call> blocks of Hermes and Qwen."""
+"""Calls in text: JSON, Python literals, and <tool_call> blocks (Hermes, Qwen)."""
 
 from __future__ import annotations
 
 import ast
 import json
 from typing import Any
-
-from coa_jax.importers.row import RowRefused, are_objects
 
 CALL_OPEN = "<tool_call>"
 _CALL_CLOSE = "</tool_call>"
@@ -33,25 +31,31 @@ def read_value(text: str, python: bool = True) -> Any:
     return None
 
 
-def parse_calls(text: Any, where: str, most: int = 1000) -> list[Any]:
-  """The calls that a text holds: one or a list, as JSON or as a Python literal."""
-  if not isinstance(text, str):
-    raise RowRefused("bad_call", f"{where}: {text!r:.60}")
+def parse_calls(text: str) -> list[Any]:
+  """The calls that a text holds: one or a list, as JSON or as a Python literal.
+
+  Raises:
+    ValueError: it holds something else.
+  """
   text = text.strip()
   if text.startswith(CALL_OPEN):
-    rest, calls = take_blocks(text, where)
+    rest, calls = take_blocks(text)
     if rest:
-      raise RowRefused("bad_call", f"{where}: text beside a call: {rest!r:.60}")
+      raise ValueError(f"text beside a call: {rest!r:.60}")
     return calls
   value = read_value(text)
   out = value if isinstance(value, list) else [value]
-  if not out or len(out) > most or not are_objects(out):
-    raise RowRefused("bad_call", f"{where}: {text!r:.60} is no call")
+  if not out or not all(isinstance(call, dict) for call in out):
+    raise ValueError(f"{text!r:.60} is no call")
   return out
 
 
-def take_blocks(text: str, where: str) -> tuple[str, list[Any]]:
-  """(the text without its call blocks, the calls in them)."""
+def take_blocks(text: str) -> tuple[str, list[Any]]:
+  """Returns the text without its call blocks, and the calls in them.
+
+  Raises:
+    ValueError: a block holds no call, or is not closed.
+  """
   left = []
   calls: list[Any] = []
   at = 0
@@ -64,13 +68,13 @@ def take_blocks(text: str, where: str) -> tuple[str, list[Any]]:
       at = inside
       continue
     left.append(text[at:start])
-    value, at = _block(text, inside, where)
+    value, at = _block(text, inside)
     calls += value if isinstance(value, list) else [value]
   left.append(text[at:])
   return "".join(left).strip(), calls
 
 
-def _block(text: str, start: int, where: str) -> tuple[Any, int]:
+def _block(text: str, start: int) -> tuple[Any, int]:
   """The value of a call block, and where its closing tag ends."""
   # A closing tag inside a JSON string ends nothing.
   try:
@@ -91,4 +95,4 @@ def _block(text: str, start: int, where: str) -> tuple[Any, int]:
     end += len(_CALL_CLOSE)
     if value is not None:
       return value, end
-  raise RowRefused("bad_call", f"{where}: {text[start : start + 60]!r} is no call")
+  raise ValueError(f"{text[start : start + 60]!r} is no call")

@@ -225,7 +225,7 @@ def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
   content = turn.get("content")
   message = _rest(turn, "role content tool_calls function_call")
   if role == _CALL:
-    return [_assistant(parse_calls(content, where), where, "", message)]
+    return [_assistant(_parse(content, where), where, "", message)]
   if role != "assistant":
     message["role"] = role
 
@@ -283,7 +283,7 @@ def _parts(
       calls.append(part)
     elif kind == "tool_call":
       value = part.get("value")
-      calls += [part] if value is None else parse_calls(value, where)
+      calls += [part] if value is None else _parse(value, where)
     elif kind == "tool_result":
       result = {"role": "tool", "tool_call_id": part.get("tool_use_id")}
       result["content"] = part.get("content")
@@ -306,7 +306,7 @@ def _of_sharegpt(turn: Mapping[str, Any], where: str) -> list[Message]:
     raise RowRefused("bad_turn", f"{where} is of {turn['from']!r:.40}: {text!r:.40}")
   rest = _rest(turn, "from value")
   if role == _CALL:
-    return [_assistant(parse_calls(text, where), where, "", rest)]
+    return [_assistant(_parse(text, where), where, "", rest)]
   return [{"role": role, "content": text, **rest}]
 
 
@@ -378,7 +378,7 @@ def _assistant(
 def _call(value: Any, where: str) -> dict[str, Any]:
   """One call, of any system, as OpenAI's chat messages have it."""
   if isinstance(value, str):  # verifiers writes each as JSON
-    (value,) = parse_calls(value, where, most=1)
+    value = _parse(value, where)[0]
   if not isinstance(value, dict):
     raise RowRefused("bad_call", f"{where}: {value!r:.80}")
   function = value.get("function")
@@ -396,6 +396,18 @@ def _call(value: Any, where: str) -> dict[str, Any]:
   return {"id": key, "type": "function", "function": call}
 
 
+def _parse(text: Any, where: str) -> list[Any]:
+  return _checked(parse_calls, text, where)
+
+
+def _checked(read: Callable[[str], Any], text: Any, where: str) -> Any:
+  """What a reader of calls makes of a text."""
+  try:
+    return read(text)
+  except (ValueError, AttributeError) as e:  # not a text
+    raise RowRefused("bad_call", f"{where}: {e}") from e
+
+
 # Blocks in text, as Hermes and Qwen write them.
 
 
@@ -411,7 +423,7 @@ def _without_blocks(message: Message, where: str) -> list[Message]:
     head, closed, tail = text.partition(closing)
     if not closed:
       head, tail = "", text
-    rest, calls = take_blocks(tail, where)
+    rest, calls = _checked(take_blocks, tail, where)
     if not calls:
       return [message]
     given = message.get("tool_calls") or []
