@@ -378,7 +378,8 @@ def _assistant(
 def _call(value: Any, where: str) -> dict[str, Any]:
   """One call, of any system, as OpenAI's chat messages have it."""
   if isinstance(value, str):  # verifiers writes each as JSON
-    value = _parse(value, where)[0]
+    found = _parse(value, where)
+    value = found[0] if len(found) == 1 else None
   if not isinstance(value, dict):
     raise RowRefused("bad_call", f"{where}: {value!r:.80}")
   function = value.get("function")
