@@ -10,7 +10,6 @@ import pytest
 import toy
 
 from coa_jax.protocol import chat_template, prompts, roles, tokens
-from coa_jax.protocol.parser import parse
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment
 
@@ -75,7 +74,6 @@ def test_a_tag_that_the_template_opens_is_the_policys(tmp_path):
   template = SAYS + "<|im_start|>assistant\n<think>\n"
   tokenizer = Tokenizer.load(folder(tmp_path, template))
   assert prompt(tokenizer).endswith("<|im_end|><|im_start|>assistant\n")
-  assert parse("<think>t</think><answer>x</answer>", toy.VARIANT).ok
   # One that is closed again leaves the reply whole.
   closed = SAYS + "<think>\n\n</think>\n\n"
   tokenizer.hf.chat_template = closed
@@ -98,7 +96,7 @@ BAD = [
   ("{{ ''.__class__.__mro__ }}" + SAYS, "SecurityError"),
   ("{% include '/etc/passwd' %}" + SAYS, "cannot be used"),
   ("{{ 'x' * 10 ** 10 }}" + SAYS, "MB of memory"),
-  ("{{ 'x' * 2000000 }}" + SAYS, "renders 2000042 characters"),
+  ("{{ 'x' * 2000000 }}" + SAYS, "renders 20000.. characters"),
   ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
   (SAYS + "<think>\nOkay, ", "opens <think>"),
   (SAYS + "<plan>", "opens <plan>"),
