@@ -12,10 +12,12 @@ r"""Turns other people's traces into trajectories that SFT reads.
   python -m experiments.import_traces --file=gs://BUCKET/runs.jsonl --variant=web \
     --out=gs://BUCKET/web/trajectories.jsonl --shard=0/8
 
-Reads released Chain-of-Agents SFT records, OAgents and smolagents runs, OpenAI chat
-messages and ShareGPT conversations with tool calls (each question of a record becomes a
+Reads released Chain-of-Agents SFT records, OAgents, smolagents and LangChain runs,
+conversations with tool calls (messages of OpenAI, Anthropic, Hermes, LangChain and
+LLaMA-Factory, ShareGPT, verifiers, ATIF, Responses; each question of a record becomes a
 trajectory), ReAct and Search-R1 text, our own runs and trajectories, and released RL
 rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources.
+A row with a call that no importer reads is dropped (unread_call).
 --formats.copies writes each trajectory in other tool formats too; --described_tools
 has prompts describe only the tools of the run that will play. What a row has that a
 trajectory has no place for, and every row that is dropped, is named with the reason on

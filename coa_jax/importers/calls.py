@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.importers.call_text import read_value
 from coa_jax.importers.row import Recorder, RowRefused
 from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, render_function_call
@@ -57,6 +58,7 @@ def translate_and_note(
   recorder: Recorder, where: str, name: str, arguments: Any, table: Mapping[str, str]
 ) -> Call:
   """Translates a call, and notes each argument that is lost; see `translate`."""
+  recorder.calls_read += 1
   call = translate(name, arguments, table)
   for argument in call.lost:
     recorder.note(where, f"argument {argument} of {name}")
@@ -80,7 +82,9 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
     raise RowRefused(
       "unknown_tool", f"no tag for the tool {name!r}; name one with --tools"
     )
-  fields = _object(arguments)
+  fields = _object(arguments, tag)
+  if fields is None and tag == FUNCTION_TAG and arguments in (None, ""):
+    fields = {}  # a function without parameters
 
   # --- A function tool is written as it is: its own name, its own arguments.
   if tag == FUNCTION_TAG:
@@ -121,13 +125,20 @@ def _main_argument(fields: Mapping[str, Any], names: Sequence[str]) -> str | Non
   return None
 
 
-def _object(arguments: Any) -> dict[str, Any] | None:
+def _object(arguments: Any, tag: str) -> dict[str, Any] | None:
+  """Arguments as an object; None where they are a plain string or another value."""
   if isinstance(arguments, str):
-    try:
-      arguments = json.loads(arguments)
-    except (ValueError, RecursionError):
-      return None
-  return arguments if isinstance(arguments, dict) else None
+    # A program may be a Python literal.
+    arguments = read_value(arguments, python=tag != "code")
+  if not isinstance(arguments, dict):
+    return None
+  try:
+    json.dumps(arguments, allow_nan=False)
+  except (ValueError, RecursionError):
+    raise RowRefused(
+      "bad_arguments", f"{arguments!r:.80}: NaN and Infinity are not JSON"
+    ) from None
+  return arguments
 
 
 def _body(tag: str, value: Any, others: Mapping[str, Any]) -> Body:

@@ -1,10 +1,10 @@
-"""OpenAI chat messages with tool calls as runs.
+"""Chat messages with tool calls as runs.
 
-A row holds `messages` (or `conversation`): perhaps a system message, one user message,
-then assistant messages with `tool_calls` (or the older `function_call`), a tool message
-for each call, and at last an assistant message without calls, the answer. Text beside a
-call is a thought. Calls made at once are written one after the other, each with its
-result. A think block that content begins with is the thought that it is.
+`shapes` brings a row into this form: `messages` of perhaps a system message, one user
+message, then assistant messages with `tool_calls`, a tool message for each call, and at
+last an assistant message without calls, the answer. Text beside a call is a thought.
+Calls made at once are written one after the other, each with its result. A think block
+that content begins with is the thought that it is.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from coa_jax.importers.row import (
   ImportedRun,
   Recorder,
   RowRefused,
-  are_objects,
   fields,
   note_unread,
   task_of,
 )
+from coa_jax.importers.shapes import as_chat
 from coa_jax.protocol import roles
 from coa_jax.teacher import runs
 
 _ROW = TASK_FIELDS | fields("messages conversation tools")
 _MESSAGE = fields(
-  "role content tool_calls function_call reasoning_content reasoning tool_call_id name "
-  "id"
+  "role content tool_calls reasoning_content reasoning tool_call_id name id is_error"
+)
+# Parts of a message that are no text: a trajectory has no place for them.
+_MEDIA = fields(
+  "image image_url input_image audio input_audio video video_url document file "
+  "input_file redacted_thinking"
 )
 _REASONING = ("reasoning_content", "reasoning")  # the same, by two servers
 
@@ -41,7 +45,7 @@ def read_chat(
   """Reads one row as a run.
 
   Args:
-    row: as above; `answer` or `answers` where they are known.
+    row: of any shape in `shapes`; `answer` or `answers` where they are known.
     task_id: what to call the task.
     table: names of tools beyond `calls.TOOLS`.
 
@@ -49,13 +53,11 @@ def read_chat(
     RowRefused: the messages do not have that shape, or a call cannot be translated.
   """
   # --- The row: its messages, and what it has beside them.
-  messages = row.get("messages") or row.get("conversation")
-  conversation = row.get("conversation") or messages
-  if not are_objects(messages):
-    raise RowRefused("no_messages", "messages is not a list of objects")
+  row = as_chat(row)
+  messages = row["messages"]
   recorder = Recorder(task_id)
   note_unread(recorder, "row", row, _ROW)
-  if conversation != messages:
+  if row.get("conversation"):
     recorder.note("row", "field 'conversation' is not read, but 'messages'")
   if row.get("tools"):
     recorder.note("row", "the list of tools; ours takes its place")
@@ -137,13 +139,16 @@ def _text(content: Any, where: str, recorder: Recorder) -> str:
     raise RowRefused("bad_content", f"{where}: content is {content!r:.60}")
   texts = []
   for part in content:
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-      texts.append(part["text"])
-    else:  # an image, say
-      kind = part
-      if isinstance(part, dict):
-        kind = part.get("type")
+    part = {"text": part} if isinstance(part, str) else part
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind in _MEDIA:
       recorder.note(where, f"a part of kind {kind!r:.40} is left out")
+    elif isinstance(part, dict) and isinstance(part.get("text"), str):
+      texts.append(part["text"])
+    elif kind == "refusal" and isinstance(part.get("refusal"), str):
+      texts.append(part["refusal"])
+    else:  # it may hold what the model wrote or was shown
+      raise RowRefused("bad_content", f"{where}: a part of kind {kind!r:.40}")
   return "".join(texts)
 
 
@@ -151,15 +156,8 @@ def _calls(message: Mapping[str, Any], where: str) -> list[tuple[Any, str, Any]]
   """(id, name, arguments) of every call in a message."""
   out = []
   for call in message.get("tool_calls") or []:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-      raise RowRefused("bad_call", f"{where}: {call!r:.80}")
-    out.append((call.get("id") or None, function["name"], function.get("arguments")))
-  older = message.get("function_call")  # one call, without an id
-  if older:
-    if not isinstance(older, dict) or not isinstance(older.get("name"), str):
-      raise RowRefused("bad_call", f"{where}: {older!r:.80}")
-    out.append((None, older["name"], older.get("arguments")))
+    function = call["function"]
+    out.append((call["id"] or None, function["name"], function["arguments"]))
   ids = [key for key, _, _ in out]
   # All have one, each its own, or none has: then results are told apart by order.
   if any(ids) and len(set(ids) - {None}) < len(ids):
@@ -177,7 +175,7 @@ def _record_calls(
   """Records calls with their results, in the calls' order; the answer if it is one."""
   answer = None
   results = _results(calls, messages, recorder, where)
-  for (_, name, arguments), result in zip(calls, results, strict=True):
+  for (_, name, arguments), (result, failed) in zip(calls, results, strict=True):
     call = translate_and_note(recorder, where, name, arguments, table)
     if call.tag == roles.ANSWER:
       # Nothing reads what a tool says to the end of the work.
@@ -194,7 +192,7 @@ def _record_calls(
       recorder.say(runs.SOLVER, runs.CANDIDATE, call.body)
       recorder.note(where, f"the result {result!r:.80} of {name}")
       continue
-    recorder.call(call.tag, call.body, result)
+    recorder.call(call.tag, call.body, result, failed)
   return answer
 
 
@@ -203,13 +201,15 @@ def _results(
   messages: Iterator[tuple[int, dict]],
   recorder: Recorder,
   where: str,
-) -> list[str | None]:
-  """The result of each call, None where it has none."""
+) -> list[tuple[str | None, bool]]:
+  """The result of each call, None where it has none, and whether the call failed."""
   ids = [key for key, _, _ in calls]
-  by_id: dict[Any, str] = {}
-  in_order: list[str | None] = []
+  by_id: dict[Any, tuple[str | None, bool]] = {}
+  in_order: list[tuple[str | None, bool]] = []
   for at, message in messages:
     if message.get("role") not in ("tool", "function"):
+      if len(in_order) == 1:
+        raise RowRefused("shared_observation", f"{where}: {len(calls)} calls, 1 result")
       raise RowRefused("no_result", f"message {at} answers no call of {where}")
     note_unread(recorder, f"message {at}", message, _MESSAGE)
     text = _text(message.get("content"), f"message {at}", recorder)
@@ -220,8 +220,8 @@ def _results(
       raise RowRefused(
         "stray_result", f"message {at} answers {key!r}, which is no call"
       )
-    in_order.append(text)
-    by_id[key] = text
+    by_id[key] = (text, bool(message.get("is_error")))
+    in_order.append(by_id[key])
   if None in ids:  # no call has an id (see `_calls`): results stand in their order
-    return in_order + [None] * (len(calls) - len(in_order))
-  return [by_id.get(key) for key in ids]
+    return in_order + [(None, False)] * (len(calls) - len(in_order))
+  return [by_id.get(key, (None, False)) for key in ids]

@@ -7,8 +7,10 @@ ours has no place for stands in its `meta["lost"]`, line by line. Formats:
   runs          our own runs (`distill`'s runs.jsonl); their tasks are given beside them
   alpaca        the released Chain-of-Agents SFT records (`alpaca`)
   oagents       OAgents and smolagents, JSON lines (`oagents`)
-  chat          OpenAI chat messages with tool calls (`chat`)
-  sharegpt      ShareGPT conversations, with tool calls or without (`sharegpt`)
+  chat          conversations with tool calls (`chat`): messages of OpenAI, Anthropic,
+                Hermes, LangChain or LLaMA-Factory v1
+  sharegpt, atif, verifiers, responses
+                conversations under other fields, read as chat messages (`shapes`)
   react         ReAct text (`react`)
   search_r1     Search-R1 text (`search_r1`)
 
@@ -34,8 +36,9 @@ from coa_jax.importers.oagents import read_oagents
 from coa_jax.importers.react import is_react, read_react
 from coa_jax.importers.row import ImportedRun, RowRefused
 from coa_jax.importers.search_r1 import is_search_r1, read_search_r1
-from coa_jax.importers.sharegpt import as_chat
+from coa_jax.importers.shapes import SHAPES, shape_of
 from coa_jax.importers.turns import split_turns
+from coa_jax.importers.unread_calls import count_calls, unread_text
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant
@@ -52,26 +55,22 @@ FORMATS = (
   "oagents",
   "chat",
   "sharegpt",
+  "atif",
+  "verifiers",
+  "responses",
   "react",
   "search_r1",
 )
 RL = "rl"  # what `detect` says of rows that are tasks
 
 
-def _read_sharegpt(
-  row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
-) -> ImportedRun:
-  return read_chat(as_chat(row), task_id, table)
-
-
+_CONVERSATIONS = tuple(shape.name for shape in SHAPES)
 _READERS = {
+  **dict.fromkeys(_CONVERSATIONS, read_chat),
   "oagents": read_oagents,
-  "chat": read_chat,
-  "sharegpt": _read_sharegpt,
   "react": read_react,
   "search_r1": read_search_r1,
 }
-_CONVERSATIONS = ("chat", "sharegpt")
 
 Record = tuple[int, str, dict[str, Any]]  # number, "FILE:LINE", row
 
@@ -84,7 +83,7 @@ def detect(row: Mapping[str, Any]) -> str:
   Raises:
     ValueError: it has the fields of none.
   """
-  filled = {name for name, value in row.items() if value not in (None, "", [], {})}
+  filled = {name: v for name, v in row.items() if v not in (None, "", [], {})}
   name = _format(filled)
   if name:
     return name
@@ -93,7 +92,7 @@ def detect(row: Mapping[str, Any]) -> str:
     return "react"
   if is_search_r1(row):
     return "search_r1"
-  name = _format(set(row))  # the right columns, all empty: that format says why not
+  name = _format(dict.fromkeys(row, True))  # all empty: that format says why not
   if name:
     return name
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
@@ -101,27 +100,27 @@ def detect(row: Mapping[str, Any]) -> str:
     f"its fields ({names}) are those of no format; accepted: trajectories (task_id, "
     "segments), runs (task_id, events, calls), rl (prompt, reward_model), alpaca "
     "(instruction, output), oagents (steps or intermediate_steps), chat (messages or "
-    "conversation), sharegpt (conversations), react (a text of 'Thought:', 'Action:' "
-    "lines), search_r1 (a text of <search> and <information> spans)"
+    "conversation), sharegpt (conversations), atif (steps with a source), verifiers "
+    "(prompt and completion, lists of messages), responses (output, a list of items), "
+    "react (a text of 'Thought:', 'Action:' lines), search_r1 (a text of <search> and "
+    "<information> spans)"
   )
 
 
-def _format(fields: set[str]) -> str:
-  if {"task_id", "segments"} <= fields:
+def _format(row: Mapping[str, Any]) -> str:
+  names = set(row)
+  if {"task_id", "segments"} <= names:
     return "trajectories"
-  if {"task_id", "events", "calls"} <= fields:
+  if {"task_id", "events", "calls"} <= names:
     return "runs"
-  if {"prompt", "reward_model"} <= fields:
+  if {"prompt", "reward_model"} <= names:
     return RL
-  if {"instruction", "output"} <= fields:
+  if {"instruction", "output"} <= names:
     return "alpaca"
-  if fields & {"intermediate_steps", "steps"}:
+  shape = shape_of(row)
+  if names & {"intermediate_steps", "steps"} and shape != "atif":
     return "oagents"
-  if fields & {"messages", "conversation"}:
-    return "chat"
-  if "conversations" in fields:
-    return "sharegpt"
-  return ""
+  return shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,19 +173,34 @@ class Importer:
 
     # --- Read it. Whatever a foreign row holds, it is refused and nothing crashes.
     try:
-      if self.format == "alpaca":
-        trajectory = read_alpaca(row, task_id, self.variant, self.keep_illegal)
-        trajectory.sample = sample
-        return _task(trajectory), trajectory
-      if self.format == "trajectories":
-        return self._own(row, task_id, where)
-      imported = self._imported(row, task_id, where, sample)
+      result = self._read(row, task_id, where, sample)
+      if isinstance(result, Dropped):
+        return result
+      if text := unread_text(result[1]):
+        raise RowRefused("unread_call", f"the policy's text holds {text!r}")
+      return result
     except RowRefused as e:
       return Dropped(task_id, sample, e.reason, e.detail)
     except (TypeError, KeyError, AttributeError) as e:
       # A field of another kind than its format has, found as it was used.
-      detail = f"not as {self.format} rows are: {e!r}"
+      detail = f"not as {self.format} rows are: {e!r:.200}"
       return Dropped(task_id, sample, "bad_record", detail)
+
+  def _read(
+    self, row: dict[str, Any], task_id: str, where: str, sample: int
+  ) -> tuple[Task, Trajectory] | Dropped:
+    if self.format == "alpaca":
+      trajectory = read_alpaca(row, task_id, self.variant, self.keep_illegal)
+      trajectory.sample = sample
+      return _task(trajectory), trajectory
+    if self.format == "trajectories":
+      return self._own(row, task_id, where)
+    imported = self._imported(row, task_id, where, sample)
+    if self.format != "runs" and count_calls(row) > imported.calls_read:
+      raise RowRefused(
+        "unread_call",
+        f"the row holds {count_calls(row)} calls, {imported.calls_read} were read",
+      )
 
     # --- Convert the run under our prompt, as the team's own runs are.
     task = imported.task
@@ -236,7 +250,10 @@ class Importer:
 
 def _id(row: Mapping[str, Any]) -> str:
   """What a row calls its task; "" where it does not."""
-  return str(row.get("task_id") or row.get("id") or "")
+  for name in ("task_id", "id", "example_id"):
+    if row.get(name) not in (None, ""):
+      return str(row[name])
+  return ""
 
 
 def _task(trajectory: Trajectory) -> Task:

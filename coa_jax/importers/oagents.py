@@ -1,10 +1,11 @@
-"""Runs of OAgents and smolagents (JSON lines, one task each) as runs of ours.
+"""Runs of OAgents, smolagents and LangChain's agents as runs of ours.
 
 A row holds the question, the prediction, the true answer and `intermediate_steps` of
 four kinds: task, planning {facts, plan}, action {model_output, tool_calls,
 observations, error, ...} and, in smolagents, a system prompt. Facts and rationales are
 thoughts, plans plans, a critique that grades all three criteria a reflection (arXiv
-2508.13167).
+2508.13167). LangChain's steps are pairs of an action {tool, tool_input, log} and its
+observation; the question is `input`, the prediction `output`.
 
 A step of the manager whose program calls the search agent is no tool call of ours: the
 search agent's own calls (`search_agent_actions`: sub-task -> {answer, tool_calls})
@@ -55,7 +56,7 @@ from coa_jax.teacher import runs
 _ROW = TASK_FIELDS | fields(
   "agent_name augmented_question prediction intermediate_steps steps start_time "
   "end_time iteration_limit_exceeded agent_error parsing_error task judgment_result "
-  "search_agent_actions"
+  "search_agent_actions input output"
 )
 _STEP = fields(
   "step step_type type step_number timing start_time end_time duration times task "
@@ -74,6 +75,7 @@ _THOUGHT = re.compile(r"^\s*Thoughts?:\s*")
 _BLOCK = re.compile(
   r"(?ms)```.*?(?:```|\Z)|<code>.*?(?:</code>|\Z)|<end_code>|^[ \t]*Code:"
 )
+_INVOKING = re.compile(r"^\s*Invoking: `.*?` with `.*?`\s*(?:responded: )?", re.DOTALL)
 # What a step may have of a plan, and of an action.
 _PLANNED = fields("facts plan")
 _DONE = fields("tool_calls model_output observations error action_output")
@@ -93,7 +95,7 @@ def read_oagents(
     RowRefused: the steps do not have that shape, a call cannot be translated, several
       calls share one observation, or a sub-task belongs to no step.
   """
-  steps = row.get("intermediate_steps") or row.get("steps")
+  steps = _with_pairs(row.get("intermediate_steps") or row.get("steps"))
   if not are_objects(steps):
     raise RowRefused("no_steps", "intermediate_steps is not a list of objects")
   reading = _Reading(task_id, table, _subtasks(row.get("search_agent_actions")))
@@ -123,13 +125,14 @@ def read_oagents(
     raise RowRefused("unplaced_subtask", f"no step delegates {name!r:.80}")
 
   # --- How it ended.
-  task = task_of(row, task_id, question_of(row, step_question), "oagents")
+  question = question_of(row, step_question or row.get("input"))
+  task = task_of(row, task_id, question, "oagents")
   recorder = reading.recorder
   if row.get("agent_error"):
     recorder.run.status = Status.INFRASTRUCTURE
     recorder.run.error = str(row["agent_error"])
     return recorder.end(task, None)
-  prediction = row.get("prediction")
+  prediction = row.get("prediction", row.get("output"))
   if row.get("iteration_limit_exceeded"):
     return recorder.end(task, None)
   # The row's prediction goes first: systems word it anew after their last step.
@@ -137,6 +140,27 @@ def read_oagents(
   if reading.answer not in (None, text):
     recorder.note("row", f"the run's own answer {reading.answer!r:.80}")
   return recorder.end(task, text)
+
+
+def _with_pairs(steps: Any) -> Any:
+  """Steps, with those that are pairs as objects."""
+  if not isinstance(steps, list):
+    return steps
+  return [_of_pair(step) if isinstance(step, list) else step for step in steps]
+
+
+def _of_pair(pair: list[Any]) -> Any:
+  """LangChain's action with its observation as a step."""
+  action, observation = pair if len(pair) == 2 else (None, None)
+  if isinstance(action, dict) and "lc" in action:  # as `dumpd` writes it
+    action = action.get("kwargs")
+  if not isinstance(action, dict) or not isinstance(action.get("tool"), str):
+    raise RowRefused("unknown_step", f"{pair!r:.80} is no action with its observation")
+  log = action.get("log")
+  if isinstance(log, str):  # an agent of tool calls writes the call itself there
+    log = _INVOKING.sub("", log).strip()
+  call = {"name": action["tool"], "arguments": action.get("tool_input")}
+  return {"model_output": log, "tool_calls": [call], "observations": observation}
 
 
 def _subtasks(records: Any) -> list[_Subtask]:
@@ -217,6 +241,7 @@ class _Reading:
     if name == AGENT:
       subtasks = (_texts(arguments) or [None])[:1]
     if self._delegate(subtasks, program, where) or name == AGENT:
+      recorder.calls_read += 1
       rest = other_statements(program)
       if rest:
         first = ast.get_source_segment(_texts(arguments)[0], rest[0])
@@ -230,6 +255,7 @@ class _Reading:
 
     # --- A call of a tool, or the end.
     if only_answers(program):
+      recorder.calls_read += 1
       self._unseen("result of the final answer", result, where)
       return
     functions = set(map(callee, nodes_in_order(program, ast.Call))) - {None}

@@ -98,6 +98,7 @@ def read_react(
 
 def _blocks(text: str) -> list[tuple[str, str, str]]:
   """(marker, content, number) of the text; one line break ends a content."""
+  text = text.replace("\r\n", "\n")
   marks = list(_MARK.finditer(text))
   starts = [mark.start() for mark in marks] + [len(text)]
   head = text[: starts[0]]

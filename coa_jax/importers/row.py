@@ -29,11 +29,13 @@ class ImportedRun:
     task: what was asked; without answers where the row tells none.
     run: what was done about it, tools named as here.
     lost: what the run has no place for, one line each.
+    calls_read: how many calls of the row were read.
   """
 
   task: Task
   run: Run
   lost: tuple[str, ...] = ()
+  calls_read: int = 0
 
 
 class Recorder:
@@ -42,6 +44,7 @@ class Recorder:
   def __init__(self, task_id: str):
     self.run = Run(task_id)
     self.lost: list[str] = []
+    self.calls_read = 0
 
   def say(self, agent: str, kind: str, content: str, detail: str = "") -> None:
     """Adds what an agent wrote."""
@@ -79,7 +82,7 @@ class Recorder:
       self.say(runs.ORCHESTRATOR, runs.FINAL, prediction)
     elif run.status == Status.UNGRADED:  # nobody has said what ended it
       run.status = Status.TURN_LIMIT
-    return ImportedRun(task, run, tuple(self.lost))
+    return ImportedRun(task, run, tuple(self.lost), self.calls_read)
 
 
 def fields(names: str) -> frozenset[str]:
@@ -90,7 +93,8 @@ def fields(names: str) -> frozenset[str]:
 # Fields of any foreign row that are read for its task, or that name it.
 TASK_FIELDS = fields(
   "question task_question problem answers answer true_answer golden_answer "
-  "golden_answers ground_truth target kind data_source source family id task_id"
+  "golden_answers ground_truth target kind data_source source family id task_id "
+  "example_id"
 )
 # Of several the first that holds something is read.
 ANSWER_FIELDS = (

@@ -69,7 +69,7 @@ def read_search_r1(
     raise RowRefused("no_text", f"none of {', '.join(_TEXT)} is a string")
   recorder = Recorder(task_id)
   note_unread(recorder, "row", row, TASK_FIELDS | {names[0]})
-  text = row[names[0]]
+  text = row[names[0]].replace("\r\n", "\n")
   question = question_of(row, None)
   before, found, _ = text.partition(_PROMPT)
   asked = _QUESTION.search(text, len(before))

@@ -1,6 +1,6 @@
 """Conversations of several questions as one row for each question.
 
-A trajectory answers one question. So the n-th turn of a chat or ShareGPT record becomes
+A trajectory answers one question. So the n-th turn of a recorded conversation becomes
 a row of its own, whose question begins with what user and assistant said before, as
 `prompts.conversation_text` writes it and `serve --conversation` asks it. What tools
 gave in earlier turns stands in those turns' trajectories only.
@@ -12,46 +12,27 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.importers.row import ANSWER_FIELDS, QUESTION_FIELDS, are_objects
+from coa_jax.importers.row import ANSWER_FIELDS, QUESTION_FIELDS, RowRefused
+from coa_jax.importers.shapes import as_chat
 from coa_jax.protocol import roles
 from coa_jax.protocol.prompts import conversation_text
-
-CALL = "call"  # a turn that calls a tool: no role of chat messages
-# Who speaks -> the role of a chat message; a call is the assistant's.
-SPEAKERS: Mapping[str, str] = {
-  "system": "system",
-  "human": "user",
-  "user": "user",
-  "gpt": "assistant",
-  "assistant": "assistant",
-  "chatgpt": "assistant",
-  "bot": "assistant",
-  "model": "assistant",
-  "function_call": CALL,
-  "tool_call": CALL,
-  "observation": "tool",
-  "tool": "tool",
-  "function": "tool",
-  "function_response": "tool",
-  "tool_response": "tool",
-}
-_LISTS = ("messages", "conversation", "conversations")  # the first that is filled
 
 
 def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
   """One row for each question of a conversation; the row itself where it has one.
 
   Args:
-    row: of format chat or sharegpt, whatever it holds.
+    row: of any shape in `shapes`, whatever it holds.
     task_id: what it is called; its turns are TASK_ID-turn1, -turn2 and so on. An answer
       that the row gives beside its messages is the last turn's.
   """
   # --- Where each turn begins: with a user's message after anything but another one.
-  name = next((name for name in _LISTS if row.get(name)), "")
-  messages = row.get(name)
-  if not are_objects(messages):
-    return [row]
-  speakers = [_speaker(message) for message in messages]
+  try:
+    chat = as_chat(row)
+  except (RowRefused, TypeError, KeyError, AttributeError):
+    return [row]  # which its reader refuses
+  messages = chat["messages"]
+  speakers = [message.get("role") for message in messages]
   starts = []
   for at, speaker in enumerate(speakers):
     if speaker == "user" and (at == 0 or speakers[at - 1] != "user"):
@@ -65,7 +46,7 @@ def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
   for number, (start, end) in enumerate(
     itertools.pairwise([*starts, len(messages)]), 1
   ):
-    turn = dict(row)
+    turn = dict(chat)
     for field in QUESTION_FIELDS:
       turn.pop(field, None)
     if end < len(messages):
@@ -73,7 +54,7 @@ def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
         turn.pop(field, None)
     turn["task_id"] = f"{task_id}-turn{number}"
     asked = _after(messages[start], said)
-    turn[name] = [*messages[: starts[0]], asked, *messages[start + 1 : end]]
+    turn["messages"] = [*messages[: starts[0]], asked, *messages[start + 1 : end]]
     out.append(turn)
     said.append(("user", _text(messages[start])))
     if speakers[end - 1] == "assistant":
@@ -81,32 +62,21 @@ def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
   return out
 
 
-def _speaker(message: Mapping[str, Any]) -> str:
-  """The role of a chat message, or of a ShareGPT turn."""
-  role = message.get("role") or SPEAKERS.get(str(message.get("from")).lower())
-  return str(role)
-
-
-def _key(message: Mapping[str, Any]) -> str:
-  return "value" if "role" not in message else "content"
-
-
 def _after(message: dict[str, Any], said: list[tuple[str, str]]) -> dict[str, Any]:
   """A user's message that begins with what was said before."""
-  key = _key(message)
-  content = message.get(key)
+  content = message.get("content")
   if not said:
     return message
   before = conversation_text([*said, ("user", "")])
   if isinstance(content, list):  # parts, as a chat message may have them
-    return {**message, key: [{"type": "text", "text": before}, *content]}
+    return {**message, "content": [{"type": "text", "text": before}, *content]}
   if not isinstance(content, str):
     return message  # which its reader refuses
-  return {**message, key: before + content}
+  return {**message, "content": before + content}
 
 
 def _text(message: Mapping[str, Any]) -> str:
-  content = message.get(_key(message))
+  content = message.get("content")
   if isinstance(content, list):
     content = "".join(str(p.get("text", "")) for p in content if isinstance(p, dict))
   return content if isinstance(content, str) else ""

@@ -23,7 +23,7 @@ import transformers
 
 from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object, shown
-from coa_jax.protocol import roles
+from coa_jax.protocol import chat_template, roles, tokenizer_folder
 from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
@@ -35,7 +35,8 @@ IM_END = "<|im_end|>"
 PAD = "<|endoftext|>"
 # The bytes of an observation's tags and of the marker in the longest text there is.
 MIN_OBSERVATION = 80
-_MARK = "\ue000"  # private use: stands for the message while a template is rendered
+# Bytes that UTF-8 text can have.
+_UTF8 = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 _Part = tuple[str, bool]  # text, and whether what spells a control token is one
 
@@ -78,14 +79,15 @@ class Tokenizer:
 
     Raises:
       FileNotFoundError: there is no tokenizer.json in the folder.
-      ValueError: one of the files is not what it should be, or the tokenizer is not
-        byte-level; the file is named.
+      ValueError: one of the files is not what it should be, the tokenizer is not
+        byte-level, or its chat template cannot be used; the file is named.
     """
     file = os.path.join(path, "tokenizer.json")
     if not os.path.exists(file):
       raise FileNotFoundError(f"{file}: no tokenizer there")
     config = os.path.join(path, _CONFIG)
-    read_object(file)  # what the libraries raise names no file
+    # What the libraries raise names no file; and they normalize as they load.
+    tokenizer_folder.check(file)
     kind = None
     if os.path.exists(config):
       kind = read_object(config).get("tokenizer_class")
@@ -97,10 +99,22 @@ class Tokenizer:
         loaded = cls(hf)
       else:
         loaded = cls(hf, kind)
-      _ = loaded.bytes_of  # fails here where a token is no run of bytes
+      # Fails here where a token is no run of bytes.
+      missing = _UTF8 - {text[0] for text in loaded.bytes_of if len(text) == 1}
     except Exception as e:  # the libraries raise errors of no class of their own
       reason = " ".join(f"{e!r:.200}".split())
       raise ValueError(f"{file} and {_CONFIG}: no usable tokenizer ({reason})") from e
+    if missing:
+      raise ValueError(
+        f"{file}: {len(missing)} bytes have no token (the first is {min(missing)}), so "
+        "that text of them would be lost"
+      )
+    if hf.chat_template:
+      try:
+        _ = loaded.chat_frame
+      except ValueError as e:
+        reason = " ".join(str(e).split())
+        raise ValueError(f"{tokenizer_folder.template_file(path)}: {reason}") from e
     return loaded
 
   def save(self, path: str | os.PathLike[str]) -> None:
@@ -184,12 +198,23 @@ class Tokenizer:
     return self.bytes_of[i] if i < len(self.bytes_of) else b""
 
   @functools.cached_property
-  def _chat(self) -> tuple[list[int], list[int]]:
-    text = self.hf.apply_chat_template(
-      [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+  def chat_frame(self) -> tuple[list[int], list[int]]:
+    """Ids that the chat template writes before a user's message, and after it.
+
+    A `<think>` at the very end (DeepSeek-R1, QwQ) is left out: the policy writes it, as
+    the protocol's first tag, and it is trained on like every other.
+
+    Raises:
+      ValueError: there is no template, it cannot be used (`chat_template.frame`), or
+        it opens another span of the protocol.
+    """
+    if not self.hf.chat_template:
+      where = self.hf.name_or_path or "the tokenizer"
+      raise ValueError(f"{where}: no chat template, which makes a prompt of a question")
+    before, after = chat_template.frame(
+      self.hf.get_chat_template(), self.hf.special_tokens_map
     )
-    before, _, after = text.partition(_MARK)
-    return self.encode(before), self.encode(after)
+    return self.encode(before), self.encode(_without_spans(after))
 
   def encode_prompt(self, prompt: Sequence[Segment]) -> None:
     """Fills the ids of prompt segments, the chat template around them included.
@@ -201,7 +226,7 @@ class Tokenizer:
         s.ids = self.encode(s.text)
       else:
         s.ids = self.encode_untrusted(s.text)
-    before, after = self._chat
+    before, after = self.chat_frame
     prompt[0].ids = before + prompt[0].ids
     prompt[-1].ids = prompt[-1].ids + after
 
@@ -377,6 +402,18 @@ class Tokenizer:
         )
       )
     return out
+
+
+def _without_spans(after: str) -> str:
+  """The end of a prompt, without the tag that begins the reply."""
+  after = re.sub(rf"{roles.open_tag(roles.THINK)}\s*\Z", "", after)
+  for name in (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION):
+    opening = roles.open_tag(name)
+    if after.count(opening) > after.count(roles.close_tag(name)):
+      raise ValueError(
+        f"the chat template opens {opening}, which the model is to write"
+      )
+  return after
 
 
 def _wrapped(content: str) -> str:

@@ -9,6 +9,9 @@ import runpy
 import subprocess
 import sys
 
+import pytest
+import recorded
+
 from coa_jax import sft
 from coa_jax.protocol.trajectory import Author, read_trajectories
 from coa_jax.tasks.sources import load_tasks
@@ -355,3 +358,25 @@ def test_refusals_are_one_line(tmp_path):
     if "min_cals" not in row[0]:  # which ml_collections refuses in its own way
       assert int(code) == 2 and "Traceback" not in output
   assert not out.exists()
+
+
+@pytest.mark.parametrize("format_", sorted({f for f, _ in recorded.ROWS.values()}))
+def test_conversations_of_every_system_end_to_end(tmp_path, format_):
+  """Good rows are kept with their calls; a row with an unread call is dropped."""
+  rows = [row for f, row in recorded.ROWS.values() if f == format_]
+  bad = json.loads(json.dumps(rows[0]).replace("Ada", "<tool_call>f(1)</tool_call>"))
+  source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+  source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, bad, rows[0]]))
+  alone = "unified-plan-reflection-suggested_answer-double_check"
+  flags = [f"--variant={alone}", "--convert.missing_think=Go on.", f"--out={out}"]
+  done = program(f"--file={source}", *flags)
+  assert done.returncode == 0, done.stdout + done.stderr
+  lines = done.stdout.splitlines()
+  assert lines[0] == f"{source}: format {format_}, by its first row"
+  assert lines[-1] == f"{len(rows) + 1} kept, 1 dropped (1 unread_call)"
+  assert any(line.startswith("hint: unread_call: ") for line in lines)
+  trajectories = read_trajectories(out)
+  for t in trajectories:
+    calls = [(c.name, c.arguments, c.result) for c in t.calls]
+    assert calls == recorded.CALLS
+    assert t.text.endswith(f"<answer> {recorded.ANSWER}</answer>")

@@ -28,7 +28,8 @@ def open_folder(
 
   Raises:
     FileNotFoundError, ValueError: as `load_config` and `Tokenizer.load`; or the model
-      is larger than all devices together, or the tokenizer than its vocabulary.
+      is larger than all devices together, or the tokenizer than its vocabulary, or
+      there is no chat template.
   """
   # Neither check reads a weight: a folder that is refused is refused at once.
   file = os.path.join(path, "config.json")
@@ -40,6 +41,7 @@ def open_folder(
       f"{file}: field 'vocab_size' is {cfg.vocab_size}; the tokenizer.json there has "
       f"{tokenizer.vocab_size} ids"
     )
+  _ = tokenizer.chat_frame  # a folder without a chat template is refused here
   return cfg, tokenizer
 
 

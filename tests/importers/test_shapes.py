@@ -1,0 +1,359 @@
+"""Conversations as systems record them: the same turns, whatever the shape."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import recorded
+from imported import WHOLE, calls_in
+
+from coa_jax.importers.importers import FORMATS, Importer, detect
+from coa_jax.importers.shapes import as_chat
+from coa_jax.importers.turns import split_turns
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.roles import get_variant
+from coa_jax.teacher.convert import Dropped
+
+ALONE = get_variant("unified-plan-reflection-suggested_answer-double_check")
+
+
+def take(format_: str, row: dict, **tools: str):
+  """Imports one row as a single agent's."""
+  importer = Importer(format_, ALONE, stem="t", tools=tools, convert=WHOLE)
+  return importer.read(0, "t:1", json.loads(json.dumps(row)))
+
+
+@pytest.mark.parametrize("name", recorded.ROWS)
+def test_the_same_conversation_of_every_system(name):
+  format_, row = recorded.ROWS[name]
+  assert detect(row) == format_
+  result = take(format_, row)
+  assert not isinstance(result, Dropped), result
+  task, trajectory = result
+  assert task.question == recorded.QUESTION
+  assert calls_in(trajectory, ALONE) == recorded.CALLS
+  for thought in recorded.THOUGHTS:
+    assert trajectory.text.count(thought) == 1
+  assert trajectory.text.endswith(f"<answer> {recorded.ANSWER}</answer>")
+  assert parse(trajectory.text, ALONE).ok
+  failed = name in ("anthropic", "langchain", "langchain_dict", "langchain_dumpd")
+  statuses = [call.status.value for call in trajectory.calls]
+  assert statuses == ["ok", "ok", "model" if failed else "ok"]
+  notes = [line for line in trajectory.meta.get("lost", []) if "system" not in line]
+  image = ["message 4: a part of kind 'image' is left out"]
+  assert notes == (image if name == "anthropic" else [])
+
+
+@pytest.mark.parametrize("name", [n for n in recorded.ROWS if n != "agent_executor"])
+def test_converted_again_a_row_does_not_change(name):
+  chat = as_chat(recorded.ROWS[name][1])
+  before = copy.deepcopy(chat)
+  assert as_chat(chat) == chat == before
+  more = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "y"}]
+  chat["messages"] += more
+  first, second = split_turns(chat, "t")
+  assert calls_in(take("chat", first)[1], ALONE) == recorded.CALLS
+  task, trajectory = take("chat", second)
+  assert not trajectory.calls and recorded.ANSWER in task.question
+  assert "q1" not in task.question and "o1" not in task.question
+
+
+def test_every_shape_is_a_format():
+  assert {format_ for format_, _ in recorded.ROWS.values()} <= set(FORMATS)
+
+
+def hermes(*texts: str) -> dict:
+  """A row whose first reply is a text, and whose last is an answer."""
+  said = [{"role": "user", "content": "Who?"}]
+  said += [{"role": "assistant", "content": texts[0]}]
+  said += [{"role": "tool", "content": text} for text in texts[1:]]
+  return {"messages": [*said, {"role": "assistant", "content": "x"}]}
+
+
+def call(inner: str) -> str:
+  return f"<tool_call>{inner}</tool_call>"
+
+
+QUERY = "meaning of </tool_call> in templates"
+
+
+@pytest.mark.parametrize(
+  ("text", "body"),
+  [
+    # Inputs of public reports: a tag in a string; a Python dict.
+    (call(json.dumps({"name": "search", "arguments": {"query": QUERY}})), QUERY),
+    (call(str({"arguments": {"query": "Rome"}, "name": "search"})), "Rome"),
+    (call(str({"arguments": {"query": QUERY}, "name": "search"})), QUERY),
+    (call('{"name": "search", "arguments": {"query": "two\nlines"}}'), "two\nlines"),
+    (call('\r\n[{"name": "search", "arguments": "{\\"query\\": \\"q\\"}"}]\r\n'), "q"),
+    (call(str({"name": "search", "arguments": {"query": None, "q": True}})), None),
+  ],
+)  # fmt: skip
+def test_call_blocks_in_text(text, body):
+  for row in (
+    hermes(text, "o"),
+    {"conversations": hermes(text, "o")["messages"]},
+    {
+      "conversations": [
+        {"from": "human", "value": "Who?"},
+        {"from": "gpt", "value": text},
+        {"from": "tool", "value": "<tool_response>\r\no\r\n</tool_response>"},
+        {"from": "gpt", "value": "x"},
+      ]
+    },
+  ):
+    result = take(detect(row), row)
+    if body is None:
+      assert isinstance(result, Dropped) and result.reason == "bad_arguments"
+      continue
+    assert calls_in(result[1], ALONE) == [("web_search", body, "o")]
+
+
+def openai(arguments: str, name: str = "get_temp") -> dict:
+  called = {"id": "1", "function": {"name": name, "arguments": arguments}}
+  return {
+    "messages": [
+      {"role": "user", "content": "Who?"},
+      {"role": "assistant", "content": None, "tool_calls": [called]},
+      {"role": "tool", "tool_call_id": "1", "content": "o"},
+      {"role": "assistant", "content": "x"},
+    ]
+  }
+
+
+@pytest.mark.parametrize(
+  ("arguments", "written"),
+  [
+    ('""', None),
+    ("", {}),
+    (None, {}),
+    ("{}", {}),
+    ("{'city': 'Rome', 'hot': True}", {"city": "Rome", "hot": True}),
+    ('{"city": "a\nb"}', {"city": "a\nb"}),
+    ('{"city": NaN}', None),
+    ('{"city": [{"a": -Infinity}]}', None),
+    ('{"city": 1e999}', None),
+    ("{'city': {1, 2}}", None),
+    ("{'city': __import__('os')}", None),
+    ("[1]", None),
+  ],
+)
+def test_arguments_of_a_function(arguments, written):
+  result = take("chat", openai(arguments), get_temp="tool")
+  if written is None:
+    assert isinstance(result, Dropped) and result.reason == "bad_arguments", result
+    return
+  ((tag, body, observation),) = calls_in(result[1], ALONE)
+  assert (tag, observation) == ("tool", "o")
+  # JSON alone: NaN would be read by Python's reader.
+  value = json.loads(body, parse_constant=pytest.fail)
+  assert value == {"name": "get_temp", "arguments": written}
+
+
+def react(end: str) -> dict:
+  lines = ["Thought: t", "Action: search", "Action Input: Paris", "Observation: Seine."]
+  lines += ["Thought: t", "Final Answer: x", ""]
+  return {"question": "Who?", "text": end.join(lines)}
+
+
+def test_line_ends_of_another_system_are_no_part_of_an_observation():
+  for end in ("\n", "\r\n"):
+    _, trajectory = take("react", react(end))
+    assert calls_in(trajectory, ALONE) == [("web_search", "Paris", "Seine.")]
+    assert "\r" not in trajectory.text
+  spans = [
+    "<think>t</think>",
+    "<search>q</search>",
+    "<information>a",
+    "b</information>",
+  ]
+  row = {"question": "Who?", "text": "\r\n".join([*spans, "<answer>x</answer>"])}
+  assert calls_in(take("search_r1", row)[1], ALONE) == [("wiki_search", "q", "a\nb")]
+
+
+@pytest.mark.parametrize(
+  ("turns", "reason"),
+  [
+    (["[21, 4]"], None),
+    (['[{"a": 1}, "text"]'], None),
+    (["21"], "shared_observation"),
+    (["[21]"], "shared_observation"),
+    (["21", "4"], None),
+  ],
+)
+def test_calls_made_at_once_and_one_observation(turns, reason):
+  calls = [{"name": "area", "arguments": {"side": n}} for n in (1, 2)]
+  row = {
+    "conversations": [
+      {"from": "human", "value": "Who?"},
+      {"from": "function_call", "value": json.dumps(calls)},
+      *[{"from": "observation", "value": turn} for turn in turns],
+      {"from": "gpt", "value": "x"},
+    ]
+  }
+  result = take("sharegpt", row, area="tool")
+  if reason:
+    assert isinstance(result, Dropped) and result.reason == reason
+    return
+  results = [c.result for c in result[1].calls]
+  texts = (
+    [v if isinstance(v, str) else json.dumps(v) for v in json.loads(turns[0])]
+    if len(turns) == 1
+    else turns
+  )
+  assert results == texts
+
+
+def anthropic(*replies: dict) -> dict:
+  return {"messages": [{"role": "user", "content": "Who?"}, *replies]}
+
+
+def assistant(*parts: dict) -> dict:
+  return {"role": "assistant", "content": list(parts)}
+
+
+TEXT = {"type": "text", "text": "x"}
+USE = {"type": "tool_use", "id": "1", "name": "search", "input": {"query": "q"}}
+GOT = {"type": "tool_result", "tool_use_id": "1", "content": "o"}
+DEEP = "[" * 50_000
+
+
+@pytest.mark.parametrize(
+  ("row", "reason"),
+  [
+    (
+      anthropic(assistant({**USE, "type": "server_tool_use"}), assistant(TEXT)),
+      "bad_content",
+    ),
+    (anthropic(assistant(TEXT, {"type": "mcp_tool_use", "name": "s"})), "bad_content"),
+    (anthropic(assistant(TEXT, {"toolUse": {"name": "s"}})), "bad_content"),
+    (
+      anthropic({**assistant(TEXT), "parts": [{"functionCall": {"name": "s"}}]}),
+      "unread_call",
+    ),
+    (anthropic(assistant(TEXT, USE)), "no_result"),
+    (
+      anthropic(
+        assistant(USE),
+        {"role": "user", "content": [{**GOT, "tool_use_id": "2"}]},
+        assistant(TEXT),
+      ),
+      "stray_result",
+    ),
+    (
+      anthropic(
+        assistant(USE),
+        {"role": "user", "content": [{**GOT, "content": [{"type": "search_result"}]}]},
+        assistant(TEXT),
+      ),
+      "bad_content",
+    ),
+    (anthropic(assistant({"type": "tool_use", "name": 5})), "bad_call"),
+    (anthropic(assistant({"type": "thinking", "thinking": 5}, TEXT)), "bad_content"),
+    (hermes(call("search(1)")), "multi_turn"),
+    (hermes(call("{'name': 'search', 'arguments': f()}"), "o"), "bad_call"),
+    (hermes(call("{" * 50_000), "o"), "bad_call"),
+    (hermes(call(DEEP), "o"), "bad_call"),
+    (hermes("<tool_call>{" * 9_000, "o"), "bad_call"),
+    (hermes('<tool_call>{"name": "search", "arguments": {}}', "o"), "bad_call"),
+    (hermes(call('{"name": "search", "arguments": {"query": "q"}}')), "no_result"),
+    (
+      {"output": [{"type": "web_search_call", "id": "1"}], "input": "Who?"},
+      "unread_call",
+    ),
+    ({"output": [{"type": "message", "content": "x"}], "input": "Who?"}, "unread_call"),
+    (
+      {
+        "messages": [
+          {"type": "human", "content": "Who?"},
+          {"type": "ai", "content": "x", "invalid_tool_calls": [{"name": "s"}]},
+        ]
+      },
+      "bad_call",
+    ),
+    (
+      {"messages": [{"lc": 1, "type": "not_implemented", "id": ["A"], "kwargs": {}}]},
+      "bad_turn",
+    ),
+    ({"schema_version": "ATIF-v1.4", "steps": [{"source": "robot"}]}, "bad_turn"),
+    (
+      {
+        "steps": [
+          {"source": "user", "message": "Who?"},
+          {
+            "source": "agent",
+            "message": "x",
+            "observation": {"results": [{"content": "o"}]},
+          },
+        ]
+      },
+      "stray_result",
+    ),
+    (
+      {
+        "steps": [
+          {"source": "user", "message": "Who?"},
+          {"source": "agent", "message": "x", "observation": [1]},
+        ]
+      },
+      "bad_record",
+    ),
+    (
+      {"prompt": "Who?", "completion": [{"role": "assistant", "tool_calls": ["{"]}]},
+      "bad_call",
+    ),
+    (
+      {"prompt": "Who?", "completion": [{"role": "assistant", "tool_calls": [7]}]},
+      "bad_call",
+    ),
+    (
+      {"prompt": "Who?", "completion": [{"role": "assistant", "tool_calls": "no"}]},
+      "bad_call",
+    ),
+    (
+      {"input": "Who?", "output": "x", "intermediate_steps": [["search", "o"]]},
+      "unknown_step",
+    ),
+    ({"input": "Who?", "output": "x", "intermediate_steps": [[]]}, "unknown_step"),
+  ],
+)
+def test_rows_that_no_shape_fits_are_dropped(row, reason):
+  (turn,) = split_turns(row, "t")
+  result = take(detect(row), turn)
+  assert isinstance(result, Dropped) and result.reason == reason, result
+
+
+def test_blocks_that_repeat_the_fields_are_read_once():
+  row = openai('{"query": "q"}', "search")
+  row["messages"][1]["content"] = call(
+    '{"name": "search", "arguments": {"query": "q"}}'
+  )
+  assert calls_in(take("chat", row)[1], ALONE) == [("web_search", "q", "o")]
+  row["messages"][1]["content"] = call(
+    '{"name": "search", "arguments": {"query": "p"}}'
+  )
+  assert take("chat", row).reason == "bad_call"
+
+
+def test_a_reply_in_pieces_is_one_reply():
+  """As streams log it: a block a message."""
+  pieces = [
+    assistant({"type": "thinking", "thinking": "first"}),
+    assistant({"type": "text", "text": "second"}),
+    assistant({"type": "thinking", "thinking": "third"}),
+    assistant(USE),
+    assistant({**USE, "id": "2"}),
+    {"role": "user", "content": [GOT]},
+    {"role": "user", "content": [{**GOT, "tool_use_id": "2"}]},
+    assistant(TEXT),
+  ]
+  _, trajectory = take("chat", anthropic(*pieces))
+  assert "<think> first\nsecond\nthird</think>" in trajectory.text
+  assert calls_in(trajectory, ALONE) == [("web_search", "q", "o")] * 2
+
+
+def test_an_id_of_zero_is_an_id():
+  task, _ = take("verifiers", recorded.VERIFIERS)
+  assert (task.id, task.answers) == ("0", (recorded.ANSWER,))

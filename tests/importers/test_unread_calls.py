@@ -1,0 +1,183 @@
+"""A call that no importer reads drops its row, in whatever form it stands there."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import foreign
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from imported import WHOLE, read
+
+from coa_jax.importers.importers import Importer
+from coa_jax.importers.unread_calls import count_calls
+from coa_jax.protocol.roles import get_variant
+from coa_jax.teacher.convert import Dropped
+
+ALONE = get_variant("unified-plan-reflection-suggested_answer-double_check")
+JSON = '{"name": "search", "arguments": {"query": "q"}}'
+BAR, LOW = "\uff5c", "\u2581"
+# A call as models write it in their text.
+CALLS = [
+  f"<function_call>{JSON}</function_call>",
+  f"<function_call> {JSON}",
+  f"<functioncall> {JSON}",
+  "<tool_call>search\n<arg_key>query</arg_key>\n</tool_call>",
+  "<tool_call>\n<function=search>\n<parameter=query>\nq\n</parameter>\n</function>\n"
+  "</tool_call>",
+  '<function=search>{"query": "q"}</function>',
+  f"<tool_use>{JSON}</tool_use>",
+  "<tool_use>\n<name>search</name>\n</tool_use>",
+  f"<|python_tag|>{JSON}",
+  '<|python_tag|>search.call(query="q")',
+  f"[TOOL_CALLS] [{JSON}]",
+  '[TOOL_CALLS]search[ARGS]{"query": "q"}',
+  f"[TOOL_REQUEST]{JSON}[END_TOOL_REQUEST]",
+  '<invoke name="search"><parameter name="query">q</parameter></invoke>',
+  "<function_calls>\n<invoke>\n<tool_name>search</tool_name>\n</invoke>\n"
+  "</function_calls>",
+  "```tool_code\nsearch(query='q')\n```",
+  f"```tool_call\n{JSON}\n```",
+  "Action: search[q]",
+  "Action: search\nAction Input: q",
+  'Action 1: search\nAction Input 1: {"query": "q"}',
+  f"<|tool_call|>[{JSON}]",
+  f"<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{JSON}",
+  f"<{BAR}tool{LOW}calls{LOW}begin{BAR}><{BAR}tool{LOW}call{LOW}begin{BAR}>function",
+  '<|channel|>commentary to=functions.search <|message|>{"query": "q"}<|call|>',
+  '<|action_start|><|plugin|>{"name": "search"}<|action_end|>',
+  "\u273fFUNCTION\u273f: search\n\u273fARGS\u273f: {}",
+  f"<TOOLCALL>[{JSON}]</TOOLCALL>",
+  f"functools[{JSON}]",
+  "<execute_bash>ls</execute_bash>",
+  "<use_mcp_tool>\n<server_name>s</server_name>\n</use_mcp_tool>",
+]
+# A text that is a call, and nothing else.
+WHOLE_CALLS = [
+  JSON,
+  f"```json\n{JSON}\n```",
+  f"[{JSON}]",
+  '{"name": "search", "parameters": {"query": "q"}}',
+  '{"action": "search", "action_input": "q"}',
+  '{"type": "function", "function": {"name": "s", "arguments": "{}"}}',
+  '{"tool_calls": [{"id": "1", "function": {"name": "search"}}]}',
+  "{'name': 'search', 'arguments': {'query': 'q'}}",
+  '[search(query="q")]',
+]
+# Answers that only look like one.
+PLAIN = [
+  "Ada Lovelace",
+  "Write it between `<tool_call>` and `</tool_call>`.",
+  '{"name": "Ada", "born": 1815}',
+  "[1, 2, 3]",
+  "f(x) = x[0]",
+  "Action is needed: call Ada.",
+  "```json\n[21, 4]\n```",
+  "The function f(a=1) is called.",
+  "x < tool and y > call",
+]
+
+
+def chat(answer: str, thought: str = "t") -> dict:
+  called = {"id": "1", "function": {"name": "search", "arguments": '{"query": "q"}'}}
+  return {
+    "messages": [
+      {"role": "user", "content": "Who?"},
+      {"role": "assistant", "content": thought, "tool_calls": [called]},
+      {"role": "tool", "tool_call_id": "1", "content": f"o {CALLS[0]}"},
+      {"role": "assistant", "content": answer},
+    ]
+  }
+
+
+def take(format_: str, row: dict):
+  importer = Importer(format_, ALONE, stem="t", convert=WHOLE)
+  return importer.read(0, "t:1", json.loads(json.dumps(row)))
+
+
+@pytest.mark.parametrize("answer", PLAIN)
+def test_an_answer_without_a_call_is_kept(answer):
+  for thought in ("t", "I write a <tool_call> with its arguments now."):
+    result = take("chat", chat(answer, thought))
+    assert not isinstance(result, Dropped), result
+
+
+@pytest.mark.parametrize("text", CALLS + WHOLE_CALLS)
+def test_an_answer_with_a_call_drops_its_row(text):
+  for answer in (text, f"{text}\n"):
+    result = take("chat", chat(answer))
+    assert isinstance(result, Dropped), result
+    assert result.reason in ("unread_call", "bad_call", "malformed", "nested"), result
+
+
+@pytest.mark.parametrize("text", CALLS)
+def test_so_does_one_among_other_words_and_in_a_thought(text):
+  for row in (chat(f"I search.\n{text}\nThen I answer."), chat("x", f"So.\n{text}")):
+    result = take("chat", row)
+    assert isinstance(result, Dropped), result
+
+
+@pytest.mark.parametrize("text", [CALLS[0], CALLS[12], CALLS[15], CALLS[17]])
+def test_every_format_is_looked_at(text):
+  alpaca = {"instruction": "Who?", "output": f"<think>t</think><answer>{text}</answer>"}
+  react = {"question": "Who?", "text": f"Thought: t\nFinal Answer: {text}"}
+  spans = "<think>t</think><search>q</search><information>o</information>"
+  r1 = {"question": "Who?", "text": f"{spans}<answer>{text}</answer>"}
+  steps = [{"model_output": "t", "tool_calls": [], "observations": ""}]
+  oagents = {"question": "Who?", "steps": steps, "prediction": text}
+  turns = [("human", "Who?"), ("gpt", text)]
+  sharegpt = {"conversations": [{"from": f, "value": v} for f, v in turns]}
+  atif = {"steps": [{"source": "user", "message": "Who?"}]}
+  atif["steps"].append({"source": "agent", "message": text})
+  said = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": text}]
+  rows = {
+    "alpaca": alpaca,
+    "react": react,
+    "search_r1": r1,
+    "oagents": oagents,
+    "sharegpt": sharegpt,
+    "atif": atif,
+    "verifiers": {"prompt": said[:1], "completion": said[1:]},
+    "responses": {"input": "Who?", "output": said[1:]},
+  }
+  for format_, row in rows.items():
+    result = take(format_, row)
+    assert isinstance(result, Dropped), (format_, result)
+    reasons = ("unread_call", "ambiguous") if format_ == "react" else ("unread_call",)
+    assert result.reason in reasons, (format_, result)
+  _, trajectory = take("chat", chat("x"))
+  own = trajectory.to_json()
+  own["segments"][-1]["text"] = f"<answer>{text}</answer>"
+  assert take("trajectories", own).reason == "unread_call"
+
+
+@settings(max_examples=100, deadline=None)
+@given(foreign.ALL)
+def test_rows_hold_no_more_calls_than_are_read(drawn):
+  """What the drawn rows hold is counted, and none is dropped for it."""
+  assert count_calls(drawn.row) <= len(drawn.calls) + len(drawn.row)
+  assert not isinstance(read(drawn.format, drawn.row), Dropped)
+
+
+@pytest.mark.parametrize(
+  "message",
+  [
+    {"role": "assistant", "content": "x", "toolCalls": [{"type": "tool_call"}]},
+    {"role": "assistant", "content": "x", "parts": [{"functionCall": {"name": "s"}}]},
+    {"role": "assistant", "content": "x", "actions": [{"tool": "s", "tool_input": ""}]},
+    {"role": "assistant", "content": "x", "blocks": [{"type": "tool_use"}]},
+  ],
+)
+def test_a_call_that_stands_in_a_field_of_its_own_drops_the_row(message):
+  row = {"messages": [{"role": "user", "content": "Who?"}, message]}
+  assert take("chat", row).reason == "unread_call"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(["<tool_call>", "Action: a\n", "[", "{'name':", "<|tool", "`"]))
+def test_hostile_answers_end_soon(piece):
+  began = time.monotonic()
+  take("chat", chat(piece * 20_000))
+  assert time.monotonic() - began < 20
