@@ -260,7 +260,7 @@ def test_a_file_can_be_held_in_the_head(path: pathlib.Path):
   about = ast.get_docstring(tree(path))
   assert about, "a file says what it is for"
   # Budgets, not limits: what is longer says why. Tables of tests may be longer.
-  most_lines, most_of_function = (400, 80) if path in TESTS else (300, 60)
+  most_lines, most_of_function = 400, 80
   lines = len(text.splitlines())
   assert lines <= most_lines or "budget:" in about, (
     f"{lines} lines, and no `budget: why`"
