@@ -185,6 +185,9 @@ class Importer:
       # A field of another kind than its format has, found as it was used.
       detail = f"not as {self.format} rows are: {e!r:.200}"
       return Dropped(task_id, sample, "bad_record", detail)
+    except RecursionError:
+      detail = "its values are nested too deeply"
+      return Dropped(task_id, sample, "bad_record", detail)
 
   def _read(
     self, row: dict[str, Any], task_id: str, where: str, sample: int

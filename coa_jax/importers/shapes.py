@@ -197,11 +197,15 @@ def _messages(turn: Mapping[str, Any], where: str) -> list[Message]:
     return _of_step(turn, where)
   if "from" in turn and "role" not in turn:
     return _of_sharegpt(turn, where)
-  if "role" not in turn and isinstance(kind, str) and kind.lower() not in _SPEAKERS:
-    return _of_item(turn, kind, where)
-  if "role" not in turn and kind == "function_call":
-    return _of_item(turn, kind, where)
+  known = not isinstance(kind, str) or _speaker(kind) in _SPEAKERS
+  if "role" not in turn and (kind == "function_call" or not known):
+    return _of_item(turn, str(kind), where)
   return _of_message(turn, where)
+
+
+def _speaker(name: str) -> str:
+  """A key of `_SPEAKERS`; a streamed message of LangChain is one of its class."""
+  return name.lower().removesuffix("chunk")
 
 
 def _unwrapped(turn: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -215,13 +219,13 @@ def _unwrapped(turn: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if kind != "constructor" or not isinstance(path, list) or not path:
       raise RowRefused("bad_turn", f"{where} is no message that `dumpd` wrote")
     kind = str(path[-1])
-  return {**inner, "type": str(kind).lower().removesuffix("chunk")}
+  return {**inner, "type": str(kind)}
 
 
 def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
   """Of a chat message; its parts may be calls, results and thoughts."""
   said = str(turn.get("role") or turn.get("type"))
-  role = _SPEAKERS.get(said.lower(), said)
+  role = _SPEAKERS.get(_speaker(said), said)
   content = turn.get("content")
   message = _rest(turn, "role content tool_calls function_call")
   if role == _CALL:

@@ -29,7 +29,7 @@ def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
   # --- Where each turn begins: with a user's message after anything but another one.
   try:
     chat = as_chat(row)
-  except (RowRefused, TypeError, KeyError, AttributeError):
+  except (RowRefused, TypeError, KeyError, AttributeError, RecursionError):
     return [row]  # which its reader refuses
   messages = chat["messages"]
   speakers = [message.get("role") for message in messages]

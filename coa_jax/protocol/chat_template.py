@@ -58,7 +58,7 @@ def _render(template: str, special_tokens: str) -> str:
   }
   try:
     done = subprocess.run(
-      [sys.executable, "-I", template_child.__file__],
+      [sys.executable, "-P", template_child.__file__],
       input=json.dumps({"template": template, "variables": variables}),
       capture_output=True,
       encoding="utf-8",
@@ -66,6 +66,8 @@ def _render(template: str, special_tokens: str) -> str:
       check=False,
     )
     out = json.loads(done.stdout) if done.returncode == 0 else {}
+    if done.returncode > 0:  # not ended by a limit
+      out = {"error": done.stderr.strip().rpartition("\n")[2]}
   except subprocess.TimeoutExpired:
     out = {"error": f"it takes more than {_SECONDS} s"}
   if "text" in out:

@@ -7,6 +7,7 @@ template and its variables; standard output is one of `text` or `error`.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import resource
@@ -78,5 +79,6 @@ def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
 
 if __name__ == "__main__":
   resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-  resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+  with contextlib.suppress(ValueError, OSError):  # macOS has none
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
   json.dump(render(**json.load(sys.stdin)), sys.stdout)

@@ -337,6 +337,11 @@ def test_blocks_that_repeat_the_fields_are_read_once():
   assert take("chat", row).reason == "bad_call"
 
 
+def test_streamed_messages_of_langchain():
+  row = json.loads(json.dumps(recorded.LANGCHAIN).replace('"ai"', '"AIMessageChunk"'))
+  assert calls_in(take("chat", row)[1], ALONE) == recorded.CALLS
+
+
 def test_a_reply_in_pieces_is_one_reply():
   """As streams log it: a block a message."""
   pieces = [
@@ -352,6 +357,26 @@ def test_a_reply_in_pieces_is_one_reply():
   _, trajectory = take("chat", anthropic(*pieces))
   assert "<think> first\nsecond\nthird</think>" in trajectory.text
   assert calls_in(trajectory, ALONE) == [("web_search", "q", "o")] * 2
+
+
+def nested(depth: int) -> list:
+  value: list = []
+  for _ in range(depth):
+    value = [value]
+  return value
+
+
+@pytest.mark.parametrize("format_", [f for f, _ in recorded.ROWS.values()])
+def test_a_row_nested_deeply_ends_nothing(format_):
+  deep = nested(5000)
+  messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "x": deep}]
+  messages[1] |= {"content": "x", "tool_calls": [{"function": {"name": deep}}]}
+  rows = [{"messages": messages}, {"steps": [{"source": deep, "x": deep}]}]
+  rows += [{"conversations": [{"from": deep, "value": deep}]}, {"messages": deep}]
+  for row in rows:
+    for turn in split_turns(row, "t"):
+      result = Importer(format_, ALONE, convert=WHOLE).read(0, "t:1", turn)
+      assert isinstance(result, Dropped) and result.reason, result
 
 
 def test_an_id_of_zero_is_an_id():
