@@ -259,7 +259,7 @@ def test_a_file_can_be_held_in_the_head(path: pathlib.Path):
   assert text.isascii()
   about = ast.get_docstring(tree(path))
   assert about, "a file says what it is for"
-  # Budgets, not limits: what is longer says why. Tables of tests may be longer.
+  # Budgets, not limits: what is longer says why.
   most_lines, most_of_function = 400, 80
   lines = len(text.splitlines())
   assert lines <= most_lines or "budget:" in about, (
