@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 from coa_jax.json_io import shown
-from coa_jax.protocol.prompts import conversation_text
 from coa_jax.tasks.code_schemas import are_strings, count_tests
 from coa_jax.tasks.task import Kind, Row, Task, first_of, is_absent
 
@@ -174,7 +173,9 @@ def last_question(messages: list[Any], where: str, question: str | None = None) 
       question = dapo[1].strip() if dapo else text.strip()
   if len(said) == 1:
     return question
-  return conversation_text([*said[:-1], ("user", question)])
+  said[-1] = ("user", question)
+  # As `protocol.prompts.conversation_text`, which the chain of imports does not reach.
+  return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
 
 
 def system_text(messages: list[Any]) -> str:

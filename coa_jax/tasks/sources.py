@@ -18,6 +18,7 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 
 from coa_jax.fields import bounded, check_fields, choice, nearest
+from coa_jax.tasks.kinds import are_whole_numbers, check_kinds
 from coa_jax.tasks.rows import list_uris, read_rows
 from coa_jax.tasks.schemas import FIELDS, Reading, attached, misspelt, read_row
 from coa_jax.tasks.task import Kind, Task
@@ -26,18 +27,6 @@ from coa_jax.tasks.task import Kind, Task
 _SPLITS = ("train", "test", "dev", "val", "valid", "validation", "data")
 # The end of a name that says which part of a data set a file is.
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-# An answer that a mathematician wrote: LaTeX anywhere, a power, a sign, ...
-_NOTATION = re.compile(r"\\[a-zA-Z(\[{%]|\$[^$]+\$|\^|[\u221a\u221e\u03c0]")
-# ... or nothing but a number, a fraction, a tuple, an equation.
-_NUMBERS = re.compile(
-  r"[-+]?\(?[\d,. ]*\d%?\)?|[-+]?\d+ ?/ ?\d+|[\[(][-+\d.,/ ]+[\])]"
-  r"|[a-zA-Z] ?= ?[-+\d.,/ ]+"
-)
-# Prose: it starts with a letter and has a word, which no formula has.
-_PROSE = re.compile(r"[^\W\d].*", re.DOTALL)
-_WORD = re.compile(r"[^\W\d_]{3}")
-# One that text and value judge alike, but for how it is written: a year, a count.
-_WHOLE_NUMBER = re.compile(r"0|[1-9]\d*")
 _log = logging.getLogger(__name__)
 
 
@@ -87,7 +76,8 @@ def select_tasks(config: TasksConfig) -> list[Task]:
       not say their kind have answers that look like mathematics.
   """
   tasks, unsaid = _load(config)
-  _check_kinds(config, unsaid)
+  if not config.kind:
+    check_kinds(unsaid, config.uri)
   if config.families:
     known = sorted({t.family for t in tasks})
     tasks = [t for t in tasks if t.family in config.families]
@@ -143,7 +133,7 @@ def describe_tasks(tasks: Sequence[Task]) -> str:
     of = f" of {source}" if source else ""
     noun = "task" if len(found) == 1 else "tasks"
     words = str(kind.value)
-    if kind == Kind.QA and all(_are_whole_numbers(t) for t in found):
+    if kind == Kind.QA and all(map(are_whole_numbers, found)):
       words += " (numbers, equal as text; tasks.kind='math': in value)"
     parts.append(f"{len(found):,} {noun}{of}: {words}")
   if len(parts) > 8:
@@ -293,41 +283,3 @@ def _source_of(uri: str) -> str:
     stem = f"{stem}-{config[0]}"
   # A grader is named by source or kind: no file may be called as a kind is.
   return name if stem in list(Kind) else stem
-
-
-def _check_kinds(config: TasksConfig, unsaid: list[Task]) -> None:
-  """Refuses to judge by exact match what most likely is mathematics, or the reverse."""
-  if config.kind:
-    return
-  groups: dict[tuple[str, Kind], list[Task]] = {}
-  for task in unsaid:
-    groups.setdefault((task.source, task.kind), []).append(task)
-  for (source, kind), tasks in groups.items():
-    if kind == Kind.MATH:
-      found = [t for t in tasks if all(map(_is_prose, t.answers))]
-      look = "words, not mathematics"
-    else:
-      found = [t for t in tasks if all(map(_is_mathematics, t.answers))]
-      look = "mathematics"
-      if all(map(_are_whole_numbers, found)):
-        continue  # years, counts: `describe_tasks` says how they are judged
-    if 2 * len(found) > len(tasks):
-      raise ValueError(
-        f"{config.uri}: {len(found):,} of {len(tasks):,} answers of {source} without a "
-        f"kind look like {look}, as {found[0].answers[0]!r:.60} of {found[0].id}; say "
-        "which they are: tasks.kind='math' (equal in value), or tasks.kind='qa' (equal "
-        "as text)"
-      )
-
-
-def _is_mathematics(answer: str) -> bool:
-  return bool(_NOTATION.search(answer) or _NUMBERS.fullmatch(answer))
-
-
-def _is_prose(answer: str) -> bool:
-  words = _PROSE.fullmatch(answer) and _WORD.search(answer)
-  return bool(words) and not _NOTATION.search(answer)
-
-
-def _are_whole_numbers(task: Task) -> bool:
-  return all(_WHOLE_NUMBER.fullmatch(answer) for answer in task.answers)
