@@ -156,7 +156,8 @@ def _labelled(value: Any) -> _Options | None:
   labels: Sequence[Any] = string.ascii_uppercase
   # --- {"text": [...], "label": [...]}, or {"A": text}; a table has all letters of all.
   if isinstance(value, dict) and isinstance(value.get("text"), list):
-    labels = value.get("label") or labels
+    if isinstance(value.get("label"), list):
+      labels = value["label"]
     value = value["text"]
   elif isinstance(value, dict):
     value = {label: text for label, text in value.items() if not is_absent(text)}

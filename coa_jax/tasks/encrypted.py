@@ -57,9 +57,11 @@ def opened(
     return question, answers
   field = names[0]
   if isinstance(canary, str) and canary:
-    for key in (hashlib.sha256(canary.encode()).digest(), canary.encode()):
+    digest = hashlib.sha256(canary.encode()).digest()
+    for key in (digest, canary.encode()):
       text = _decrypted(question, key)
-      if text is None:
+      # XOR of ASCII with ASCII is ASCII: a wrong canary is known by what it gives.
+      if text is None or (key is not digest and not _is_plain(text)):
         continue
       several = answers if isinstance(answers, list) else [answers]
       texts = [_decrypted(answer, key) for answer in several]
@@ -94,6 +96,11 @@ def _from_base64(text: Any) -> bytes | None:
     return None
 
 
+def _is_plain(text: str) -> bool:
+  """Whether a text is letters, digits and spaces for the most part."""
+  return 4 * sum(c.isalnum() or c.isspace() for c in text) >= 3 * len(text)
+
+
 def _decrypted(text: Any, key: bytes) -> str | None:
   """The text in clear; None where this key gives none."""
   secret = _from_base64(text)
@@ -105,4 +112,4 @@ def _decrypted(text: Any, key: bytes) -> str | None:
   except UnicodeDecodeError:
     return None
   # Another key gives control characters.
-  return clear if all(c >= " " or c in "\t\r\n" for c in clear) else None
+  return clear if all(" " <= c != "\x7f" or c in "\t\r\n" for c in clear) else None

@@ -218,7 +218,8 @@ def _plain_row(
   Returns:
     The task, and whether the row says its kind.
   """
-  row = {name: value for name, value in row.items() if not is_absent(value)}
+  empty = [name for name, value in row.items() if is_absent(value)]
+  row = {name: value for name, value in row.items() if name not in empty}
   whole_row = dict(row)
   # --- The columns that fields.* name are used up, whole ones only.
   for ours, column in reading.fields.items():
@@ -256,14 +257,15 @@ def _plain_row(
     plain.update(options)
   missing = [ours for ours in ("question", "answers") if ours not in plain]
   if missing:
-    raise ValueError(_lacking(missing, row, plain, where))
+    raise ValueError(_lacking(missing, row, plain, empty, where))
   # --- A problem is one of mathematics, but where the row or the config says otherwise.
   said = "kind" in row or "kind" in plain
   if not said and options is None and columns["question"] in ("problem", "Problem"):
     plain["kind"] = Kind.MATH
   if foreign:
     plain["family"] = str(plain.get("family", ""))
-  plain.setdefault("id", reading.default_id)
+  if plain.get("id", "") == "":
+    plain["id"] = reading.default_id
   return _with_extras({**row, **plain}, where), said
 
 
@@ -282,7 +284,9 @@ def _read_list(text: str, where: str, column: str) -> Any:
   return answers
 
 
-def _lacking(missing: list[str], row: Row, plain: Row, where: str) -> str:
+def _lacking(
+  missing: list[str], row: Row, plain: Row, empty: list[str], where: str
+) -> str:
   """Says which fields a row lacks, and which of its columns may be meant."""
   named = ", ".join(map(repr, [*plain, *row][:12])) or "none"
   absent = " and ".join(f"no field {name!r}" for name in missing)
@@ -290,11 +294,29 @@ def _lacking(missing: list[str], row: Row, plain: Row, where: str) -> str:
   for name in missing:
     near = nearest(name, row) if row else ""
     hints.append(near.removeprefix("; ") if "did you mean" in near else "")
-  hint = " ".join(filter(None, hints))
+  hint = " ".join(dict.fromkeys(filter(None, hints)))
+  if empty:
+    named += f" and nothing in {', '.join(map(repr, empty[:12]))}"
+  named += _nearest_schema({*row, *plain})
   return (
     f"{where}: {absent}; the row has {named}. {hint + ' ' if hint else ''}Name its "
     "columns: tasks.fields=dict(question='COLUMN', answers='COLUMN')"
   )
+
+
+def _nearest_schema(columns: set[str]) -> str:
+  """Says which data set has most of a row's columns; "" where none is near."""
+  shared, name, needed = max(
+    (
+      (len(needed & columns) / len(needed), name, needed)
+      for name, needed, _ in _SCHEMAS
+    ),
+    key=lambda one: one[0],
+  )
+  if shared < 0.5 or needed & columns <= {"question", "answer", "problem", "prompt"}:
+    return ""
+  lacks = ", ".join(map(repr, sorted(needed - columns)))
+  return f"; nearest is {name}, which has {lacks}, too"
 
 
 def _with_extras(plain: Row, where: str) -> Task:

@@ -198,7 +198,7 @@ def _warn_unasked(
   """Reports rows that are left out, and system messages, which are not asked."""
   for (uri, column), count in left_out.items():
     _log.warning(
-      "%s: %d rows left out: column %r holds a picture or a file, which no model is "
+      "%s: rows left out: %d; column %r holds a picture or a file, which no model is "
       "shown; tasks.attachments=True reads them without it",
       uri,
       count,
@@ -209,7 +209,7 @@ def _warn_unasked(
   )
   for source, count in systems.items():
     _log.warning(
-      "%s: %d rows have a system message; it is kept in meta.system and is no part of "
+      "%s: rows with a system message: %d; it is kept in meta.system and is no part of "
       "the question",
       source,
       count,

@@ -26,6 +26,7 @@ from coa_jax.tasks.task import Task
 from coa_jax.tasks.world.pages import NAME_WORDS, World, make_facts, page_text
 from coa_jax.tasks.world.questions import FAMILIES, ask, evaluate
 
+MOST_TASKS = 1_000_000  # more than the worlds of any split have questions
 Mix = tuple[tuple[str, float], ...]
 # Of tasks to learn from. What is hard to learn is shown more often than it is asked: a
 # small model copies two-digit operands wrong until it has seen thousands of them.
@@ -141,6 +142,8 @@ def world_tasks(
   Raises:
     ValueError: the worlds are too small for that many different questions.
   """
+  if not 0 <= n <= MOST_TASKS:
+    raise ValueError(f"{n} tasks of {name}; accepted: from 0 to {MOST_TASKS:,}")
   rng = random.Random(f"{seed}/tasks of {','.join(w.name for w in worlds)}")
   # --- The family of every task. Rounding what is reached, not each weight, makes n.
   total = sum(weight for _, weight in mix)
