@@ -184,7 +184,7 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
       except (TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
         if type(e) is ValueError and str(e).startswith(where):
           raise
-        found = ", ".join(f"{field}: {shown(row[field], 40)}" for field in needed)
+        found = ", ".join(f"{field}: {shown(row[field], 40)}" for field in sorted(needed))
         raise ValueError(
           f"{where}: the row has the columns of {name}, but not its values ({found}); "
           "to read it as a plain question name its columns: "
