@@ -10,7 +10,7 @@ import tokenize
 from typing import Any
 
 # Text that is a list of texts and cannot be read as one, or a list of nothing.
-_LIST = re.compile(r"\[\s*(?:['\"].*)?\]|(?:np\.)?array\(.*\)", re.DOTALL)
+_LIST = re.compile(r"\[\s*['\"].*|\[\s*\]|(?:np\.)?array\(.*\)", re.DOTALL)
 # Tokens that say nothing in a list on several lines.
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
 

@@ -123,7 +123,9 @@ def _options(row: Row, where: str) -> _Options | None:
       value = row[name]
       if isinstance(value, str):
         value = _structured(value)
-      if value in ("", [], {}) or is_absent(value):
+      if isinstance(value, dict) and not any(value.values()):
+        continue  # a table has the fields of all rows
+      if value in ("", []) or is_absent(value):
         continue
       found = _labelled(value)
       if found is None:

@@ -80,7 +80,7 @@ def released(row: Row, where: str, default_id: str) -> Task:
   else:
     fields = repr(truth)
     if isinstance(truth, dict):
-      fields = ", ".join(map(repr, truth))
+      fields = ", ".join(map(repr, truth)) or "no fields"
     accepted = " or ".join(map("+".join, map(sorted, _TESTS)))
     raise ValueError(
       f"{where}: field 'reward_model.ground_truth' has {fields}; accepted: a string, a "

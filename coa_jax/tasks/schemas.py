@@ -51,7 +51,6 @@ _NAMES = {
     "unique_id",
     "_id",
     "ID",
-    "question_id",
     "query_id",
     "Record ID",
   ),
@@ -184,7 +183,9 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
       except (TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
         if type(e) is ValueError and str(e).startswith(where):
           raise
-        found = ", ".join(f"{field}: {shown(row[field], 40)}" for field in sorted(needed))
+        found = ", ".join(
+          f"{field}: {shown(row[field], 40)}" for field in sorted(needed)
+        )
         raise ValueError(
           f"{where}: the row has the columns of {name}, but not its values ({found}); "
           "to read it as a plain question name its columns: "
@@ -193,11 +194,12 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
   # GSM8K, whatever stands beside: a solution that ends in its answer.
   answer = row.get("answer")
   final = _GSM8K_FINAL.search(answer) if isinstance(answer, str) else None
-  if final is None or row.get("kind") is not None or "question" not in row:
+  if final is None or row.get("kind") is not None or not row.get("question"):
     return None
   if set(row) == {"question", "answer"}:
     default_id = f"gsm8k-{default_id}"
-  rest = {name: row[name] for name in row if name not in ("question", "answer")}
+  rest = {name: value for name, value in row.items() if not _is_empty(value)}
+  del rest["question"], rest["answer"]
   plain = {
     "id": default_id,
     "source": "gsm8k",
@@ -347,6 +349,10 @@ def misspelt(row: Row, task: Task) -> dict[str, str]:
     if near and name in task.meta:
       found[name] = near[0]
   return found
+
+
+def _is_empty(value: Any) -> bool:
+  return is_absent(value) or value == ""
 
 
 def _is_json(value: Any) -> bool:

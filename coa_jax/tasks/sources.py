@@ -115,12 +115,14 @@ def _first_of_each_source(tasks: Sequence[Task], limit: int) -> list[Task]:
 def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
   """Every task of a file or of a source that `rows.read_rows` knows, in order.
 
+  Rows with pictures and files are among them: their questions are held out, too.
+
   Raises:
     FileNotFoundError: there is no such file.
     ValueError: the file's kind is unknown, it holds no task, a row fits no schema, or
       two rows have the same id; the message names the file, the row and the field.
   """
-  return _load(TasksConfig(os.fspath(uri)))[0]
+  return _load(TasksConfig(os.fspath(uri), attachments=True))[0]
 
 
 def describe_tasks(tasks: Sequence[Task]) -> str:

@@ -110,9 +110,10 @@ def test_columns_named_by_the_config_a_passage_and_options_that_are_shown(tmp_pa
     (tmp_path / "t.csv").write_text(f'question,choices,answer\nWho?,"{text}",1\n')
     (task,) = load_tasks(tmp_path / "t.csv")
     assert task.answers == ("B", "Bo")
-  empty = {"question": "Who?", "options": [], "answer": "Bo"}
-  (task,) = load_tasks(write(tmp_path / "t.jsonl", [empty]))
-  assert (task.question, task.answers) == ("Who?", ("Bo",))
+  for none in [], None, "", {"text": [], "label": []}, {"A": None, "B": None}:
+    row = {"question": "Who?", "options": none, "answer": "Bo"}
+    (task,) = load_tasks(write(tmp_path / "t.jsonl", [row]))
+    assert (task.question, task.answers) == ("Who?", ("Bo",))
 
 
 @pytest.mark.parametrize(

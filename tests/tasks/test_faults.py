@@ -52,6 +52,7 @@ def one(tmp_path, row, **config):
     [["a"]],
     "[]",
     "['a', nan]",
+    "['a'",
     "array(['a'], dtype=object)",
   ],
 )
@@ -175,7 +176,8 @@ def test_rows_with_pictures_and_files_are_left_out_and_counted(
   assert len(select_tasks(TasksConfig(path, attachments=True))) == 6
   path = write(tmp_path / "t.jsonl", [{**plain, name: value}])
   with pytest.raises(ValueError, match=r"holds no task but .*tasks.attachments"):
-    load_tasks(path)
+    select_tasks(TasksConfig(path))
+  assert len(load_tasks(path)) == 1  # what is held out of training is all of a file
 
 
 # --- Ciphertext.
@@ -305,6 +307,10 @@ def test_index_0_and_numbers_as_truths(tmp_path):
   hotpotqa = {**WIKI, "_id": 0}
   assert one(tmp_path, hotpotqa).id == "0"
   assert one(tmp_path, {**hotpotqa, "_id": None, "id": None}).id == "set-0"
+  gsm8k = {"question": "q", "answer": "x\n#### 4"}
+  for none in None, "", NAN:
+    task = one(tmp_path, {**gsm8k, "id": none, "source": none})
+    assert (task.id, task.source) == ("set-0", "gsm8k")
 
 
 def test_earlier_turns_are_kept(tmp_path):
@@ -423,5 +429,5 @@ def test_large_cells_doubled_names_and_heads_of_tables(tmp_path, monkeypatch):
 
 def test_what_is_left_out_is_said_at_the_level_that_programs_show(caplog, tmp_path):
   path = write(tmp_path / "t.jsonl", [{**PLAIN, "image": "x"}, PLAIN])
-  load_tasks(path)
+  select_tasks(TasksConfig(path))
   assert [record.levelno for record in caplog.records] == [logging.WARNING]
