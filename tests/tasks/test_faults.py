@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 
 import pyarrow
@@ -15,19 +14,7 @@ from coa_jax.tasks.cells import listed
 from coa_jax.tasks.sources import TasksConfig, load_tasks, select_tasks
 from coa_jax.tasks.task import Kind
 from tests.tasks.test_schemas import encrypted
-
-NAN = float("nan")
-
-
-def write(path, lines) -> str:
-  path.write_text("".join(json.dumps(row) + "\n" for row in lines))
-  return str(path)
-
-
-def one(tmp_path, row, **config):
-  (task,) = select_tasks(TasksConfig(write(tmp_path / "set.jsonl", [row]), **config))
-  return task
-
+from tests.tasks.test_verl import NAN, one, verl, write
 
 # --- Gold answers.
 
@@ -282,68 +269,6 @@ def test_a_limit_for_each_source(tmp_path, caplog):
     TasksConfig(uri, limit_per_source=-1)
 
 
-# --- verl.
-
-
-def verl(*turns, truth="1", index=0, **extra):
-  prompt = [dict(zip(("role", "content"), turn, strict=True)) for turn in turns]
-  return {
-    "data_source": "s",
-    "prompt": prompt or [{"role": "user", "content": "one?"}],
-    "reward_model": {"ground_truth": truth},
-    "extra_info": {"index": index, **extra},
-  }
-
-
-def test_index_0_and_numbers_as_truths(tmp_path):
-  assert one(tmp_path, verl()).id == "s-0"
-  for truth, answer in ((72, "72"), (72.0, "72"), (0, "0"), (2.5, "2.5")):
-    task = one(tmp_path, verl(truth=truth, difficulty=0))
-    assert (task.answers, task.kind, task.family) == ((answer,), Kind.MATH, "0")
-  for truth in NAN, "", None:
-    with pytest.raises(ValueError, match=r"'reward_model.ground_truth' is missing"):
-      one(tmp_path, verl(truth=truth))
-  assert one(tmp_path, {**PLAIN, "id": 0}).id == "0"
-  hotpotqa = {**WIKI, "_id": 0}
-  assert one(tmp_path, hotpotqa).id == "0"
-  assert one(tmp_path, {**hotpotqa, "_id": None, "id": None}).id == "set-0"
-  gsm8k = {"question": "q", "answer": "x\n#### 4"}
-  for none in None, "", NAN:
-    task = one(tmp_path, {**gsm8k, "id": none, "source": none})
-    assert (task.id, task.source) == ("set-0", "gsm8k")
-
-
-def test_earlier_turns_are_kept(tmp_path):
-  turns = (("user", "one?"), ("assistant", "x"), ("user", "two?"))
-  whole = "User: one?\n\nAssistant: x\n\nUser: two?"
-  assert one(tmp_path, verl(*turns)).question == whole
-  assert one(tmp_path, verl(*turns, question="2?")).question == whole.replace(
-    "two?", "2?"
-  )
-  row = verl(*turns)
-  assert one(tmp_path, {**row, "prompt": json.dumps(row["prompt"])}).question == whole
-  parts = ("user", [{"type": "text", "text": "one?"}])
-  assert one(tmp_path, verl(parts)).question == "one?"
-  trl = {"prompt": row["prompt"], "answer": "1 x"}
-  assert one(tmp_path, trl).question == whole
-  for bad, message in (
-    ((*turns, ("assistant", "y")), "a user message at the end of 'prompt'"),
-    ((("user", "one?"), ("tool", "x"), ("user", "b")), r"field 'prompt\[1\]' is"),
-    ((("user", 5),), r"field 'prompt\[0\]' is"),
-  ):
-    with pytest.raises(ValueError, match=rf"set.jsonl:1: .*{message}"):
-      one(tmp_path, verl(*bad))
-
-
-def test_system_messages_are_kept_beside_the_question(tmp_path, caplog):
-  row = verl(("system", "Be brief."), ("user", "one?"))
-  for given in row, {"prompt": row["prompt"], "answer": "1 x"}:
-    caplog.clear()
-    task = one(tmp_path, given)
-    assert (task.question, task.meta["system"]) == ("one?", "Be brief.")
-    assert "rows with a system message: 1" in caplog.text
-
-
 # --- Shapes.
 
 WIKI = {
@@ -363,6 +288,17 @@ DAPO = {
   "data_source": "math_dapo",
   "extra_info": {"index": "ab"},
 }
+
+
+def test_ids_that_are_0_or_empty(tmp_path):
+  assert one(tmp_path, {**PLAIN, "id": 0}).id == "0"
+  hotpotqa = {**WIKI, "_id": 0}
+  assert one(tmp_path, hotpotqa).id == "0"
+  assert one(tmp_path, {**hotpotqa, "_id": None, "id": None}).id == "set-0"
+  gsm8k = {"question": "q", "answer": "x\n#### 4"}
+  for none in None, "", NAN:
+    task = one(tmp_path, {**gsm8k, "id": none, "source": none})
+    assert (task.id, task.source) == ("set-0", "gsm8k")
 
 
 def test_2wiki_and_dapo_as_on_the_hub(tmp_path):

@@ -142,8 +142,6 @@ def world_tasks(
   Raises:
     ValueError: the worlds are too small for that many different questions.
   """
-  if not 0 <= n <= MOST_TASKS:
-    raise ValueError(f"{n} tasks of {name}; accepted: from 0 to {MOST_TASKS:,}")
   rng = random.Random(f"{seed}/tasks of {','.join(w.name for w in worlds)}")
   # --- The family of every task. Rounding what is reached, not each weight, makes n.
   total = sum(weight for _, weight in mix)
@@ -257,9 +255,14 @@ def write_world(
 
   Returns:
     "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
+
+  Raises:
+    ValueError: `n` is out of bounds, or more than there are questions.
   """
-  worlds = [make_world(seed, config, split, i) for i in range(config.splits[split])]
   name = name or split
+  if not 0 <= n <= MOST_TASKS:
+    raise ValueError(f"{n} tasks of {name}; accepted: from 0 to {MOST_TASKS:,}")
+  worlds = [make_world(seed, config, split, i) for i in range(config.splits[split])]
   tasks = world_tasks(worlds, n, config.mix, task_seed, name)
   paths = {
     "corpus": os.path.join(os.fspath(directory), f"{split}_pages.jsonl"),
