@@ -171,6 +171,7 @@ class DevConfig:
       fields=tasks.fields,
       kind=tasks.kind,
       source=tasks.source,
+      attachments=tasks.attachments,
     )
 
   def tools(self, tools: ToolsConfig) -> ToolsConfig:

@@ -11,15 +11,23 @@ from collections.abc import Sequence
 from absl import flags
 
 from coa_jax.lock import hold
-from coa_jax.tasks.world.build import TRAIN_MIX, Mix, WorldConfig, write_world
+from coa_jax.tasks.world.build import (
+  MOST_TASKS,
+  TRAIN_MIX,
+  Mix,
+  WorldConfig,
+  write_world,
+)
 from coa_jax.tasks.world.questions import HELD_OUT
 from experiments.launch import run_program
 
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
 _WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Decides the facts of every world.")
-_TRAIN = flags.DEFINE_integer("train", 13000, "Tasks to distil.", 1)
-_RL = flags.DEFINE_integer("rl", 6000, "Tasks to practise on.", 1)
-_HELD_OUT = flags.DEFINE_integer("held_out", 600, "Of dev, test and ood each.", 1)
+_TRAIN = flags.DEFINE_integer("train", 13000, "Tasks to distil.", 1, MOST_TASKS)
+_RL = flags.DEFINE_integer("rl", 6000, "Tasks to practise on.", 1, MOST_TASKS)
+_HELD_OUT = flags.DEFINE_integer(
+  "held_out", 600, "Of dev, test and ood each.", 1, MOST_TASKS
+)
 
 
 def make_world(

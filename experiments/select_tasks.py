@@ -12,6 +12,7 @@ The samples are kept: another band, on the same workdir, plays nothing again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from typing import Any
@@ -33,7 +34,9 @@ from coa_jax.report.scores import Scored, correct, graded
 from coa_jax.shard import Shard
 from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
 from coa_jax.tasks.rows import read_rows
+from coa_jax.tasks.schemas import read_task
 from coa_jax.tasks.sources import TasksConfig, select_tasks
+from coa_jax.tasks.task import Row, first_of
 from experiments.launch import launch
 
 
@@ -131,12 +134,30 @@ def _used(paths: tuple[str, ...]) -> set[str]:
   for path in paths:
     if not os.path.exists(path):
       raise FileNotFoundError(f"select.without: there is no file {path}")
-    for _, row in read_rows(path):
-      question = row.get("question") or (row.get("meta") or {}).get("question")
-      name = question or row.get("task_id") or row.get("id")
-      if isinstance(name, str):
-        used.add(name.strip())
+    for where, row in read_rows(path):
+      used.add(_name_of(row, where).strip())
   return used
+
+
+def _name_of(row: Row, where: str) -> str:
+  """The question of a row of tasks or trajectories, else its id.
+
+  Raises:
+    ValueError: the row has neither.
+  """
+  if "segments" not in row:
+    # As a run asks it: with its options, decrypted, from any column.
+    with contextlib.suppress(ValueError):
+      return read_task(row, where, where).question
+  meta = row.get("meta") if isinstance(row.get("meta"), dict) else {}
+  names = {**row, "question": row.get("question") or meta.get("question")}
+  name = first_of(names, "question", "task_id", "id", default=None)
+  if not isinstance(name, str | int):
+    raise ValueError(
+      f"select.without: {where}: has no question and no id; accepted: tasks or "
+      "trajectories"
+    )
+  return str(name)
 
 
 def _usage(played: list[Trajectory | Scored], counted: int) -> dict[str, Any]:

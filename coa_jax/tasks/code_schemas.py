@@ -12,7 +12,7 @@ import zlib
 from typing import Any
 
 from coa_jax.json_io import parse_json
-from coa_jax.tasks.task import Kind, Row, Task
+from coa_jax.tasks.task import Kind, Row, Task, first_of
 
 # What the tests of one task may have when unpacked, in bytes.
 _MOST_TESTS = 1 << 30
@@ -31,7 +31,7 @@ def humaneval(row: Row, where: str, default_id: str) -> Task:
     raise ValueError(f"{where}: field 'prompt' defines no function {entry!r}")
   tests = {"test_code": test, "entry_point": entry, "import_prefix": before}
   plain = {
-    "id": str(row.get("task_id", default_id)),
+    "id": first_of(row, "task_id", default=default_id),
     "question": "Complete this function; write it whole, with what it needs.\n\n"
     f"```py\n{prompt.strip()}\n```",
     "answers": f"a program that passes {count_tests(tests)} tests",
@@ -69,7 +69,7 @@ def mbpp(row: Row, where: str, default_id: str) -> Task:
   # The question shows the first assert, as elsewhere: nothing else tells the name of
   # the function.
   plain = {
-    "id": f"Mbpp/{row.get('task_id', default_id)}",
+    "id": f"Mbpp/{first_of(row, 'task_id', default=default_id)}",
     "question": f"{text}\n\nYour program must pass this test, among others:\n"
     f"{asserts[0]}",
     "answers": f"a program that passes {count_tests(tests)} tests",
@@ -98,16 +98,16 @@ def livecodebench(row: Row, where: str, default_id: str) -> Task:
     found["fn_name"] = metadata["func_name"]
   # --- The question shows the code to start from, where there is any.
   plain = {
-    "id": str(row.get("question_id") or default_id),
+    "id": first_of(row, "question_id", default=default_id),
     "question": _with_starter(row["question_content"], row.get("starter_code")),
     "answers": f"a program that passes {count_tests(found)} tests",
     "kind": Kind.CODE,
     "source": "livecodebench",
-    "family": row.get("difficulty") or "",
+    "family": str(first_of(row, "difficulty")),
     "meta": {
       "tests": found,
-      "platform": row.get("platform") or "",
-      "contest_date": str(row.get("contest_date") or ""),
+      "platform": first_of(row, "platform"),
+      "contest_date": str(first_of(row, "contest_date")),
     },
   }
   return Task.from_json(plain, where)
@@ -123,14 +123,14 @@ def apps(row: Row, where: str, default_id: str) -> Task:
       f"{where}: field 'input_output' must be an object with inputs and outputs; a "
       "task without tests cannot be graded"
     )
-  name = row.get("problem_id", row.get("id", default_id))
+  name = first_of(row, "problem_id", "id", default=default_id)
   plain = {
     "id": f"apps-{name}",
     "question": _with_starter(row["question"], row.get("starter_code")),
     "answers": f"a program that passes {count_tests(tests)} tests",
     "kind": Kind.CODE,
     "source": "apps",
-    "family": row.get("difficulty") or "",
+    "family": str(first_of(row, "difficulty")),
     "meta": {"tests": tests},
   }
   return Task.from_json(plain, where)

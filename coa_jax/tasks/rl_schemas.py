@@ -10,8 +10,9 @@ import json
 import re
 from typing import Any
 
+from coa_jax.json_io import shown
 from coa_jax.tasks.code_schemas import are_strings, count_tests
-from coa_jax.tasks.task import Kind, Row, Task
+from coa_jax.tasks.task import Kind, Row, Task, first_of, is_absent
 
 # Where the question starts in a released prompt: below the last rule of its head.
 _QUESTION = re.compile(r"\n\s*\n(?:Task|Question):\s*")
@@ -35,47 +36,55 @@ def released(row: Row, where: str, default_id: str) -> Task:
   """A row of the released RL schema, as written for verl."""
   # --- What the answer is judged by.
   truth = None
-  if isinstance(row["reward_model"], dict):
-    truth = row["reward_model"].get("ground_truth")
-  if truth is None:
+  reward_model = _structured(row["reward_model"])
+  if isinstance(reward_model, dict):
+    truth = reward_model.get("ground_truth")
+  if is_absent(truth) or truth == "":
     raise ValueError(
       f"{where}: field 'reward_model.ground_truth' is missing; accepted: a string, a "
-      "JSON string or an object"
+      "number, a JSON string or an object"
     )
   truth = _structured(truth)
   if isinstance(truth, dict):  # a table gives every row the fields of all
     truth = {k: v for k, v in truth.items() if v is not None}
   # --- Id, question, source. An index is unique in its source alone.
-  extra = row.get("extra_info") or {}
-  source = str(row.get("data_source") or "")
-  name = str(extra.get("index") or default_id)
+  extra = _structured(row.get("extra_info"))
+  if extra is not None and not isinstance(extra, dict):
+    raise ValueError(f"{where}: field 'extra_info' is {shown(extra)}, not an object")
+  extra = extra or {}
+  source = str(first_of(row, "data_source"))
+  name = str(first_of(extra, "index", default=default_id))
   if not name.startswith(source):
     name = f"{source}-{name}"
-  task = {
+  messages = _messages(row["prompt"])
+  task: dict[str, Any] = {
     "id": name,
-    "question": _question(row, extra, where),
+    "question": _question(row, extra, messages, where),
     "source": source,
-    "family": extra.get("difficulty") or "",
+    "family": str(first_of(extra, "difficulty")),
     "meta": {},
   }
+  system = system_text(messages)
+  if system:
+    task["meta"] = {"system": system}
   # --- The kind, by the shape of the truth; no field names it.
   if isinstance(truth, dict) and "target" in truth:
     task.update(kind=Kind.QA, answers=truth["target"])
   elif isinstance(truth, dict) and _has_tests(truth):
     meta = {k: v for k, v in extra.items() if k in _CODE_META and v}
-    meta["tests"] = truth
+    task["meta"] |= {**meta, "tests": truth}
     answer = f"a program that passes {count_tests(truth)} tests"
-    task.update(kind=Kind.CODE, answers=answer, meta=meta)
-  elif isinstance(truth, str | list):
+    task.update(kind=Kind.CODE, answers=answer)
+  elif isinstance(truth, str | int | float | list):
     task.update(kind=Kind.MATH, answers=truth)
   else:
     fields = repr(truth)
     if isinstance(truth, dict):
-      fields = ", ".join(map(repr, truth))
+      fields = ", ".join(map(repr, truth)) or "no fields"
     accepted = " or ".join(map("+".join, map(sorted, _TESTS)))
     raise ValueError(
-      f"{where}: field 'reward_model.ground_truth' has {fields}; accepted: a string or "
-      f"a list of strings (math), 'target' (qa), or tests: {accepted} (code)"
+      f"{where}: field 'reward_model.ground_truth' has {fields}; accepted: a string, a "
+      f"number or a list of them (math), 'target' (qa), or tests: {accepted} (code)"
     )
   return Task.from_json(task, where)
 
@@ -103,27 +112,89 @@ def _structured(truth: Any) -> Any:
   return truth
 
 
-def _question(row: Row, extra: Row, where: str) -> str:
-  """The question as it was stored, else as it stands in the last user message.
-
-  A message that does not mark its question is the question as a whole.
-  """
+def _question(row: Row, extra: Row, messages: list[Any], where: str) -> str:
+  """The question as it was stored, else that of the prompt's last user message."""
+  stored = None
   for question in (extra.get("question"), row.get("question")):
     if isinstance(question, str) and question.strip():
-      return question
-  users = [m["content"] for m in row["prompt"] if m.get("role") == "user"]
-  if not users or not isinstance(users[-1], str) or not users[-1].strip():
+      stored = question
+      break
+  if stored and len([m for m in messages if _role(m) != "system"]) < 2:
+    return stored
+  return last_question(messages, where, stored)
+
+
+def _messages(prompt: Any) -> list[Any]:
+  """A prompt as messages: they are a list, its JSON, or the text of one of a user."""
+  if isinstance(prompt, str):
+    try:
+      value = json.loads(prompt)
+    except (ValueError, RecursionError):
+      value = None
+    if isinstance(value, list) and value and all(map(_role, value)):
+      return value
+  return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+
+
+def last_question(messages: list[Any], where: str, question: str | None = None) -> str:
+  """The question of a prompt's messages, below what was said before it.
+
+  A message that does not mark its question is the question as a whole.
+
+  Args:
+    messages: of the prompt; its last one is the user's.
+    where: how messages of errors name the row.
+    question: what the last message asks, where the row stores it.
+
+  Raises:
+    ValueError: there is none, or a message has another role or no text.
+  """
+  said = []
+  for number, message in enumerate(messages):
+    role = _role(message)
+    text = _text(message)
+    if role not in ("system", "user", "assistant") or text is None:
+      raise ValueError(
+        f"{where}: field 'prompt[{number}]' is {shown(message)}; accepted: a system, "
+        "user or assistant message with a text as content"
+      )
+    if role != "system":
+      said.append((role, text))
+  if not said or said[-1][0] != "user" or not said[-1][1].strip():
     raise ValueError(
       f"{where}: no question; accepted: 'extra_info.question', 'question', or a user "
-      "message in 'prompt'"
+      "message at the end of 'prompt'"
     )
-  question = question_below(users[-1])
-  if question is not None:
+  if question is None:
+    text = said[-1][1]
+    dapo = _DAPO.search(text)
+    question = question_below(text)
+    if question is None:
+      question = dapo[1].strip() if dapo else text.strip()
+  if len(said) == 1:
     return question
-  dapo = _DAPO.search(users[-1])
-  if dapo is not None:
-    return dapo[1].strip()
-  return users[-1].strip()
+  said[-1] = ("user", question)
+  # As `protocol.prompts.conversation_text`, which the chain of imports does not reach.
+  return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
+
+
+def system_text(messages: list[Any]) -> str:
+  """Returns the system messages of a prompt, which are no part of the question."""
+  texts = [_text(m) for m in messages if _role(m) == "system"]
+  return "\n\n".join(filter(None, texts))
+
+
+def _role(message: Any) -> str:
+  return str(message.get("role", "")) if isinstance(message, dict) else ""
+
+
+def _text(message: Any) -> str | None:
+  """The content of a message, its parts joined; None where it is no text."""
+  content = message.get("content") if isinstance(message, dict) else None
+  if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+    texts = [part.get("text") for part in content]
+    content = "\n".join(texts) if content and are_strings(texts) else None
+  return content if isinstance(content, str) else None
 
 
 def question_below(prompt: str) -> str | None:

@@ -21,11 +21,12 @@ budget: one reader for each kind of file, and the table that names them.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import csv
 import glob
 import gzip
 import itertools
-import json
 import os
 import urllib.parse
 import zlib
@@ -37,10 +38,12 @@ import numpy as np
 from coa_jax.json_io import parse_json
 from coa_jax.protocol.storage import decoded, read_array_record, read_parquet
 from coa_jax.protocol.trajectory import bounded_lines, read_jsonl
+from coa_jax.tasks.cells import listed
 from coa_jax.tasks.task import Row
 
 Rows = Iterator[tuple[str, Row]]
 _MOST_OF_JSON = 1 << 31  # bytes of a file that is read whole
+_MOST_CELL = 1 << 24  # characters in a cell of a table of text
 
 
 def read_rows(uri: str | os.PathLike[str]) -> Rows:
@@ -165,34 +168,43 @@ def _json(path: str) -> Rows:
 def _csv(path: str) -> Rows:
   """A table of text whose first row names the columns; an empty cell is left out."""
   _check_exists(path)
+  csv.field_size_limit(_MOST_CELL)
   delimiter = "\t" if _suffix(path) == ".tsv" else ","
   start = gzip.open if path.endswith(".gz") else open
   try:
     with start(path, "rt", encoding="utf-8-sig", newline="") as f:
-      reader = csv.DictReader(bounded_lines(f, path), delimiter=delimiter, strict=True)
-      for number, cells in enumerate(reader):
+      lines = csv.reader(bounded_lines(f, path), delimiter=delimiter, strict=True)
+      heading = enumerate(next(lines, []), 1)
+      names = [name.strip() or f"column {number}" for number, name in heading]
+      _check_columns(path, names)
+      for number, cells in enumerate(filter(None, lines)):
         where = f"{path} row {number}"
-        if None in cells or None in cells.values():
-          columns = len(reader.fieldnames or ())
-          raise ValueError(f"{where}: has not the {columns} columns of the heading")
-        yield where, {name: _listed(text) for name, text in cells.items() if text}
+        if len(cells) != len(names):
+          raise ValueError(f"{where}: has not the {len(names)} columns of the heading")
+        pairs = zip(names, cells, strict=True)
+        yield where, {name: listed(text) for name, text in pairs if text}
   except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as e:
     raise ValueError(f"{path}: cannot be read: {e}") from e
 
 
-def _listed(cell: str) -> Any:
-  """A cell that is a JSON list of texts as such; any other as it stands."""
-  if not cell.startswith('["'):
-    return cell
-  try:
-    value = json.loads(cell)
-  except (ValueError, RecursionError):
-    return cell
-  return value if all(isinstance(item, str) for item in value) else cell
+def _check_columns(path: str, names: list[str]) -> None:
+  """Refuses a table with two columns of one name: one would be lost."""
+  doubled = [name for name, n in collections.Counter(names).items() if n > 1]
+  if doubled:
+    raise ValueError(
+      f"{path}: {names.count(doubled[0])} columns are called {doubled[0]!r}; accepted: "
+      "each name once"
+    )
 
 
 def _parquet(path: str) -> Rows:
   _check_exists(path)
+  import pyarrow
+  import pyarrow.parquet
+
+  # What is no parquet file is refused by its reader.
+  with contextlib.suppress(pyarrow.ArrowException, OSError):
+    _check_columns(path, pyarrow.parquet.read_schema(path).names)
   yield from read_parquet(path)
 
 

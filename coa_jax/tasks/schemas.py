@@ -16,15 +16,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from coa_jax.fields import nearest
-from coa_jax.tasks.browsecomp import browsecomp
-from coa_jax.tasks.code_schemas import apps, are_strings, humaneval, livecodebench, mbpp
-from coa_jax.tasks.rl_schemas import released
-from coa_jax.tasks.task import Kind, Row, Task
+from coa_jax.json_io import parse_json, shown
+from coa_jax.tasks.cells import is_unread_list, listed
+from coa_jax.tasks.choices import with_options
+from coa_jax.tasks.code_schemas import apps, humaneval, livecodebench, mbpp
+from coa_jax.tasks.encrypted import browsecomp, check_in_clear, opened
+from coa_jax.tasks.rl_schemas import last_question, released, system_text
+from coa_jax.tasks.task import Kind, Row, Task, first_of, is_absent
 
 _GSM8K_FINAL = re.compile(r"\n#### *(\S.*?)\s*$")
 # What data sets call our fields; the first that a row has is taken.
 _NAMES = {
-  "question": ("question", "Question", "problem", "Problem"),
+  "question": (
+    "question",
+    "Question",
+    "problem",
+    "Problem",
+    "query",
+    "question_stem",
+    "prompt",
+  ),
   "answers": (
     "answers",
     "answer",
@@ -34,12 +45,26 @@ _NAMES = {
     "Final answer",
     "final_answer",
   ),
-  "id": ("id", "task_id", "unique_id", "_id", "ID"),
+  "id": (
+    "id",
+    "task_id",
+    "unique_id",
+    "_id",
+    "ID",
+    "query_id",
+    "Record ID",
+  ),
   "family": ("family", "Level", "level", "category", "topic", "subject", "difficulty"),
   "source": ("source", "data_source"),
 }
 _OURS = {field.name for field in dataclasses.fields(Task)} | {"answer"}
 FIELDS = ("question", "answers", "id", "kind", "source", "family")
+# Columns of pictures and of files that come with a question.
+_ATTACHED = re.compile(
+  r"(?:image|img|picture|photo|video|audio)s?(?:_?\d+|_path|_url|_preview)?"
+  r"|attachments?|file_?(?:name|path)s?",
+  re.IGNORECASE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +75,9 @@ class Reading:
     default_id: the task's id where the row has none.
     fields: our field -> the row's column, "a.b" for b inside a; a column that is not
       there is no fault where the row has our field.
-    kind: of a task whose row says none; None for qa.
+    kind: of a task whose row says none; None to tell it by the row's columns.
     source: of a task whose row says none; "" for `default_source`.
-    default_source: of rows in a schema of others that name no source.
+    default_source: what the file is called.
   """
 
   default_id: str
@@ -89,15 +114,44 @@ def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
   if task is None:
     task, said = _plain_row(row, where, reading, mapped)
   else:
-    said = True
+    # A truth that is text is taken for mathematics, but may be anything.
+    said = "reward_model" not in row or task.kind != Kind.MATH
     # What is named over a known schema stands above what it says.
     if mapped:
       task = Task.from_json({**task.to_json(), **mapped}, where)
+      said = said or "kind" in mapped
+  check_in_clear(task.question, where)
   if not said and reading.kind is not None:
     task = dataclasses.replace(task, kind=reading.kind)
-  if reading.source and not task.source:
-    task = dataclasses.replace(task, source=reading.source)
+  if not task.source:
+    source = reading.source or reading.default_source
+    task = dataclasses.replace(task, source=source)
   return task, said
+
+
+def attached(row: Row) -> str | None:
+  """The column of a row that holds a picture or a file; None where none does."""
+  for name, value in row.items():
+    if _ATTACHED.fullmatch(name) and _holds_something(value):
+      return name
+  # Messages in parts, one of them no text.
+  for message in row["prompt"] if isinstance(row.get("prompt"), list) else ():
+    content = message.get("content") if isinstance(message, dict) else None
+    for part in content if isinstance(content, list) else ():
+      if isinstance(part, dict) and part.get("type", "text") != "text":
+        return "prompt"
+  return None
+
+
+def _holds_something(value: Any) -> bool:
+  """Whether a value is neither null nor empty, nor has empty values alone."""
+  if isinstance(value, dict):
+    return any(map(_holds_something, value.values()))
+  if isinstance(value, list | tuple):
+    return any(map(_holds_something, value))
+  if isinstance(value, str | bytes):
+    return bool(value.strip())
+  return value is not False and not is_absent(value)
 
 
 def _mapped(row: Row, where: str, fields: Mapping[str, str]) -> Row:
@@ -109,49 +163,43 @@ def _mapped(row: Row, where: str, fields: Mapping[str, str]) -> Row:
     names = [column] if column in row else column.split(".")
     for name in names:
       value = value.get(name) if isinstance(value, dict) else None
-    if value is not None:
+    if not is_absent(value):
       mapped[ours] = value
     elif ours not in row and ours in ("question", "answers"):
       absent.append(f"{ours}={column!r}{nearest(column, row)}")
   if absent:
     raise ValueError(f"{where}: tasks.fields names no column: {'; '.join(absent)}")
-  if isinstance(mapped.get("answers"), str):
-    mapped["answers"] = _listed(mapped["answers"])
   return mapped
-
-
-def _listed(text: str) -> Any:
-  """A JSON list of texts as such; `[0, 1]` is an answer, and stays a text."""
-  if not text.lstrip().startswith("["):
-    return text
-  try:
-    value = json.loads(text)
-  except (ValueError, RecursionError):
-    return text
-  return value if value and are_strings(value) else text
 
 
 def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
   """By the reader of a data set that the row's fields tell; None if they tell none."""
-  for needed, reader in _SCHEMAS:
+  for name, needed, reader in _SCHEMAS:
     if needed <= set(row):
       # The row comes from a file of anybody's: what its reader stumbles over is the
       # row's fault.
       try:
         return reader(row, where, default_id)
-      except (TypeError, KeyError, AttributeError) as e:
-        fields = ", ".join(sorted(needed))
+      except (TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
+        if type(e) is ValueError and str(e).startswith(where):
+          raise
+        found = ", ".join(
+          f"{field}: {shown(row[field], 40)}" for field in sorted(needed)
+        )
         raise ValueError(
-          f"{where}: has the fields {fields}, but not as that schema has them: {e!r}"
+          f"{where}: the row has the columns of {name}, but not its values ({found}); "
+          "to read it as a plain question name its columns: "
+          "tasks.fields=dict(question='COLUMN', answers='COLUMN')"
         ) from e
   # GSM8K, whatever stands beside: a solution that ends in its answer.
   answer = row.get("answer")
   final = _GSM8K_FINAL.search(answer) if isinstance(answer, str) else None
-  if final is None or row.get("kind") is not None or "question" not in row:
+  if final is None or row.get("kind") is not None or not row.get("question"):
     return None
   if set(row) == {"question", "answer"}:
     default_id = f"gsm8k-{default_id}"
-  rest = {name: row[name] for name in row if name not in ("question", "answer")}
+  rest = {name: value for name, value in row.items() if not _is_empty(value)}
+  del rest["question"], rest["answer"]
   plain = {
     "id": default_id,
     "source": "gsm8k",
@@ -172,38 +220,75 @@ def _plain_row(
   Returns:
     The task, and whether the row says its kind.
   """
-  row = {name: value for name, value in row.items() if value is not None}
+  empty = [name for name, value in row.items() if is_absent(value)]
+  row = {name: value for name, value in row.items() if name not in empty}
+  whole_row = dict(row)
   # --- The columns that fields.* name are used up, whole ones only.
   for ours, column in reading.fields.items():
     if ours in mapped:
       row.pop(column, None)
   foreign = bool(mapped) or not set(row) <= _OURS
-  if "data_source" in row and set(row) <= _OURS | {"data_source", "file_name"}:
-    foreign = False
-  # --- A problem is one of mathematics.
-  named = [name for name in _NAMES["question"] if name in row][:1]
-  if named in (["problem"], ["Problem"]):
-    row.setdefault("kind", Kind.MATH)
   # --- Our names for theirs.
   plain = dict(mapped)
+  columns = dict(reading.fields)
   for ours, names in _NAMES.items():
     found = [name for name in names if name in row]
+    # One that is filled, where there are several.
+    found.sort(key=lambda name: row[name] == "")
     if ours not in plain and found:
+      columns[ours] = found[0]
       plain[ours] = row.pop(found[0])
-      if found[0] == "possible_answers" and isinstance(plain[ours], str):
-        plain[ours] = _listed(plain[ours])
+  # --- Messages, ciphertext, lists as text, options.
+  if isinstance(plain.get("question"), list):
+    system = system_text(plain["question"])
+    plain["question"] = last_question(plain["question"], where)
+    if system:
+      row["system"] = system
+  if "question" in plain and "answers" in plain:
+    plain["question"], plain["answers"] = opened(
+      plain["question"],
+      plain["answers"],
+      row.get("canary"),
+      where,
+      (columns["question"], columns["answers"]),
+    )
+  if isinstance(plain.get("answers"), str):
+    plain["answers"] = _read_list(plain["answers"], where, columns["answers"])
+  options = with_options(plain.get("question"), plain.get("answers"), whole_row, where)
+  if options is not None:
+    plain.update(options)
   missing = [ours for ours in ("question", "answers") if ours not in plain]
   if missing:
-    raise ValueError(_lacking(missing, row, plain, where))
-  if foreign:
-    plain.setdefault("source", reading.source or reading.default_source)
-    plain["family"] = str(plain.get("family", ""))
-  plain.setdefault("id", reading.default_id)
+    raise ValueError(_lacking(missing, row, plain, empty, where))
+  # --- A problem is one of mathematics, but where the row or the config says otherwise.
   said = "kind" in row or "kind" in plain
+  if not said and options is None and columns["question"] in ("problem", "Problem"):
+    plain["kind"] = Kind.MATH
+  if foreign:
+    plain["family"] = str(plain.get("family", ""))
+  if plain.get("id", "") == "":
+    plain["id"] = reading.default_id
   return _with_extras({**row, **plain}, where), said
 
 
-def _lacking(missing: list[str], row: Row, plain: Row, where: str) -> str:
+def _read_list(text: str, where: str, column: str) -> Any:
+  """Answers that are one text: the texts of the list that it is, or itself.
+
+  Raises:
+    ValueError: it is a list that cannot be read.
+  """
+  answers = listed(text)
+  if isinstance(answers, str) and is_unread_list(answers):
+    raise ValueError(
+      f"{where}: field {column!r} is {shown(text)}, a list that cannot be read; "
+      'accepted: a text, or a list of texts: ["a", "b"]'
+    )
+  return answers
+
+
+def _lacking(
+  missing: list[str], row: Row, plain: Row, empty: list[str], where: str
+) -> str:
   """Says which fields a row lacks, and which of its columns may be meant."""
   named = ", ".join(map(repr, [*plain, *row][:12])) or "none"
   absent = " and ".join(f"no field {name!r}" for name in missing)
@@ -211,11 +296,29 @@ def _lacking(missing: list[str], row: Row, plain: Row, where: str) -> str:
   for name in missing:
     near = nearest(name, row) if row else ""
     hints.append(near.removeprefix("; ") if "did you mean" in near else "")
-  hint = " ".join(filter(None, hints))
+  hint = " ".join(dict.fromkeys(filter(None, hints)))
+  if empty:
+    named += f" and nothing in {', '.join(map(repr, empty[:12]))}"
+  named += _nearest_schema({*row, *plain})
   return (
     f"{where}: {absent}; the row has {named}. {hint + ' ' if hint else ''}Name its "
     "columns: tasks.fields=dict(question='COLUMN', answers='COLUMN')"
   )
+
+
+def _nearest_schema(columns: set[str]) -> str:
+  """Says which data set has most of a row's columns; "" where none is near."""
+  shared, name, needed = max(
+    (
+      (len(needed & columns) / len(needed), name, needed)
+      for name, needed, _ in _SCHEMAS
+    ),
+    key=lambda one: one[0],
+  )
+  if shared < 0.5 or needed & columns <= {"question", "answer", "problem", "prompt"}:
+    return ""
+  lacks = ", ".join(map(repr, sorted(needed - columns)))
+  return f"; nearest is {name}, which has {lacks}, too"
 
 
 def _with_extras(plain: Row, where: str) -> Task:
@@ -248,6 +351,10 @@ def misspelt(row: Row, task: Task) -> dict[str, str]:
   return found
 
 
+def _is_empty(value: Any) -> bool:
+  return is_absent(value) or value == ""
+
+
 def _is_json(value: Any) -> bool:
   """Whether JSON holds it: a picture of `datasets` is left out, a text is not."""
   try:
@@ -260,18 +367,20 @@ def _is_json(value: Any) -> bool:
 def _hotpotqa(row: Row, where: str, default_id: str) -> Task:
   # Pairs (title, sentence); the hub and TFDS have two lists instead.
   facts = row["supporting_facts"]
+  if isinstance(facts, str):  # JSON, as 2WikiMultihopQA has it on the hub
+    facts = parse_json(facts, f"{where}: field 'supporting_facts'")
   if isinstance(facts, dict):
     titles = facts["title"]
   else:
-    titles = [title for title, _ in facts]
+    titles = [fact[0] for fact in facts]
   plain = {
-    "id": row.get("_id") or row.get("id") or default_id,
+    "id": first_of(row, "_id", "id", default=default_id),
     "question": row["question"],
     "answers": row["answer"],
     "source": "2wikimultihopqa" if "evidences" in row else "hotpotqa",
-    "family": row.get("type", ""),
+    "family": first_of(row, "type"),
     "meta": {
-      "level": row.get("level", ""),
+      "level": first_of(row, "level"),
       "supporting_titles": list(dict.fromkeys(titles)),
     },
   }
@@ -285,9 +394,9 @@ def _musique(row: Row, where: str, default_id: str) -> Task:
     family = f"{len(hops)}_hop"
   supporting = [p["title"] for p in row["paragraphs"] if p.get("is_supporting")]
   plain = {
-    "id": row.get("id", default_id),
+    "id": first_of(row, "id", default=default_id),
     "question": row["question"],
-    "answers": [row["answer"], *row["answer_aliases"]],
+    "answers": [row["answer"], *filter(None, row["answer_aliases"])],
     "source": "musique",
     "family": family,
     "meta": {"supporting_titles": supporting},
@@ -302,7 +411,7 @@ def _webwalker(row: Row, where: str, default_id: str) -> Task:
     "question": row["question"],
     "answers": row["answer"],
     "source": "webwalker",
-    "family": info.get("type", ""),
+    "family": first_of(info, "type"),
     "meta": {"root_url": row["root_url"], **info},
   }
   return Task.from_json(plain, where)
@@ -311,10 +420,11 @@ def _webwalker(row: Row, where: str, default_id: str) -> Task:
 def _triviaqa(row: Row, where: str, default_id: str) -> Task:
   """A row of TriviaQA; the pages that come with it are left out."""
   answer = row["answer"]
+  aliases = filter(None, answer["aliases"])
   plain = {
-    "id": row["question_id"] or default_id,
+    "id": first_of(row, "question_id", default=default_id),
     "question": row["question"],
-    "answers": list(dict.fromkeys([answer["value"], *answer["aliases"]])),
+    "answers": list(dict.fromkeys([answer["value"], *aliases])),
     "source": "triviaqa",
   }
   return Task.from_json(plain, where)
@@ -323,29 +433,33 @@ def _triviaqa(row: Row, where: str, default_id: str) -> Task:
 def _popqa(row: Row, where: str, default_id: str) -> Task:
   answers = row["possible_answers"]
   if isinstance(answers, str):
-    answers = _listed(answers)
+    answers = _read_list(answers, where, "possible_answers")
   plain = {
-    "id": row.get("id", default_id),
+    "id": first_of(row, "id", default=default_id),
     "question": row["question"],
     "answers": answers,
     "source": "popqa",
-    "family": row.get("prop") or "",
+    "family": first_of(row, "prop"),
     "meta": {name: row[name] for name in ("subj", "obj") if name in row},
   }
   return Task.from_json(plain, where)
 
 
-# Fields that tell a schema -> its reader; the first that fits is taken.
-_SCHEMAS: tuple[tuple[set[str], Callable[[Row, str, str], Task]], ...] = (
-  ({"prompt", "reward_model"}, released),
-  ({"question", "answer", "supporting_facts", "context"}, _hotpotqa),
-  ({"question", "answer", "answer_aliases", "paragraphs"}, _musique),
-  ({"question", "answer", "root_url", "info"}, _webwalker),
-  ({"prompt", "entry_point", "test"}, humaneval),
-  ({"code", "test_list"}, mbpp),
-  ({"question_content", "public_test_cases"}, livecodebench),
-  ({"question", "input_output", "solutions"}, apps),
-  ({"problem", "answer", "canary"}, browsecomp),
-  ({"question", "possible_answers", "prop"}, _popqa),
-  ({"question", "answer", "question_id", "question_source"}, _triviaqa),
+# A data set, the fields that tell it, its reader; the first that fits is taken.
+_SCHEMAS: tuple[tuple[str, set[str], Callable[[Row, str, str], Task]], ...] = (
+  ("verl", {"prompt", "reward_model"}, released),
+  (
+    "HotpotQA or 2WikiMultihopQA",
+    {"question", "answer", "supporting_facts", "context"},
+    _hotpotqa,
+  ),
+  ("MuSiQue", {"question", "answer", "answer_aliases", "paragraphs"}, _musique),
+  ("WebWalkerQA", {"question", "answer", "root_url", "info"}, _webwalker),
+  ("HumanEval", {"prompt", "entry_point", "test"}, humaneval),
+  ("MBPP", {"code", "test_list"}, mbpp),
+  ("LiveCodeBench", {"question_content", "public_test_cases"}, livecodebench),
+  ("APPS", {"question", "input_output", "solutions"}, apps),
+  ("BrowseComp", {"problem", "answer", "canary"}, browsecomp),
+  ("PopQA", {"question", "possible_answers", "prop"}, _popqa),
+  ("TriviaQA", {"question", "answer", "question_id", "question_source"}, _triviaqa),
 )

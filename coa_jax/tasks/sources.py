@@ -14,23 +14,19 @@ import logging
 import os
 import random
 import re
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Callable, Sequence
 
 from coa_jax.fields import bounded, check_fields, choice, nearest
+from coa_jax.tasks.kinds import are_whole_numbers, check_kinds
 from coa_jax.tasks.rows import list_uris, read_rows
-from coa_jax.tasks.schemas import FIELDS, Reading, misspelt, read_row
+from coa_jax.tasks.schemas import FIELDS, Reading, attached, misspelt, read_row
 from coa_jax.tasks.task import Kind, Task
 
 # Files that are called by what they hold of a data set have their folder's name.
 _SPLITS = ("train", "test", "dev", "val", "valid", "validation", "data")
-# An answer that a mathematician wrote: LaTeX, a fraction, a power, a number, a tuple.
-_MATHEMATICS = re.compile(
-  r".*(?:\\[a-zA-Z]|\$|\^|\\boxed)|[-+]?\(?[\d,. ]*\d%?\)?|[-+]?\d+ ?/ ?\d+"
-  r"|[\[(][-+\d.,/ ]+[\])]",
-  re.DOTALL,
-)
-# One that text and value judge alike, but for how it is written: a year, a count.
-_WHOLE_NUMBER = re.compile(r"0|[1-9]\d*")
+# The end of a name that says which part of a data set a file is.
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
 _log = logging.getLogger(__name__)
 
 
@@ -42,21 +38,26 @@ class TasksConfig:
     uri: a file, several with commas between, a glob, a folder, or a source by its URI:
       see `rows`.
     limit: take this many tasks; 0 takes all.
+    limit_per_source: take this many tasks of each source, before `limit`; 0 takes all.
     families: take only these families; () takes all.
     seed: of the order; None keeps the file's. With a limit: which tasks are taken.
     fields: question, answers, id, kind, source or family -> the column that holds it,
       where the rows call it otherwise; "a.b" is b inside a.
     kind: how answers are judged of rows that do not say it: qa, math or code.
-    source: name of the data set, for rows that do not say it.
+    source: name of the data set, for rows that do not say it; the file's where empty.
+    attachments: read rows that come with a picture or a file, too. No model is shown
+      it; by default such rows are left out and counted.
   """
 
   uri: str
   limit: int = bounded(0, least=0)
+  limit_per_source: int = bounded(0, least=0)
   families: tuple[str, ...] = ()
   seed: int | None = None
   fields: dict[str, str] = dataclasses.field(default_factory=dict)
   kind: str = choice("", of=("", *Kind))
   source: str = ""
+  attachments: bool = False
 
   def __post_init__(self):
     check_fields(self)
@@ -75,7 +76,8 @@ def select_tasks(config: TasksConfig) -> list[Task]:
       not say their kind have answers that look like mathematics.
   """
   tasks, unsaid = _load(config)
-  _check_kinds(config, unsaid)
+  if not config.kind:
+    check_kinds(unsaid, config.uri)
   if config.families:
     known = sorted({t.family for t in tasks})
     tasks = [t for t in tasks if t.family in config.families]
@@ -87,18 +89,40 @@ def select_tasks(config: TasksConfig) -> list[Task]:
   # Shuffled before it is cut: with a seed, a limit takes a sample of the file.
   if config.seed is not None:
     random.Random(config.seed).shuffle(tasks)
-  return tasks[: config.limit or None]
+  if config.limit_per_source:
+    tasks = _first_of_each_source(tasks, config.limit_per_source)
+  chosen = tasks[: config.limit or None]
+  lost = {t.source for t in tasks} - {t.source for t in chosen}
+  if lost:
+    _log.warning(
+      "tasks.limit=%d takes none of %s; tasks.limit_per_source takes some of each",
+      config.limit,
+      ", ".join(sorted(lost)),
+    )
+  return chosen
+
+
+def _first_of_each_source(tasks: Sequence[Task], limit: int) -> list[Task]:
+  counts: collections.Counter[str] = collections.Counter()
+  chosen = []
+  for task in tasks:
+    counts[task.source] += 1
+    if counts[task.source] <= limit:
+      chosen.append(task)
+  return chosen
 
 
 def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
   """Every task of a file or of a source that `rows.read_rows` knows, in order.
+
+  Rows with pictures and files are among them: their questions are held out, too.
 
   Raises:
     FileNotFoundError: there is no such file.
     ValueError: the file's kind is unknown, it holds no task, a row fits no schema, or
       two rows have the same id; the message names the file, the row and the field.
   """
-  return _load(TasksConfig(os.fspath(uri)))[0]
+  return _load(TasksConfig(os.fspath(uri), attachments=True))[0]
 
 
 def describe_tasks(tasks: Sequence[Task]) -> str:
@@ -111,7 +135,7 @@ def describe_tasks(tasks: Sequence[Task]) -> str:
     of = f" of {source}" if source else ""
     noun = "task" if len(found) == 1 else "tasks"
     words = str(kind.value)
-    if kind == Kind.QA and all(_are_whole_numbers(t) for t in found):
+    if kind == Kind.QA and all(map(are_whole_numbers, found)):
       words += " (numbers, equal as text; tasks.kind='math': in value)"
     parts.append(f"{len(found):,} {noun}{of}: {words}")
   if len(parts) > 8:
@@ -119,12 +143,22 @@ def describe_tasks(tasks: Sequence[Task]) -> str:
   return "; ".join(parts)
 
 
+@dataclasses.dataclass
+class _Found:
+  """A task, where it was found, and whether its row says its kind."""
+
+  task: Task
+  where: str
+  stem: str
+  said: bool
+
+
 def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
   """All tasks, and those among them whose rows do not say their kind."""
-  tasks: list[Task] = []
-  unsaid: list[Task] = []
-  seen: dict[str, tuple[str, Task]] = {}
+  found: list[_Found] = []
+  seen: dict[str, Task] = {}
   numbers: collections.Counter[str] = collections.Counter()
+  left_out: collections.Counter[tuple[str, str]] = collections.Counter()
   shapes: set[tuple[frozenset[str], frozenset[str]]] = set()
   warned: set[str] = set()
   kind = Kind(config.kind) if config.kind else None
@@ -135,26 +169,87 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
       # Files of one name in several folders count on, so that no two ids are the same.
       default_id = f"{stem}-{numbers[stem]}"
       numbers[stem] += 1
+      column = None if config.attachments else attached(row)
+      if column is not None:
+        left_out[uri, column] += 1
+        continue
       reading = Reading(default_id, config.fields, kind, config.source, name)
       task, said = read_row(row, where, reading)
-      # An id is the group of a task's attempts: two tasks must not share one.
-      if task.id in seen:
-        before, other = seen[task.id]
-        if "reward_model" in row and task == other:
-          continue  # DAPO-Math has every row a hundred times
-        raise ValueError(f"{where}: id {task.id!r} is already the id of {before}")
-      seen[task.id] = (where, task)
+      # DAPO-Math has every row a hundred times.
+      if "reward_model" in row:
+        before = seen.setdefault(task.id, task)
+        if before is not task and before == task:
+          continue
       # Looked at once for every set of columns: a file may have millions of rows.
       shape = (frozenset(row), frozenset(task.meta))
       if shape not in shapes:
         shapes.add(shape)
         _warn_misspelt(misspelt(row, task), where, warned)
-      tasks.append(task)
-      if not said:
-        unsaid.append(task)
-  if not tasks:
-    raise ValueError(f"{config.uri}: holds no task")
-  return tasks, unsaid
+      found.append(_Found(task, where, stem, said))
+  _warn_unasked(left_out, found)
+  if not found:
+    reason = " but with pictures or files: see tasks.attachments" if left_out else ""
+    raise ValueError(f"{config.uri}: holds no task{reason}")
+  _tell_ids_apart(found)
+  return [one.task for one in found], [one.task for one in found if not one.said]
+
+
+def _warn_unasked(
+  left_out: collections.Counter[tuple[str, str]], found: list[_Found]
+) -> None:
+  """Reports rows that are left out, and system messages, which are not asked."""
+  for (uri, column), count in left_out.items():
+    _log.warning(
+      "%s: rows left out: %d; column %r holds a picture or a file, which no model is "
+      "shown; tasks.attachments=True reads them without it",
+      uri,
+      count,
+      column,
+    )
+  systems = collections.Counter(
+    one.task.source for one in found if "system" in one.task.meta
+  )
+  for source, count in systems.items():
+    _log.warning(
+      "%s: rows with a system message: %d; it is kept in meta.system and is no part of "
+      "the question",
+      source,
+      count,
+    )
+
+
+def _tell_ids_apart(found: list[_Found]) -> None:
+  """Puts the source, or the file's name, before ids that several of them have.
+
+  Raises:
+    ValueError: an id occurs twice in one file.
+  """
+  names: tuple[Callable[[_Found], str], ...] = (
+    lambda one: one.task.source,
+    lambda one: one.stem,
+  )
+  for name_of in names:
+    owners: dict[str, set[str]] = {}
+    for one in found:
+      owners.setdefault(one.task.id, set()).add(name_of(one))
+    shared = set().union(*(names for names in owners.values() if len(names) > 1))
+    for one in found:
+      if name_of(one) in shared:
+        new_id = f"{name_of(one)}-{one.task.id}"
+        one.task = dataclasses.replace(one.task, id=new_id)
+    if shared:
+      _log.warning(
+        "%s have ids in common: each id gets the name before it",
+        ", ".join(sorted(shared)),
+      )
+  # An id is the group of a task's attempts: two tasks must not share one.
+  places: dict[str, str] = {}
+  for one in found:
+    if one.task.id in places:
+      raise ValueError(
+        f"{one.where}: id {one.task.id!r} is already the id of {places[one.task.id]}"
+      )
+    places[one.task.id] = one.where
 
 
 def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> None:
@@ -175,28 +270,18 @@ def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> Non
 
 
 def _source_of(uri: str) -> str:
-  """What a data set is called by its file: its stem, or its folder's name."""
-  folder, name = os.path.split(uri.partition("?")[0])
+  """The name of a data set: its file's stem, or its folder's where that is a split's.
+
+  A config of the hub counts: FlashRAG_datasets-nq.
+  """
+  path, _, query = uri.partition("?")
+  *folders, name = [p for p in path.split("/") if p not in ("", ".", "..")] or [uri]
   stem = os.path.splitext(name.removesuffix(".gz"))[0].rpartition(":")[2]
-  if stem.lower() in _SPLITS and os.path.basename(folder):
-    return os.path.basename(folder)
-  return stem
-
-
-def _check_kinds(config: TasksConfig, unsaid: list[Task]) -> None:
-  """Refuses to judge by exact match what most likely is mathematics."""
-  if config.kind:
-    return
-  found = [t for t in unsaid if all(_MATHEMATICS.fullmatch(a) for a in t.answers)]
-  if all(map(_are_whole_numbers, found)):
-    return  # years, counts: `describe_tasks` says how they are judged
-  if 2 * len(found) > len(unsaid):
-    raise ValueError(
-      f"{config.uri}: {len(found):,} of {len(unsaid):,} answers without a kind look "
-      f"like mathematics, as {found[0].answers[0]!r:.60} of {found[0].id}; say which "
-      "they are: tasks.kind='math' (equal in value), or tasks.kind='qa' (equal as text)"
-    )
-
-
-def _are_whole_numbers(task: Task) -> bool:
-  return all(_WHOLE_NUMBER.fullmatch(answer) for answer in task.answers)
+  stem = _PART.sub("", stem)
+  while stem.lower() in _SPLITS and folders:
+    stem = folders.pop().rpartition(":")[2]
+  config = urllib.parse.parse_qs(query).get("config")
+  if config:
+    stem = f"{stem}-{config[0]}"
+  # A grader is named by source or kind: no file may be called as a kind is.
+  return name if stem in list(Kind) else stem

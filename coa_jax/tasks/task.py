@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import Any
+
+from coa_jax.json_io import shown
 
 Row = dict[str, Any]
 
@@ -63,10 +66,11 @@ class Task:
         with `where` and names the field and what would be accepted.
     """
     # --- Names: null is left out, `answer` may stand for `answers`.
-    row = {name: value for name, value in row.items() if value is not None}
+    row = {name: value for name, value in row.items() if not is_absent(value)}
     if "answer" in row and "answers" not in row:
       row["answers"] = row.pop("answer")
-    row.setdefault("id", where)
+    if row.get("id", "") == "":
+      row["id"] = where
     fields = {f.name for f in dataclasses.fields(cls)}
     unknown = sorted(set(row) - fields)
     if unknown:
@@ -76,18 +80,9 @@ class Task:
       )
     # --- What a task can not do without.
     question = row.get("question")
-    answers = row.get("answers")
-    if not isinstance(question, str) or not question.strip():
+    if not isinstance(question, str) or not _is_visible(question):
       raise ValueError(f"{where}: field 'question' must be a non-empty string")
-    # A number is an answer as good as a text: tables read 42 as one.
-    if isinstance(answers, str | int | float):
-      answers = [answers]
-    if not isinstance(answers, list | tuple) or not answers:
-      raise ValueError(
-        f"{where}: field 'answers' must be a string or a non-empty list, "
-        f"got {answers!r}"
-      )
-    row["answers"] = tuple(_answer(answer, where) for answer in answers)
+    row["answers"] = _answers(row.get("answers"), where)
     # --- What it may have.
     for field, kind, label in _KINDS:
       if not isinstance(row.get(field, kind()), kind):
@@ -108,13 +103,56 @@ class Task:
     return cls(**row)
 
 
-def _answer(value: Any, where: str) -> str:
-  """An accepted answer as text; a whole number that a table holds as a float as one."""
-  if not isinstance(value, str | int | float):
+def is_absent(value: Any) -> bool:
+  """Whether a value is null: None, or the NaN by which tables mark an empty cell."""
+  return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def first_of(row: Row, *names: str, default: Any = "") -> Any:
+  """Returns the first value that is there and not empty text; 0 is a value."""
+  for name in names:
+    value = row.get(name)
+    if not is_absent(value) and value != "":
+      return value
+  return default
+
+
+def _answers(value: Any, where: str) -> tuple[str, ...]:
+  """Returns accepted answers as texts.
+
+  Raises:
+    ValueError: there is none, or one that no attempt could match.
+  """
+  # A number is an answer as good as a text: tables read 42 as one.
+  if isinstance(value, str | int | float):
+    value = [value]
+  if not isinstance(value, list | tuple) or not value:
     raise ValueError(
-      f"{where}: field 'answers' must hold strings or numbers, got {value!r}"
+      f"{where}: field 'answers' must be a string or a non-empty list, "
+      f"got {shown(value)}"
+    )
+  return tuple(_answer(answer, where) for answer in value)
+
+
+def _answer(value: Any, where: str) -> str:
+  """Returns an accepted answer as text; a whole float as a whole number."""
+  accepted = isinstance(value, str | int | float)
+  if isinstance(value, float):
+    accepted = math.isfinite(value)
+  elif isinstance(value, str):
+    # "nan" is what Python and tables write for a number that is missing.
+    accepted = _is_visible(value) and value.strip() not in ("nan", "NaN")
+  if not accepted:
+    raise ValueError(
+      f"{where}: field 'answers' must hold non-empty strings or finite numbers, got "
+      f"{shown(value)}"
     )
   # A column with one missing number has floats alone: 1934.0 was 1934.
-  if isinstance(value, float) and value.is_integer():
+  if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
     value = int(value)
   return str(value)
+
+
+def _is_visible(text: str) -> bool:
+  """Whether a text has a character that is neither space nor of zero width."""
+  return any(c.isprintable() and not c.isspace() for c in text)

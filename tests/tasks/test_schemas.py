@@ -188,7 +188,7 @@ def test_extras_go_into_meta_and_our_own_rows_stay_as_they_were(tmp_path):
   extra = {**own, "rating": 4, "note": None}
   tasks = load_tasks(write(tmp_path / "t.jsonl", [own, extra]))
   assert tasks == [
-    Task("t-0", "q", ("a",), meta={"n": 1}),
+    Task("t-0", "q", ("a",), source="t", meta={"n": 1}),
     Task("t-1", "q", ("a",), source="t", meta={"rating": 4, "n": 1}),
   ]
 

@@ -43,23 +43,23 @@ def test_our_own_schema(tmp_path):
   ]
   tasks = sources.load_tasks(write(tmp_path / "mine.jsonl", rows))
   assert tasks == [
-    Task("mine-0", "q0", ("a", "b"), Kind.MATH, family="f"),
-    Task("mine-1", "q1", ("c",)),
+    Task("mine-0", "q0", ("a", "b"), Kind.MATH, "mine", "f"),
+    Task("mine-1", "q1", ("c",), source="mine"),
   ]
 
 
 def test_raw_released_rows_and_gsm8k(tmp_path):
   rows = [
-    {"question": "q", "answer": ["x", "y"], "data_source": "nq", "file_name": "i.png"},
+    {"question": "q", "answer": ["x", "y"], "data_source": "nq", "file_name": ""},
     {"question": "q", "answer": "1 + 1 = <<1+1=2>>2\n#### 1,234"},
     {"question": "q", "answer": "#### is how a heading starts"},
   ]
   raw, gsm8k, plain = sources.load_tasks(write(tmp_path / "t.jsonl", rows))
   assert (raw.source, raw.answers) == ("nq", ("x", "y"))
-  assert raw.meta == {"file_name": "i.png"}
+  assert raw.meta == {"file_name": ""}
   assert (gsm8k.kind, gsm8k.answers, gsm8k.source) == (Kind.MATH, ("1234",), "gsm8k")
   assert (gsm8k.question, gsm8k.meta["solution"]) == ("q", rows[1]["answer"])
-  assert (plain.kind, plain.source) == (Kind.QA, "")
+  assert (plain.kind, plain.source) == (Kind.QA, "t")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_programs_by_asserts(tmp_path, row, name, source, solution):
       {**released("1"), "prompt": [{"role": "system", "content": "how?"}]},
       r"row 0: no question; accepted: 'extra_info.question'",
     ),
-    ({**released("1"), "prompt": "how?"}, r"not as that schema has them"),
+    ({**released("1"), "prompt": 5}, r"row 0: field 'prompt\[0\]' is .*accepted: a"),
     ("text", r"row 0: expected a JSON object, got str"),
     ({"question": "q", "answer": "a", "family": 3}, r"row 0: field 'family' must "),
     ({"question": "q", "answers": [None]}, r"row 0: field 'answers' must "),
@@ -195,7 +195,7 @@ def test_a_file_without_tasks_or_with_one_twice_is_refused(tmp_path):
 def test_what_a_table_leaves_empty_counts_as_left_out(tmp_path):
   row = {"question": "q", "answer": 1934.0, "source": None, "family": None}
   (task,) = sources.load_tasks(write(tmp_path / "t.jsonl", [{**row, "meta": None}]))
-  assert task == Task("t-0", "q", ("1934",))
+  assert task == Task("t-0", "q", ("1934",), source="t")
 
 
 HOTPOTQA = {

@@ -26,6 +26,7 @@ from coa_jax.tasks.task import Task
 from coa_jax.tasks.world.pages import NAME_WORDS, World, make_facts, page_text
 from coa_jax.tasks.world.questions import FAMILIES, ask, evaluate
 
+MOST_TASKS = 1_000_000  # more than the worlds of any split have questions
 Mix = tuple[tuple[str, float], ...]
 # Of tasks to learn from. What is hard to learn is shown more often than it is asked: a
 # small model copies two-digit operands wrong until it has seen thousands of them.
@@ -254,9 +255,14 @@ def write_world(
 
   Returns:
     "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
+
+  Raises:
+    ValueError: `n` is out of bounds, or more than there are questions.
   """
-  worlds = [make_world(seed, config, split, i) for i in range(config.splits[split])]
   name = name or split
+  if not 0 <= n <= MOST_TASKS:
+    raise ValueError(f"{n} tasks of {name}; accepted: from 0 to {MOST_TASKS:,}")
+  worlds = [make_world(seed, config, split, i) for i in range(config.splits[split])]
   tasks = world_tasks(worlds, n, config.mix, task_seed, name)
   paths = {
     "corpus": os.path.join(os.fspath(directory), f"{split}_pages.jsonl"),

@@ -1,0 +1,56 @@
+"""Lists that a table holds as text."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from typing import Any
+
+# Text that is a list of texts and cannot be read as one, or a list of nothing.
+_LIST = re.compile(r"\[\s*['\"].*|\[\s*\]|(?:np\.)?array\(.*\)", re.DOTALL)
+# Tokens that say nothing in a list on several lines.
+_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+
+
+def listed(text: str) -> Any:
+  """A list of texts as JSON, Python or numpy writes it; any other text unchanged.
+
+  `[0, 1]` is an answer of mathematics, so numbers stay text.
+  """
+  stripped = text.strip()
+  if not re.match(r"""[\[(]\s*['"]""", stripped):
+    return text
+  try:
+    value = json.loads(stripped)
+  except (ValueError, RecursionError):
+    value = _python_list(stripped)
+  if isinstance(value, list) and all(isinstance(item, str) for item in value):
+    return value
+  return text
+
+
+def is_unread_list(text: str) -> bool:
+  """Whether a text is a list of texts that `listed` does not read, or an empty list."""
+  return _LIST.fullmatch(text.strip()) is not None
+
+
+def _python_list(text: str) -> list[str] | None:
+  """The texts of "['a', 'b']", of "('a', 'b')" and of numpy's "['a' 'b']"."""
+  # By tokens: Python itself reads 'a' 'b' as one text.
+  try:
+    lines = io.StringIO(text).readline
+    tokens = [t for t in tokenize.generate_tokens(lines) if t.type not in _LAYOUT]
+    inner = [t for t in tokens[1:-1] if t.string != ","]
+    # A name in brackets, ("Weird Al"), is no list.
+    if text[0] == "(" and len(inner) == len(tokens) - 2:
+      return None
+    if tokens[-1].string != {"[": "]", "(": ")"}[text[0]]:
+      return None
+    if any(t.type != tokenize.STRING or t.string[0] not in "'\"" for t in inner):
+      return None
+    return [ast.literal_eval(t.string) for t in inner]
+  except (tokenize.TokenError, SyntaxError, ValueError, MemoryError):
+    return None
