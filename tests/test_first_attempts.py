@@ -76,7 +76,7 @@ def test_rl_and_evaluation_report_dropped_tasks_silence_and_sentences(
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   config = config.copy_and_resolve_references()
   config.tasks.uri = config.dev.uri = str(path)
-  config.rollout.max_len = 24  # cut off before any call
+  config.rollout.max_len = 10  # cut off before any call
   results = rl.run(config, str(tmp_path / "rl"))
   assert results["dropped_tasks"] == results["dropped_dev_tasks"] == 1
   dropped = [line.partition(":")[0] for line in caplog.messages if "dropped" in line]
