@@ -42,7 +42,7 @@ from coa_jax.protocol.trajectory import (
   write_jsonl,
 )
 from coa_jax.record import hash_files, hash_json, prepare_workdir
-from coa_jax.report import scores
+from coa_jax.report import first_step, scores
 from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout.setup import make_worker
@@ -57,6 +57,8 @@ from coa_jax.tools.types import Tools
 from coa_jax.tools.unread import warn_unread
 
 Attempts = dict[tuple[int, int], Trajectory]  # by (the task's index, sample)
+_Look = Callable[[Sequence[Trajectory]], list[str]]
+_FIRST = 64  # attempts that are looked at for faults of the config
 
 # What a shard leaves behind, to be put together with that of the others.
 LOGS = ("greedy.part.jsonl", "sampled.part.jsonl")
@@ -153,7 +155,8 @@ def run(
 
   Returns:
     What `results.json` holds: the figures of `scores.summary`, the same by `by_source`
-    and `by_family` of the tasks, and `usage` (sums over all attempts).
+    and `by_family` of the tasks, `usage` (sums over all attempts), and `dropped_tasks`,
+    whose prompts were too long: they are in no other figure.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
@@ -184,6 +187,8 @@ def run(
     grader=Grader(settings.reward.kept_in(workdir)),
     variant=variant,
   )
+  all_tasks = len(tasks)
+  tasks = worker.admit(tasks)
   worker.check(tasks)
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)
@@ -199,6 +204,11 @@ def run(
     inputs["variant"] = hash_json([instructions(variant)])
   # What was played is scored by any k.
   prepare_workdir(settings, workdir, may_change=("eval.k",), inputs=inputs)
+
+  tags = settings.tools.tags
+  if variant is not None:
+    tags = variant.tools
+  look = functools.partial(_first_warnings, settings, tasks, tags, worker.grader)
 
   # --- Play, greedily and at the temperature; what an earlier start played is there.
   _, params = load_model(settings.init, settings.model, partitioner)
@@ -219,18 +229,18 @@ def run(
       shard=shard,
     )
     if settings.eval.greedy:
-      played["greedy"] = play("greedy", samples=1, temperature=0.0)
+      played["greedy"] = play("greedy", samples=1, temperature=0.0, look=look)
+      look = None  # what the first stage shows is reported once
     if samples:
       temperature = settings.eval.temperature
-      played["sampled"] = play("sampled", samples=samples, temperature=temperature)
+      played["sampled"] = play(
+        "sampled", samples=samples, temperature=temperature, look=look
+      )
 
   if shard:
     return {stage: len(attempts) for stage, attempts in played.items()}
 
   # --- Score, what all processes have played.
-  tags = settings.tools.tags
-  if variant is not None:
-    tags = variant.tools
   greedy = gather_scored(played["greedy"], tasks, tags)
   sampled = gather_scored(played["sampled"], tasks, tags)
   ks = settings.eval.k
@@ -243,6 +253,7 @@ def run(
   for name, group in groups.items():
     results[name] = scores.by_group(greedy, sampled, group, tags, ks)
   results["reward_parts"] = _parts([*greedy, *sampled])
+  results["dropped_tasks"] = all_tasks - len(tasks)
   results["usage"] = _usage([*greedy, *sampled])
   write_json(os.path.join(workdir, "results.json"), results)
   return results
@@ -284,6 +295,7 @@ def _play(
   seed: int,
   workdir: str,
   shard: Shard | None,
+  look: _Look | None,
 ) -> list[Trajectory]:
   """This process's attempts of a stage, in `STAGE.jsonl`, played unless they are there.
 
@@ -321,7 +333,7 @@ def _play(
   ended = [(place, t) for (place, _), t in there.items()]
   total = len(there.keys() | wanted)
   every = itertools.chain(ended, part.added(played))
-  attempts = _ordered(every, total, workdir, stage)
+  attempts = _ordered(every, total, workdir, stage, look)
   if not shard:
     write_jsonl(path, attempts)
     part.remove()
@@ -375,6 +387,24 @@ class AttemptLog:
       os.remove(self._log.path)
 
 
+def _first_warnings(
+  settings: EvaluateConfig,
+  tasks: Sequence[Task],
+  tags: Collection[str],
+  grader: Grader,
+  attempts: Sequence[Trajectory],
+) -> list[str]:
+  """Warnings after the first attempts of this process."""
+  exact = settings.reward.match_eval != "f1"
+  tools = tags if settings.tools.enabled and settings.rollout.max_calls else ()
+  return first_step.warnings(
+    attempts,
+    tasks,
+    tools,
+    lambda task: exact and grader.grader_of(task) == "qa",
+  )
+
+
 def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
   """What all attempts cost, whichever processes played them: sums of their usages."""
   sums = {}
@@ -398,8 +428,12 @@ def _ordered(
   total: int,
   workdir: str,
   stage: str,
+  look: _Look | None,
 ) -> list[Trajectory]:
-  """All `total` trajectories by task and sample, with progress as they are played."""
+  """All `total` trajectories by task and sample, with progress as they are played.
+
+  Faults that `look` finds in the first of them are warned of once.
+  """
   played: list[tuple[int, int, Trajectory]] = []
   num_right = 0.0
   num_graded = 0
@@ -415,6 +449,9 @@ def _ordered(
       if len(played) % log_every == 0 or len(played) == total:
         accuracy = num_right / max(1, num_graded)
         metrics.log(len(played), {"accuracy": accuracy}, f"accuracy {accuracy:.3f}")
+      if look and len(played) == min(_FIRST, total):
+        for line in look([t for _, _, t in played]):
+          metrics.warn(f"warning: {line}")
   # They came as they ended.
   played.sort(key=lambda attempt: attempt[:2])
   return [trajectory for _, _, trajectory in played]

@@ -52,7 +52,7 @@ from coa_jax.model.sharding import (
   process_dir,
 )
 from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
-from coa_jax.protocol.trajectory import Trajectory, write_jsonl
+from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.record import (
   hash_files,
   hash_json,
@@ -60,6 +60,7 @@ from coa_jax.record import (
   read_begun,
   read_origin_of,
 )
+from coa_jax.report import first_step
 from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
   METRICS_FILE,
@@ -74,11 +75,13 @@ from coa_jax.report.restarts import Goodput, say_what_changed
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import Grader, RewardConfig
+from coa_jax.rewards.shaping import ShapingConfig, correctness
 from coa_jax.rollout import figures, memory
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import (
+  Group,
   RolloutBatch,
   RolloutConfig,
   SamplingConfig,
@@ -279,12 +282,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   dev_tasks = select_tasks(settings.dev.tasks(settings.tasks))
   if is_first_process():
     say(f"{describe_tasks(tasks)}; dev: {describe_tasks(dev_tasks)}")
-  task_sampler = make_task_sampler(
-    sampling.task_sampler,
-    tasks,
-    seed=rollout.seed,
-    steps=sampling.curriculum * algo.steps,
-  )
 
   # --- The model's architecture, and what plays it; its weights come later.
   # Rollouts may have devices of their own; else theirs are the learner's.
@@ -311,7 +308,18 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ),
     policy_changes=sampling.staleness > 0,
   )
+  dropped = {"dropped_tasks": len(tasks), "dropped_dev_tasks": len(dev_tasks)}
+  tasks = worker.admit(tasks)
+  dev_tasks = worker.admit(dev_tasks, "dev tasks")
+  dropped["dropped_tasks"] -= len(tasks)
+  dropped["dropped_dev_tasks"] -= len(dev_tasks)
   worker.check([*tasks, *dev_tasks])
+  task_sampler = make_task_sampler(
+    sampling.task_sampler,
+    tasks,
+    seed=rollout.seed,
+    steps=sampling.curriculum * algo.steps,
+  )
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
@@ -374,7 +382,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       task_sampler,
       toolbox,
       sampling,
-      has_reward_variance=_has_reward_variance,
+      has_reward_variance=functools.partial(has_mixed_answers, settings.reward.shaping),
       steps=algo.steps,
       seed=rollout.seed,
       step=int(state.step),
@@ -415,6 +423,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         values |= _speed(timer, rollouts, values, settings, cfg, partitioner)
         values |= goodput.after_step(values, output=values["generated_tokens"])
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
+        if step == 0:
+          for line in _first_warnings(settings, rollouts, tasks, worker.grader):
+            metrics.warn(f"warning: step 1: {line}")
         if step % algo.keep_every == 0:
           name = f"step_{step:06d}.jsonl"
           path = os.path.join(own_dir, "trajectories", name)
@@ -442,7 +453,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     settings.init,
     Origin.of_run(read_origin_of(own_dir), algo.steps),
   )
-  return _results(own_dir, algo.steps, accuracy)
+  return _results(own_dir, algo.steps, accuracy, dropped)
 
 
 def _extension_fault(settings: RLConfig) -> str:
@@ -509,8 +520,16 @@ def _hindrance(sampling: SamplingConfig, what: str) -> str:
   )
 
 
-def _has_reward_variance(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
-  return advantages.has_reward_variance(rewards_of(groups))
+def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.ndarray:
+  """Marks in keep_G the groups that are neither all right nor all wrong.
+
+  DAPO filters by right answers (arXiv 2503.14476, eq. 11). By rewards, an all-wrong
+  group whose penalties differ would be kept and divided by its small deviation.
+  """
+  right = functools.partial(correctness, shaping)
+  return advantages.has_reward_variance(
+    rewards_of(groups, lambda t: right(t.reward_parts))
+  )
 
 
 def drop_trajectories(folders: Sequence[str], step: int) -> None:
@@ -576,7 +595,25 @@ def _accuracy(
   return figures.mean_graded(t.reward_parts.get("answer") for t in played)
 
 
-def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
+def _first_warnings(
+  settings: RLConfig, rollouts: RolloutBatch, tasks: Sequence[Task], grader: Grader
+) -> list[str]:
+  """Warnings of the first step, by the attempts of this process."""
+  exact = settings.reward.match != "f1"
+  tools: tuple[str, ...] = ()
+  if settings.tools.enabled and settings.rollout.max_calls:
+    tools = settings.tools.tags
+  return first_step.warnings(
+    rollouts.own,
+    tasks,
+    tools,
+    lambda task: exact and grader.grader_of(task) == "qa",
+  )
+
+
+def _results(
+  workdir: str, steps: int, accuracy: float, dropped: dict[str, int]
+) -> dict[str, Any]:
   """Writes the run in a few numbers, from its log, to `results.json`."""
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
   diffs = [row["logp_diff"] for row in log if row.get("logp_diff") is not None]
@@ -590,6 +627,7 @@ def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
     "seconds": log[-1]["seconds"],
     "goodput": log[-1].get("goodput"),
     **phase_seconds(log),
+    **dropped,
   }
   write_json(os.path.join(workdir, "results.json"), results)
   return results

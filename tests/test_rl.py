@@ -16,10 +16,12 @@ from coa_jax.learner.advantages import group_relative, has_reward_variance
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.update import rewards_of
 from coa_jax.model.hf.io import load_model
+from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
 from coa_jax.report import metric_names
 from coa_jax.report.health import CollapsedError
 from coa_jax.report.metrics import read_metrics
+from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.rollout import figures
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.setup import make_worker
@@ -206,6 +208,49 @@ def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
   assert more.num_groups % 5 == 0 and len(more.groups) == 2 <= more.num_varied
   fewer = collected(config, toolbox, RIGHT, 4, round_prompts=1)
   assert fewer.num_groups <= 3 and fewer.num_varied == len(fewer.groups)
+
+
+def group_of(*attempts: tuple) -> list[Outcome]:
+  """A group by (reward, its parts); None for an attempt that nothing could grade."""
+  out = []
+  for reward, parts in attempts:
+    out.append(Outcome("t", reward, parts, 1, 1, [(0, 1)], {}))
+  return out
+
+
+@pytest.mark.parametrize(
+  ("format", "answers", "formats", "penalties", "mixed"),
+  [
+    ("product", [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, -0.02, -0.4], False),
+    ("product", [1, 1, 1, 1], [1, 1, 1, 1], [0, 0, -0.02, -0.4], False),
+    ("product", [0, 1, 0, 0], [1, 1, 1, 1], [0, -1, 0, 0], True),
+    ("product", [0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0], False),
+    ("product", [1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0], True),
+    ("product", [1, 1, 0, 1], [1, 1, 0, None], [0, 0, 0, 0], True),
+    ("product", [1, 1, 0, 1], [1, 1, 1, None], [0, 0, 0, 0], True),
+    ("product", [1, 1, 1, 0], [1, 1, 1, None], [0, 0, 0, 0], False),
+    ("weighted", [0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0], False),
+    ("weighted", [1, 1, 0, 1], [1, 1, 0, 1], [0, 0, 0, 0], True),
+    ("none", [1, 1, 1, 1], [1, 0, 1, 1], [0, -0.5, 0, 0], False),
+    ("none", [0.5, 0.25, 0.5, 0.5], [1, 1, 1, 1], [0, 0, 0, 0], True),
+    ("none", [0.1 + 0.2, 0.3, 0.3, 0.3], [1, 1, 1, 1], [0, 0, -1, 0], False),
+  ],
+)
+def test_groups_are_filtered_by_right_answers(
+  format, answers, formats, penalties, mixed
+):
+  weight = 0.5 if format == "weighted" else 0.0
+  attempts = []
+  for answer, form, penalty in zip(answers, formats, penalties, strict=True):
+    if form is None:  # nothing could grade it
+      attempts.append((None, {}))
+      continue
+    base = {"product": answer * form, "none": answer, "weighted": (answer + form) / 2}
+    parts = {"answer": answer, "format": form, "overlong": penalty}
+    attempts.append((base[format] + penalty, parts))
+  shaping = ShapingConfig(format, weight)
+  groups = [group_of(*attempts), group_of((1.0, {"answer": 1.0, "format": 1.0}))]
+  assert rl.has_mixed_answers(shaping, groups).tolist() == [mixed, False]
 
 
 @pytest.mark.parametrize("filter_groups", [False, True])

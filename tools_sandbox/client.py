@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Sequence
 
 from tools_sandbox.host import pool
@@ -203,7 +203,9 @@ def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
   if not os.path.isdir(directory):
     os.makedirs(cache, exist_ok=True)
     # Written aside and renamed: another process sees a whole index or none.
-    partial = tempfile.mkdtemp(prefix="building-", dir=cache)
+    # Not by `tempfile`, whose folders other users of the cache can not read.
+    partial = os.path.join(cache, f"building-{secrets.token_hex(8)}")
+    os.mkdir(partial)
     try:
       search.SearchIndex.build(documents, corpus).save(partial)
       os.rename(partial, directory)

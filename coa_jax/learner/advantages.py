@@ -18,6 +18,8 @@ from coa_jax.processes import gather_json
 _EPSILON = 1e-6
 # verl and tunix add this to the variance when they whiten.
 _WHITEN = 1e-8
+# Share of a reward; its parts may be sums in float32.
+_ROUNDING = 1e-6
 
 
 class Share:
@@ -93,12 +95,13 @@ def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
   """Marks groups whose rewards differ in keep_G (DAPO's dynamic sampling).
 
   A group in which all samples earn the same has advantage 0 and teaches nothing
-  (arXiv 2503.14476, section 3.2). NaN rewards are left out.
+  (arXiv 2503.14476, section 3.2). NaN rewards are left out. A difference below 1e-6 of
+  the larger reward is rounding.
   """
   # NaN gives way to infinities of either sign; so a group of NaN alone has none.
   low_G = np.nanmin(np.where(np.isnan(reward_GK), np.inf, reward_GK), axis=1)
   high_G = np.nanmax(np.where(np.isnan(reward_GK), -np.inf, reward_GK), axis=1)
-  return high_G > low_G
+  return high_G - low_G > _ROUNDING * np.maximum(abs(high_G), abs(low_G))
 
 
 def reward_to_go(reward_T: np.ndarray, gamma: float = 1.0) -> np.ndarray:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -365,14 +365,22 @@ class PolicyUpdate:
     return loss, sums
 
 
-def rewards_of(groups: Sequence[Group]) -> np.ndarray:
-  """Puts rewards of groups into reward_GK; NaN where a sample has none or is none."""
+def rewards_of(
+  groups: Sequence[Group],
+  value: Callable[[Trajectory | Outcome], float] = lambda t: t.reward,
+) -> np.ndarray:
+  """Puts rewards of groups into reward_GK; NaN where a sample has none or is none.
+
+  Args:
+    groups: of graded trajectories.
+    value: another number to put in place of a trajectory's reward.
+  """
   most = max(map(len, groups), default=0)
   reward_GK = np.full((len(groups), most), np.nan)
   for g, group in enumerate(groups):
     for k, t in enumerate(group):
       if t.reward is not None:
-        reward_GK[g, k] = t.reward
+        reward_GK[g, k] = value(t)
   return reward_GK
 
 

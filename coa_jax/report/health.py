@@ -56,8 +56,8 @@ class WatchConfig:
     stop: whether a report ends the run, after a checkpoint. The same command then ends
       there again; with other limits, or without this, it goes on.
     patience: steps.
-    reward_variance_share: least share of groups whose rewards differ; only those
-      teach.
+    reward_variance_share: least share of groups that are neither all right nor all
+      wrong (penalties do not count).
     entropy: least entropy of a sampled token, nats.
     entropy_drop: least entropy of any role, as a share of what it was at the first
       `patience` steps watched.

@@ -120,6 +120,17 @@ def _check_weight(value: float, name: str, field: str = "weight") -> None:
     )
 
 
+def correctness(config: ShapingConfig, parts: dict[str, float]) -> float:
+  """How right an attempt is, from 0 to 1, by the parts of its reward.
+
+  Penalties and a weighted format do not count. With format='product' an answer in a
+  broken format earns nothing, so it is not right.
+  """
+  if config.format == "product":
+    return parts["answer"] * parts["format"]
+  return parts["answer"]
+
+
 def shape(
   config: ShapingConfig, answer: float, trajectory: Trajectory, variant: Variant
 ) -> tuple[float, dict[str, float]]:

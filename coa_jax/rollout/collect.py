@@ -80,7 +80,8 @@ class RolloutCollector:
       task_sampler: says what each group's task is.
       toolbox: answers the calls.
       config: what a step takes.
-      has_reward_variance: keep_G of groups: whether the rewards of each differ.
+      has_reward_variance: keep_G of groups: whether what each was rewarded for,
+        before penalties, differs.
       steps: of the whole run; no group is started that none of them takes.
       seed: of all sampling.
       step: updates made so far.

@@ -40,6 +40,9 @@ class RolloutConfig:
       it need not wait for the host, but a slot that stops misses a window. 0: 2, on a
       CPU 1.
     max_len: tokens a trajectory may have in all; at most the model's positions.
+    max_prompt: tokens a task's prompt may have; tasks with longer ones are dropped and
+      counted before a run (verl: filter_overlong_prompts). 0: as many as leave room for
+      an answer in max_len.
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend; a call gets no more
       than is left, and none being left ends the trajectory as `tool_failed`.
@@ -67,6 +70,7 @@ class RolloutConfig:
   window: int = bounded(8, least=1)
   in_flight: int = bounded(0, least=0)
   max_len: int = bounded(320, least=1)
+  max_prompt: int = bounded(0, least=0)
   memory: float = bounded(0.0, least=0)
   max_calls: int = bounded(8, least=0)
   tool_seconds: float = bounded(60.0, above=0)
@@ -81,6 +85,11 @@ class RolloutConfig:
 
   def __post_init__(self):
     check_fields(self)
+    if self.max_prompt >= self.max_len:
+      raise ValueError(
+        f"max_prompt={self.max_prompt} leaves no room in max_len={self.max_len}; it "
+        "must be below it, or 0"
+      )
     # For their refusals of a dialect or a style that is not there.
     prompts.instructions(roles.get_variant(self.variant), self.style)
     _ = self.truncation  # refuses what it can not mean
@@ -101,7 +110,9 @@ class SamplingConfig:
     rounds: rollouts of one step, at most, to fill its batch; with `filter_groups` and
       more than 1, DAPO's dynamic sampling. What is found by then is learnt from.
     round_prompts: groups rolled out in a round (verl: gen_batch_size); 0 for `prompts`.
-    filter_groups: only groups whose rewards differ are learnt from.
+    filter_groups: only groups that are neither all right nor all wrong are learnt
+      from (DAPO); graded answers (f1, a share of tests) must differ. Penalties do not
+      count.
     temperature: of the rollouts.
     staleness: updates that a sampled token may be old when it is learnt from. 0 is
       on-policy: rollouts and learning take turns. Above, rollouts go on meanwhile and
@@ -281,7 +292,7 @@ class RolloutBatch:
     played: every trajectory rolled out, kept or not; those of other processes as their
       outcomes, here as in `groups`.
     num_groups: groups rolled out.
-    num_varied: those of them whose rewards differ.
+    num_varied: those of them that are neither all right nor all wrong.
     cursor: JSON values that say where the next step's rollouts go on: the next group;
       the tasks of it and those after it that were submitted already (None of one that
       was not), which a resumed run plays again with the random numbers that they had;

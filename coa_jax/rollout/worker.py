@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import logging
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from coa_jax.shard import Shard
 from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.types import Tools
+
+_log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
@@ -56,26 +59,49 @@ class RolloutWorker:
     self.journal = journal
     self.constraint = constraint
 
-  def check(self, tasks: Sequence[Task]) -> None:
-    """Refuses, before any decoding, tasks that could not be played to a reward.
+  def admit(self, tasks: Sequence[Task], name: str = "tasks") -> list[Task]:
+    """Returns the tasks whose prompts are not too long, and says how many are.
+
+    Args:
+      tasks: to be played.
+      name: of the tasks in messages.
 
     Raises:
-      ValueError: a prompt leaves no room to answer, or a task's answers can not be
-        graded; the message names the task.
+      ValueError: all prompts are too long.
     """
-    limit = self.engine.config.max_len
-    self.grader.check(tasks, limit)
+    rollout = self.engine.config
+    limit = rollout.max_prompt or rollout.max_len - 1
+    lengths = [self._prompt_length(task) for task in tasks]
+    admitted = [t for t, n in zip(tasks, lengths, strict=True) if n <= limit]
+    if len(admitted) == len(tasks):
+      return admitted
+    longest = max(range(len(tasks)), key=lengths.__getitem__)
+    field = f"max_prompt={limit}" if rollout.max_prompt else f"max_len={limit + 1}"
+    line = (
+      f"{len(tasks) - len(admitted)} of {len(tasks)} {name} dropped: their prompts "
+      f"have more than {limit} tokens (rollout.{field}); the longest has "
+      f"{lengths[longest]} (task {tasks[longest].id!r})"
+    )
+    if not admitted:
+      raise ValueError(f"{line}, the shortest {min(lengths)}: raise it")
+    if jax.process_index() == 0:
+      _log.warning("%s", line)
+    return admitted
+
+  def _prompt_length(self, task: Task) -> int:
+    # As an episode renders it.
     config = self.episode_config
-    for task in tasks:
-      # As an episode renders it.
-      prompt = prompts.prompt_segments(config.variant, task.question, config.style)
-      self.tokenizer.encode_prompt(prompt)
-      length = sum(len(s.ids) for s in prompt)
-      if length >= limit:
-        raise ValueError(
-          f"task {task.id!r}: a prompt of {length} tokens leaves no room in "
-          f"rollout.max_len={limit}; raise it or drop the task"
-        )
+    prompt = prompts.prompt_segments(config.variant, task.question, config.style)
+    self.tokenizer.encode_prompt(prompt)
+    return sum(len(s.ids) for s in prompt)
+
+  def check(self, tasks: Sequence[Task]) -> None:
+    """Refuses, before any decoding, tasks whose answers can not be graded.
+
+    Raises:
+      ValueError: the message names the task.
+    """
+    self.grader.check(tasks, self.engine.config.max_len)
 
   def __enter__(self) -> RolloutWorker:
     return self

@@ -124,6 +124,10 @@ def apps(row: Row, where: str, default_id: str) -> Task:
       "task without tests cannot be graded"
     )
   name = first_of(row, "problem_id", "id", default=default_id)
+  # APPS itself lists the value that a call must return; other sets of this form (TACO)
+  # have no such field.
+  if tests.get("fn_name") and "problem_id" in row:
+    tests = {**tests, "wrapped_outputs": True}
   plain = {
     "id": f"apps-{name}",
     "question": _with_starter(row["question"], row.get("starter_code")),

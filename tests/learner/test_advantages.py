@@ -50,3 +50,13 @@ def test_groups_that_teach_are_those_whose_rewards_differ():
   with np.errstate(all="raise"):
     assert has_reward_variance(np.array(differ)).all()
     assert not has_reward_variance(np.array(same)).any()
+
+
+def test_rounding_is_no_difference():
+  noise = np.array([[0.1 + 0.2, 0.3, 0.3], [-0.3, -0.1 - 0.2, NAN], [1e6, 1e6, 1e6]])
+  noise[2, 0] += 1e-4
+  single = np.float32([[0.1, 0.1, np.nextafter(np.float32(0.1), np.float32(1))]])
+  small = np.array([[0.0, 1e-9, 0.0], [1e-12, 2e-12, 1e-12], [-1e-9, 1e-9, 0.0]])
+  assert not has_reward_variance(noise).any()
+  assert not has_reward_variance(single).any()
+  assert has_reward_variance(small).all()  # relative to the rewards' size

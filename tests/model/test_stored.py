@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,13 @@ import pytest
 import toy
 from safetensors.numpy import load_file, save_file
 
+from coa_jax.model import lora
 from coa_jax.model.config import LoadConfig
+from coa_jax.model.hf.folder import save_adapter
 from coa_jax.model.hf.io import load_model, save_model
+from coa_jax.model.lora import LoraConfig
+
+LORA = LoraConfig(rank=2, matrices=("q",))
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf])
@@ -45,3 +51,18 @@ def test_a_weight_may_be_as_large_as_its_dtype(tmp_path, dtype):
   )
   _, params = load_model(tmp_path)
   assert all(np.all(x == float(least)) for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_weights_have_the_mode_of_the_files_beside_them(tmp_path, umask):
+  before = os.umask(umask)
+  try:
+    for shard_bytes in (60_000, 10**9, 10**9):  # the last replaces a file
+      save_model(tmp_path / "model", toy.MODEL, toy.params(), shard_bytes=shard_bytes)
+    adapters = lora.init_adapters(toy.MODEL, LORA, 0)
+    save_adapter(tmp_path / "adapter", toy.MODEL, adapters, LORA, "base")
+  finally:
+    os.umask(before)
+  files = [path for path in tmp_path.rglob("*") if path.is_file()]
+  assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+  assert {path.suffix for path in files} == {".json", ".safetensors"}

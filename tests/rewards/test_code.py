@@ -30,7 +30,7 @@ CHECK = {
   "  for a in range(3):\n    assert candidate(a, 1) == a + 1\n",
   "entry_point": "add",
 }
-CALLS = {"inputs": ["2\n3", [10, 5]], "outputs": ["5", [15]], "fn_name": "add"}
+CALLS = {"inputs": ["2\n3", [10, 5]], "outputs": ["5", 15], "fn_name": "add"}
 LINES = {"inputs": ["2 3", ["10 5"]], "outputs": ["5", ["15"]]}
 PRINTS = "a, b = map(int, input().split())\nprint(a + b)"
 METHOD = (
@@ -66,7 +66,8 @@ def partial():
 def test_the_last_block_that_may_be_python_is_the_program(end, grader):
   for language in ("", "py", "python", "Python", "python3", "PY3.11"):
     block = f"```{language} \n{PRINTS}\n```\n"
-    answer = f"Not\n```py\n1\n```\nbut\n{block}It prints\n```text\n5\n```\n"
+    first = f"Not\n```{language}\n1\n```\nbut\n"
+    answer = f"{first}{block}It prints\n```text\n5\n```\n"
     assert program_of(answer.replace("\n", end)) == PRINTS + "\n"
   assert outcome(grader, STDIN, block.replace("\n", end)) == (1.0, "passed")
   for answer in ("```text\n5\n```", "```pytest\nx\n```", "print(5)"):

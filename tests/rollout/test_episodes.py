@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import toy
@@ -198,16 +199,40 @@ def test_a_call_is_what_stands_in_its_own_span_of_its_own_turn():
   assert t.reward_parts == {"answer": 0.0, "format": 0.0}
 
 
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    (dict(question="2 + 3 " * 40), r"leaves no room in rollout\.max_len=32"),
-    (dict(kind=Kind.CODE), "code tasks need hidden tests"),
-  ],
-)
-def test_tasks_that_cannot_be_played_are_refused_by_name(tokenizer, change, message):
+def test_tasks_that_cannot_be_graded_are_refused_by_name(tokenizer):
   config = RolloutConfig(style="brief", slots=1, max_len=32)
   worker = make_worker(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
   worker.check([TASK])
-  with pytest.raises(ValueError, match=rf"task 'odd'.*{message}"):
-    worker.check([TASK, dataclasses.replace(TASK, id="odd", **change)])
+  with pytest.raises(ValueError, match=r"task 'odd'.*code tasks need hidden tests"):
+    worker.check([TASK, dataclasses.replace(TASK, id="odd", kind=Kind.CODE)])
+
+
+@pytest.mark.parametrize(
+  ("max_prompt", "kept", "limit"),
+  [
+    (0, 2, r"31 tokens \(rollout.max_len=32\)"),
+    (13, 1, r"13 tokens \(rollout.max_prompt=13\)"),
+  ],
+)
+def test_tasks_of_long_prompts_are_dropped_and_counted(
+  tokenizer, caplog, max_prompt, kept, limit
+):
+  config = RolloutConfig(style="brief", slots=1, max_len=32, max_prompt=max_prompt)
+  worker = make_worker(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
+  long = dataclasses.replace(TASK, id="long", question="2 + 3 " * 4)
+  longest = dataclasses.replace(TASK, id="longest", question="2 + 3 " * 40)
+  assert worker.admit([TASK]) == [TASK] and not caplog.messages
+  assert worker.admit([long, TASK, longest]) == [long, TASK][-kept:]
+  (line,) = caplog.messages
+  more = r"the longest has \d+ \(task 'longest'\)"
+  assert re.fullmatch(
+    rf"{3 - kept} of 3 tasks dropped: their prompts have more than {limit}; " + more,
+    line,
+  )
+  with pytest.raises(ValueError, match=r"1 of 1 dev tasks dropped: .*: raise it"):
+    worker.admit([longest], "dev tasks")
+
+
+def test_a_prompt_may_not_be_as_long_as_a_trajectory():
+  with pytest.raises(ValueError, match="max_prompt=32 leaves no room in max_len=32"):
+    RolloutConfig(max_len=32, max_prompt=32)

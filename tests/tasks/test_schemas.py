@@ -183,6 +183,16 @@ def test_rows_of_the_hub(tmp_path, row, expected):
     assert read_tests(task).inputs[0] == "1\n"
 
 
+@pytest.mark.parametrize("of_apps", [True, False])
+def test_a_list_of_one_is_the_value_in_apps_alone(tmp_path, of_apps):
+  tests = {"inputs": [[1]], "outputs": [[2]], "fn_name": "f"}
+  row = {**APPS, "input_output": json.dumps(tests)}
+  if not of_apps:  # as TACO
+    del row["problem_id"]
+  (task,) = select_tasks(TasksConfig(write(tmp_path / "set.jsonl", [row])))
+  assert read_tests(task).wrapped == of_apps
+
+
 def test_extras_go_into_meta_and_our_own_rows_stay_as_they_were(tmp_path):
   own = {"question": "q", "answers": ["a"], "meta": {"n": 1}}
   extra = {**own, "rating": 4, "note": None}

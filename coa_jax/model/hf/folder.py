@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from coa_jax.bucket.inputs import named
 from coa_jax.model import sizes
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.io import gather, load_config, save_model
 from coa_jax.model.hf.names import hf_name
+from coa_jax.model.hf.stored import save_tensors
 from coa_jax.model.lora import LoraConfig, merged
 from coa_jax.model.transformer import unstack
 from coa_jax.protocol.origin import Origin
@@ -116,9 +116,7 @@ def save_adapter(
       flat = x.reshape(-1, config.rank) if half == "A" else x.reshape(config.rank, -1)
       tensors[full] = np.ascontiguousarray(flat.T)
   os.makedirs(path, exist_ok=True)
-  save_file(
-    tensors, os.path.join(path, "adapter_model.safetensors"), metadata={"format": "pt"}
-  )
+  save_tensors(os.path.join(path, "adapter_model.safetensors"), tensors)
   # --- What peft needs to know of them.
   modules = sorted(hf_name(n).split(".")[-2] for n in config.matrices)
   description = {

@@ -25,15 +25,14 @@ import numpy as np
 import safetensors
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors.numpy import save_file
 
-from coa_jax.disk import atomic_path, atomic_write
+from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.config import CARRIED, from_hf_config, to_hf_config
 from coa_jax.model.hf.names import Entry, name_table
-from coa_jax.model.hf.stored import StoredArray
+from coa_jax.model.hf.stored import StoredArray, save_tensors
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.names import check_names
@@ -97,8 +96,7 @@ def save_model(
       if first:
         tensors[name] = table[name].write(array)
     if first:
-      with atomic_path(os.path.join(path, file)) as unfinished:
-        save_file(tensors, unfinished, metadata={"format": "pt"})
+      save_tensors(os.path.join(path, file), tensors)
   # --- The index, config and tokenizer, once all arrays are there.
   if first:
     if len(files) > 1:

@@ -1,10 +1,26 @@
-"""An array in a file of weights: read part by part, refused where it is no number."""
+"""Files of weights: written whole, read part by part, refused where it is no number."""
 
 from __future__ import annotations
 
+import os
+import stat
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
+
+from coa_jax.disk import atomic_path
+
+
+def save_tensors(path: str, tensors: dict[str, np.ndarray]) -> None:
+  """Writes a safetensors file, with the mode that any new file has there."""
+  with atomic_path(path) as unfinished:
+    # The library makes a file that only its owner can read.
+    with open(unfinished, "wb") as f:
+      mode = os.fstat(f.fileno()).st_mode
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    if os.stat(unfinished).st_mode != mode:
+      os.chmod(unfinished, stat.S_IMODE(mode))
 
 
 class StoredArray:

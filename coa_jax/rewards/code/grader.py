@@ -20,14 +20,20 @@ import dataclasses
 import enum
 import inspect
 import json
-import re
 import secrets
 import threading
 from typing import Any
 
 from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.rewards.code import inside as code_inside
-from coa_jax.rewards.code.tests import HiddenTests, read_tests, same_output
+from coa_jax.rewards.code.program import program_of
+from coa_jax.rewards.code.tests import (
+  HiddenTests,
+  long_integer,
+  read_tests,
+  same_output,
+  same_value,
+)
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.tasks.task import Task
 from tools_sandbox.client import BACKENDS, Sandbox
@@ -37,19 +43,28 @@ from tools_sandbox.service.remote import RemoteConfig
 _OUTPUT_BYTES = 8 << 20  # of each stream; what is longer is cut, hence wrong
 _ROUNDS = 400  # between tests and program; each settles a call of every unfinished test
 _INSIDE = inspect.getsource(code_inside)
-_FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # its language, its content
-_PYTHON = re.compile(r"(py(thon)?[\d.]*)?", re.IGNORECASE)
-# What graders of such tasks let a program use without an import (as LiveCodeBench).
-_PRELUDE = """
-import bisect, collections, copy, functools, heapq, itertools, math, operator, random
-import re, string, sys
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from typing import *
-from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, sqrt
+# The names that LiveCodeBench lets a program use without an import, and its recursion
+# limit; integers may have any number of digits.
+_MODULES = (
+  "typing, string, re, datetime, collections, heapq, bisect, copy, math, random, "
+  "statistics, itertools, functools, operator, io, sys, json, builtins"
+)
+_PRELUDE = "\n".join(
+  [
+    *(f"from {name} import *" for name in _MODULES.split(", ")),
+    f"import {_MODULES}",
+    "sys.setrecursionlimit(50_000)",
+    'getattr(sys, "set_int_max_str_digits", int)(0)',  # not in every service's Python
+  ]
+)
+# Runs a program that reads stdin; the prelude's names are further builtins of it.
+_PRINTING = """
+import builtins as _builtins
+_names = {{}}
+exec({prelude!r}, _names)
+vars(_builtins).update({{**_names, **vars(_builtins)}})
+del _builtins, _names
+exec(compile({program!r}, "<solution>", "exec", dont_inherit=True))
 """
 
 
@@ -83,6 +98,8 @@ class CodeConfig:
     memory_mb: MiB of one run.
     tolerance: absolute or relative error of a printed number whose expected text has a
       decimal point.
+    call_tolerance: the same of a number that a function returns, also inside lists,
+      where a float is expected; 1e-5 as at LeetCode, which writes five digits.
   """
 
   partial: bool = False
@@ -93,21 +110,12 @@ class CodeConfig:
   total_s: float = bounded(60.0, above=0)
   memory_mb: int = bounded(1024, least=1)
   tolerance: float = bounded(1e-6, least=0)
+  call_tolerance: float = bounded(1e-5, least=0)
 
   def __post_init__(self):
     check_fields(self)
     if (self.sandbox == "remote") != (self.remote is not None):
       raise ValueError("remote: the services of sandbox='remote', and of no other")
-
-
-def program_of(answer: str) -> str:
-  """Returns the last fenced block that may be Python; the whole answer for none."""
-  answer = answer.replace("\r\n", "\n")
-  program = answer
-  for language, block in _FENCE.findall(answer):
-    if _PYTHON.fullmatch(language.strip()):
-      program = block
-  return program
 
 
 class CodeGrader:
@@ -144,9 +152,10 @@ class CodeGrader:
       ValueError: the task's tests are in no known form.
     """
     tests = read_tests(task)
-    if answer is None or not program_of(answer).strip():
+    program = program_of(answer or "")
+    if not program.strip():
       return Graded(0.0, {"outcome": Outcome.MISSING.value})
-    grading = _Grading(self._sandbox, self.config, task.id, program_of(answer))
+    grading = _Grading(self._sandbox, self.config, task.id, program)
     if tests.source:
       grading.asserts(tests)
     elif tests.function:
@@ -217,11 +226,12 @@ class _Grading:
 
   def prints(self, tests: HiddenTests) -> None:
     """Tests by what the program prints."""
+    program = _PRINTING.format(prelude=_PRELUDE, program=self.program)
     for stdin, expected in zip(tests.inputs, tests.expected, strict=True):
       if self.left <= 0:
         self.outcomes.append(Outcome.TIMEOUT)
       else:
-        result = self.run(self.program, stdin, self.config.test_s)
+        result = self.run(program, stdin, self.config.test_s)
         if result.verdict != Verdict.OK:
           self.outcomes.append(_OUTCOMES.get(result.verdict, Outcome.RAISED))
         elif same_output(result.stdout, expected, self.config.tolerance):
@@ -249,11 +259,11 @@ class _Grading:
       self.answers(open_calls, "", replies)
       # At once: `death` is that of this run.
       for n in range(len(self.outcomes), len(replies)):
-        self.outcomes.append(self._compare(replies[f"{n}.0"], tests.expected[n]))
+        self.outcomes.append(self._compare(replies[f"{n}.0"], tests, n))
       if self.decided:
         return
 
-  def _compare(self, reply: str | None, expected: Any) -> Outcome:
+  def _compare(self, reply: str | None, tests: HiddenTests, n: int) -> Outcome:
     if reply is None:
       return self.death
     try:
@@ -261,11 +271,19 @@ class _Grading:
       if "raised" in message:
         return Outcome.RAISED
       value = _plain(message["value"]["root"])
-      # Some sets wrap every output into a list of one.
-      wrapped = isinstance(expected, list) and len(expected) == 1
-      if value == expected or (wrapped and value == expected[0]):
+      expected = [tests.expected[n]]
+      if tests.wrapped and isinstance(expected[0], list):
+        expected += expected[0][:1]
+      if any(same_value(value, e, self.config.call_tolerance) for e in expected):
         return Outcome.PASSED
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (
+      ValueError,
+      TypeError,
+      LookupError,
+      AttributeError,
+      ArithmeticError,
+      RecursionError,
+    ):
       pass  # a forged reply, or a value that no JSON can say
     return Outcome.WRONG
 
@@ -413,6 +431,8 @@ def _plain(value: Any) -> Any:
   if not isinstance(value, dict):
     return value
   ((kind, inner),) = value.items()
+  if kind == "int":
+    return long_integer(inner)
   if kind in ("list", "tuple"):
     return [_plain(v) for v in inner]
   if kind != "dict" or any(isinstance(k, dict) for k, _ in inner):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import decimal
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ import types
 from typing import Any
 
 _LONGEST = 100_000  # values taken from an iterator
+_LONG_BITS = 13_000  # of an integer; a reader of JSON refuses more than 4,300 digits
 # Statements that can fail as tests; all others prepare them.
 _CHECKS = (ast.Assert, ast.Expr, ast.While, ast.With, ast.Try, ast.If, ast.For)
 
@@ -66,21 +68,22 @@ def encode(
   Raises:
     TypeError: it cannot pass; where there is a `stay`, it stays there instead.
   """
-  # Instances are listed and referred to by number: long chains need no recursion, and
-  # two references to one object stay so.
+  # Instances by number: long chains need no recursion, references to one stay so.
   objects: list[Any] = []
   numbers: dict[int, int] = {}  # of an object, by its id()
 
   def one(value: Any) -> Any:
     # --- Scalars are themselves; of a subclass they become plain ones.
     kind = type(value)
+    if kind is int and value.bit_length() > _LONG_BITS:
+      return {"int": str(decimal.Decimal(value))}
     if value is None or kind in (bool, int, float, str):
       return value
     if kind.__module__ == "numpy":
       return one(value.tolist())
     for base in (bool, int, float, str):
       if issubclass(kind, base):  # an IntEnum, say
-        return base(value)
+        return one(base(value))
     # --- An object that lives in the program goes back to it by its handle.
     if kind is Remote and not value._names and "handle" in value._root:
       return dict(value._root)
@@ -142,6 +145,8 @@ def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
       return handles(inner)
     if kind == "object":
       return objects[inner]
+    if kind == "int":
+      return int(inner)
     if kind == "bytes":
       return bytes(inner)
     if kind == "complex":

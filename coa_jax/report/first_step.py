@@ -1,0 +1,62 @@
+"""Warnings after a run's first attempts: faults of its config that these show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from coa_jax.protocol.trajectory import Status, Trajectory
+from coa_jax.rewards import written_answer
+from coa_jax.tasks.task import Task
+
+_WORDS = 5  # of a short sentence; names and titles seldom have as many and a full stop
+_MANY_WORDS = 12  # of any sentence
+
+
+def warnings(
+  attempts: Sequence[Trajectory],
+  tasks: Sequence[Task],
+  tools: Collection[str],
+  is_exact: Callable[[Task], bool],
+) -> list[str]:
+  """Returns a line for each fault that the attempts show.
+
+  Args:
+    attempts: of the first step.
+    tasks: those attempted among them.
+    tools: tags that an attempt may call.
+    is_exact: whether exact match grades a task.
+  """
+  played = [t for t in attempts if t.status != Status.INFRASTRUCTURE]
+  out = []
+  if tools and played and not any(t.calls for t in played):
+    out.append(
+      f"none of {len(played)} attempts called a tool ({', '.join(tools)}). Begin from "
+      "a model that was trained on such calls (experiments/sft.py), or describe the "
+      "tools in the prompt (rollout.style='full'); where no task needs tools, leave "
+      "them out of tools.tools"
+    )
+
+  # --- Whole sentences, in the accepted answers or in those that were given.
+  by_id = {task.id: task for task in tasks}
+  exact = [t for t in played if is_exact(by_id[t.task_id])]
+  sentences = []
+  for t in exact:
+    accepted = by_id[t.task_id].answers
+    answer = written_answer(t.text) or ""
+    wrong = t.reward_parts.get("answer", 0.0) == 0
+    if all(map(_is_sentence, accepted)) or (wrong and _is_sentence(answer)):
+      sentences.append(f"task {t.task_id!r}: {answer!r:.60} for {accepted[0]!r:.60}")
+  if 2 * len(sentences) > len(exact):
+    out.append(
+      f"exact match compares whole sentences in {len(sentences)} of {len(exact)} "
+      f"attempts ({sentences[0]}). Have a model judge them "
+      "(reward.graders={'qa': 'judge'} and reward.judge), grade by reward.match='f1' "
+      "(match_eval in evaluation), or ask for short answers in the questions"
+    )
+  return out
+
+
+def _is_sentence(text: str) -> bool:
+  words = len(text.split())
+  stopped = text.rstrip().endswith((".", "!", "?"))
+  return words >= _MANY_WORDS or (words >= _WORDS and stopped)
