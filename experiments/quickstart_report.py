@@ -284,8 +284,7 @@ def _made_by(workdir: str) -> str:
     f"commit {(record.get('git_commit') or '-')[:12]}, on "
     f"{platform.system()} {platform.machine()} with {os.cpu_count()} cores.\n\n"
     "Some trajectories stand at the end of this page. To browse all of RL: `python -m "
-    f"experiments.browse --trajectories={shlex.quote(os.path.join(workdir, 'rl'))} "
-    "--out=browse.html`"
+    f"experiments.browse --workdir={shlex.quote(os.path.join(workdir, 'rl'))}`"
   )
 
 

@@ -167,8 +167,9 @@ def find_files(where: Iterable[str]) -> list[str]:
       files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
     if not files:
       raise FileNotFoundError(
-        f"--trajectories={pattern}: no file; give a file, a glob such as "
-        "'runs/X/trajectories/step_*.jsonl', or a folder that holds *.jsonl"
+        f"{pattern}: no trajectories are there; give a file, a glob such as "
+        "'runs/X/trajectories/step_*.jsonl', or the workdir of a run that writes them "
+        "(distill, rl, evaluate)"
       )
     out |= dict.fromkeys(files)  # a dict, for order and for each once
   return list(out)
