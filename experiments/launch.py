@@ -34,6 +34,7 @@ from experiments import distributed
 from experiments.config_help import explain
 from experiments.refusal import stop
 from experiments.shards import read_shard, run_shard
+from experiments.streams import outlive_readers
 
 # Takes (config, workdir), and a shard where it can be cut.
 Journey = Callable[..., dict[str, Any]]
@@ -192,6 +193,7 @@ def start(
   work: Callable[[ml_collections.ConfigDict], None], config_class: type
 ) -> None:
   """As `launch`, for a program that needs a config and no workdir."""
+  outlive_readers()
   # It tells of every request, so of every tool call, at a level that we show.
   python_logging.getLogger("httpx").setLevel(python_logging.WARNING)
   file = ""
@@ -391,6 +393,8 @@ def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
       return flags.FLAGS(argv)
     except flags.Error as e:
       stop(_flag_error(e))
+
+  outlive_readers()
 
   def checked(argv: list[str]) -> None:
     if takes_words:
