@@ -244,7 +244,9 @@ def figures_of(
   out = {}
   for metric in [name for name in curves or CURVES if name in known]:
     caption = f"{metric}: mean over seeds, band from the lowest to the highest"
-    out[f"{stage}, {caption}" if stage else caption] = seed_curves(logs, metric)
+    out[f"{stage}, {caption}" if stage else caption] = seed_curves(
+      logs, metric, logarithmic=stage == "sft"
+    )
   return out
 
 

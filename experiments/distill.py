@@ -43,7 +43,8 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
   usage = {name: cell(value) for name, value in results["mean_usage"].items()}
   note = (
     f"Share of right runs: {cell(results['right'])}; "
-    f"{results['infrastructure']} failed by infrastructure. Mean of a run: {usage['prompt']} prompt tokens "
+    f"{results['infrastructure']} failed by infrastructure. "
+    f"Mean of a run: {usage['prompt']} prompt tokens "
     f"({usage['cached']} cached), {usage['generated']} generated, "
     f"{usage['tool_calls']} tool calls. More is in results.json."
   )

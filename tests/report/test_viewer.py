@@ -262,3 +262,10 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
     "run/trajectories/step_000000.jsonl",
     "eval/greedy.jsonl",
   ]
+
+
+def test_code_of_the_intro_and_how_trajectories_were_chosen_are_told(tmp_path):
+  told = {"intro": "By `run --a=<b>`.", "choice": "Chosen <failures>."}
+  page = write(tmp_path, [samples.hostile_everywhere("x")], **told)
+  assert "<p>By <code>run --a=&lt;b&gt;</code>.</p>" in page
+  assert '<p class="note">Chosen &lt;failures&gt;.</p>' in page
