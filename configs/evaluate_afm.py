@@ -101,7 +101,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
   # --- The model, and how it plays.
   config = ml_collections.ConfigDict()
-  config.init = f"runs/{name}/rl/model"
+  config.init = f"runs/{name}{'_tiny' if tiny else ''}/rl/model"
   config.model = dict(dtype="float32" if tiny else "bfloat16", remat="none")
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1 if tiny else SIZES[size])
   config.rollout = dict(

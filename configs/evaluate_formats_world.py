@@ -29,7 +29,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     raise ValueError(f"evaluate_formats_world answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"
   config = ml_collections.ConfigDict()
-  config.init = "runs/world/sft_formats/model"
+  world = "world_tiny" if tiny else "world"
+  config.init = f"runs/{world}/sft_formats/model"
   config.model = dict(remat="none")
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.rollout = dict(

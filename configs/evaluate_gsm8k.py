@@ -21,7 +21,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     raise ValueError(f"evaluate_gsm8k answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"
   config = ml_collections.ConfigDict()
-  config.init = "runs/gsm8k/sft/model"
+  config.init = f"runs/gsm8k{'_tiny' if tiny else ''}/sft/model"
   config.model = dict(remat="none")
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.rollout = dict(

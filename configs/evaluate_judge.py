@@ -23,7 +23,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     raise ValueError(f"evaluate_judge answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"
   config = ml_collections.ConfigDict()
-  config.init = "runs/web/rl/model"
+  config.init = f"runs/web{'_tiny' if tiny else ''}/rl/model"
   config.model = dict(dtype="float32" if tiny else "bfloat16", remat="none")
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.rollout = dict(

@@ -17,7 +17,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     raise ValueError(f"evaluate_qwen answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"
   config = ml_collections.ConfigDict()
-  config.init = "runs/qwen/rl/model"
+  config.init = f"runs/qwen{'_tiny' if tiny else ''}/rl/model"
   config.model = dict(dtype="float32" if tiny else "bfloat16", remat="none")
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.rollout = dict(

@@ -15,8 +15,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if arg not in ("", "tiny"):
     raise ValueError(f"evaluate_world answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"
+  world = "world_tiny" if tiny else "world"  # the :tiny stages feed each other
   config = ml_collections.ConfigDict()
-  config.init = "runs/world/rl/model"
+  config.init = f"runs/{world}/rl/model"
   config.model = dict(remat="none")
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.rollout = dict(

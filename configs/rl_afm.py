@@ -139,7 +139,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   max_len = 1024 if tiny else agent.max_len
 
   config = ml_collections.ConfigDict()
-  config.init = f"runs/{name}/sft/model"
+  config.init = f"runs/{name}{'_tiny' if tiny else ''}/sft/model"
   config.model = dict(
     dtype="float32" if tiny else "bfloat16",
     remat="none" if tiny else "full",

@@ -24,8 +24,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       f"rl_world answers '', 'tiny', NAME and NAME:tiny, not {arg!r}; names are {names}"
     )
   tiny, name = arg.endswith("tiny"), arg.removesuffix("tiny").removesuffix(":")
+  world = "world_tiny" if tiny else "world"  # the :tiny stages feed each other
   config = ml_collections.ConfigDict()
-  config.init = "runs/world/sft/model"
+  config.init = f"runs/{world}/sft/model"
   config.model = dict(remat="none")
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(

@@ -14,6 +14,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if arg not in ("", "tiny"):
     raise ValueError(f"sft_gsm8k answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"
+  gsm8k = "gsm8k_tiny" if tiny else "gsm8k"  # the :tiny stages feed each other
   config = ml_collections.ConfigDict()
   config.init = ""
   config.model = dict(
@@ -34,7 +35,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     final=0.05,
   )
   config.data = dict(
-    trajectories="runs/gsm8k/distill/trajectories.jsonl",
+    trajectories=f"runs/{gsm8k}/distill/trajectories.jsonl",
     steps=10 if tiny else 700,
     rows=8,
     length=512,

@@ -14,6 +14,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if arg not in ("", "tiny"):
     raise ValueError(f"sft_world answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"
+  world = "world_tiny" if tiny else "world"  # the :tiny stages feed each other
   config = ml_collections.ConfigDict()
   config.init = ""
   config.model = dict(
@@ -35,7 +36,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     final=0.05,
   )
   config.data = dict(
-    trajectories="runs/world/distill/trajectories.jsonl",
+    trajectories=f"runs/{world}/distill/trajectories.jsonl",
     # Many small updates: copying is learned sooner by their number than by their size.
     steps=20 if tiny else 2200,
     rows=4 if tiny else 8,

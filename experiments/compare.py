@@ -1,11 +1,13 @@
-"""Compares runs: one table and one page of overlaid curves.
+"""Compares runs: a table for each stage, and one page of overlaid curves.
 
   python -m experiments.compare --out=runs/sweep/compare.html runs/sweep/*
   python -m experiments.compare --figures=reward,dev_accuracy runs/rl runs/rl_again
 
-Runs whose configs differ in their seeds alone are one row of the table and one line of
-a curve: the mean over seeds, with the 95 % interval of Student's t. A row is named by
-the fields in which the configs differ.
+Runs of different stages (distill, sft, rl, evaluate, ...) are compared with their own
+stage. Runs whose configs differ in their seeds alone are one row of the table and one
+line of a curve: the mean over seeds, with the 95 % interval of Student's t. A row is
+named by the fields in which the configs differ; a single run whose fields do not fit
+a line, by its workdir.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich
@@ -43,16 +46,30 @@ FIGURES = (
   "pass3",
   "validation_loss",
   "loss",
+  "right",
+  "kept",
+  "tasks",
   "tokens_per_task",
   "tokens_per_s",
   "seconds",
 )
 CURVES = ("reward", "dev_accuracy", "loss", "validation_loss", "entropy", "grad_norm")
+# A section that only this stage has -> the stage.
+_STAGES = {
+  "quickstart": "quickstart",
+  "teacher": "distill",
+  "data": "sft",
+  "algo": "rl",
+  "eval": "evaluate",
+  "synthesis": "synthesize",
+}
+# Longer names of rows, in characters, give way to workdirs.
+_NAME = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """One finished or running journey.
+  """One finished or running run of a stage.
 
   Attributes:
     path: its workdir.
@@ -65,6 +82,12 @@ class Run:
   config: Mapping[str, Any]
   results: Mapping[str, float]
   log: Sequence[Mapping[str, Any]]
+
+  @property
+  def stage(self) -> str:
+    """The stage, by the sections of the config; "run" where they are of no stage."""
+    sections = {field.partition(".")[0] for field in self.config}
+    return next((name for key, name in _STAGES.items() if key in sections), "run")
 
 
 def read(path: str) -> Run:
@@ -87,22 +110,54 @@ def read(path: str) -> Run:
 def find(paths: Sequence[str]) -> list[str]:
   """Finds the workdirs among folders and right below them, in order.
 
+  Paths that exist and hold no run, as a glob also matches, are reported in one line.
+
   Raises:
-    FileNotFoundError: a path has none.
+    FileNotFoundError: a path does not exist, or none has a run.
   """
   out = []
+  without = []
   for path in paths:
+    if not os.path.exists(path):
+      raise FileNotFoundError(f"{path}: there is no such workdir")
     below = [path]
     if os.path.isdir(path):
       below += [os.path.join(path, name) for name in sorted(os.listdir(path))]
-    found = [p for p in below if os.path.exists(os.path.join(p, "config.json"))]
-    if not found:
-      raise FileNotFoundError(
-        f"{path}: no run is there (no config.json); give workdirs, or a folder of them"
-      )
     # A quickstart is a run that holds runs: its own come first.
+    found = [folder for folder in below if _holds_run(folder)]
     out += found
+    if not found:
+      without.append(path)
+  if not out:
+    raise FileNotFoundError(
+      f"{', '.join(paths)}: no run is there (no config.json of a run); give workdirs, "
+      "or a folder of them"
+    )
+  if without:
+    print(f"left out, for no run is there: {', '.join(without)}", file=sys.stderr)
   return list(dict.fromkeys(out))
+
+
+def _holds_run(folder: str) -> bool:
+  """Whether a folder is a workdir: a model folder's config.json has no `config`.
+
+  A damaged config.json counts, so that reading it names the fault.
+  """
+  path = os.path.join(folder, "config.json")
+  if not os.path.isfile(path):
+    return False
+  try:
+    return "config" in read_object(path)
+  except ValueError:
+    return True
+
+
+def by_stage(runs: Sequence[Run]) -> dict[str, list[Run]]:
+  """Groups runs by their stage."""
+  out: dict[str, list[Run]] = collections.defaultdict(list)
+  for run in runs:
+    out[run.stage].append(run)
+  return dict(out)
 
 
 def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -110,45 +165,59 @@ def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
   Returns:
     Name -> its runs. A name lists the fields that differ among all runs, with their
-    values; or it is the workdir, where no field does.
+    values; it is the workdir's where the list is long and the run is the only one.
   """
   fields = sorted({name for run in runs for name in run.config})
   differing = []
   for name in fields:
-    values = {json.dumps(run.config.get(name), sort_keys=True) for run in runs}
-    if len(values) > 1 and name.rpartition(".")[2] not in SEEDS:
-      differing.append(name)
-  out: dict[str, list[Run]] = collections.defaultdict(list)
+    values = [run.config.get(name) for run in runs]
+    if name.rpartition(".")[2] in SEEDS or len(set(map(_as_json, values))) < 2:
+      continue
+    differing.append(name)
+  same: dict[tuple[str, ...], list[Run]] = collections.defaultdict(list)
   for run in runs:
-    parts = [f"{name}={_brief(run.config.get(name))}" for name in differing]
-    out[", ".join(parts) or "all"].append(run)
-  return dict(out)
+    same[tuple(_as_json(run.config.get(name)) for name in differing)].append(run)
+  shared = {
+    name: _shared_folder(run.config.get(name) for run in runs) for name in differing
+  }
+  out: dict[str, list[Run]] = {}
+  for number, members in enumerate(same.values(), 1):
+    config = members[0].config
+    parts = []
+    for name in differing:
+      parts.append(f"{name}={_brief(config.get(name), shared[name])}")
+    title = ", ".join(parts) or "all"
+    if len(members) == 1 and (len(title) > _NAME or not parts):
+      title = os.path.basename(os.path.abspath(members[0].path))
+    if title in out:  # as workdirs of one name in two folders
+      title += f" ({number})"
+    out[title] = members
+  return out
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float | None]:
   """Computes a mean and half the width of its 95 % interval; None of one value."""
-  mean = statistics.fmean(values)
   if len(values) < 2:
-    return mean, None
+    return values[0], None
+  mean = statistics.fmean(values)
   error = statistics.stdev(values) / math.sqrt(len(values))
   return mean, float(scipy.stats.t.ppf(0.975, len(values) - 1)) * error
 
 
-def table(groups: Mapping[str, Sequence[Run]], figures: Sequence[str] = ()) -> Table:
+def table(
+  groups: Mapping[str, Sequence[Run]],
+  figures: Sequence[str] = (),
+  title: str = "Runs",
+) -> Table:
   """Makes a row for each group: mean and interval of every figure.
 
   Args:
     groups: as `group` makes them.
-    figures: of results.json; () for those of FIGURES that some run has.
-
-  Raises:
-    ConfigError: no run has a figure of that name.
+    figures: of results.json; () for FIGURES. Those that some run has are shown.
+    title: of the table.
   """
-  known = {name for runs in groups.values() for run in runs for name in run.results}
-  for name in figures:
-    if name not in known:
-      raise ConfigError(f"--figures: no run has {name!r}{nearest(name, known)}")
-  shown = figures or [name for name in FIGURES if name in known]
+  known = _figures_of([run for runs in groups.values() for run in runs])
+  shown = [name for name in figures or FIGURES if name in known]
   rows = []
   for name, runs in groups.items():
     row: dict[str, Any] = {"name": name, "runs": len(runs)}
@@ -163,29 +232,43 @@ def table(groups: Mapping[str, Sequence[Run]], figures: Sequence[str] = ()) -> T
     rows.append(row)
   columns = {"name": "run", "runs": "seeds"} | {name: name for name in shown}
   note = "Mean over seeds, \u00b1 half of the 95 % interval (Student's t)."
-  return Table("Runs", rows, columns, note)
+  return Table(title, rows, columns, note)
 
 
 def figures_of(
-  groups: Mapping[str, Sequence[Run]], curves: Sequence[str] = ()
+  groups: Mapping[str, Sequence[Run]], curves: Sequence[str] = (), stage: str = ""
 ) -> dict[str, Any]:
-  """Draws each metric over steps, all groups in one panel.
-
-  Raises:
-    ConfigError: no run has a metric of that name.
-  """
+  """Draws each metric that some run has logged over steps, all groups in one panel."""
   logs = {name: [run.log for run in runs] for name, runs in groups.items()}
-  known = {
-    key for rows in logs.values() for log in rows for row in log for key in row
-  } - {"stage", "step"}
-  for name in curves:
-    if name not in known:
-      raise ConfigError(f"--curves: no run has logged {name!r}{nearest(name, known)}")
+  known = _metrics_of([run for runs in groups.values() for run in runs])
   out = {}
-  for metric in curves or [name for name in CURVES if name in known]:
+  for metric in [name for name in curves or CURVES if name in known]:
     caption = f"{metric}: mean over seeds, band from the lowest to the highest"
-    out[caption] = seed_curves(logs, metric)
+    out[f"{stage}, {caption}" if stage else caption] = seed_curves(
+      logs, metric, logarithmic=stage == "sft"
+    )
   return out
+
+
+def _figures_of(runs: Sequence[Run]) -> set[str]:
+  """Figures that some run's results have."""
+  return {name for run in runs for name in run.results}
+
+
+def _metrics_of(runs: Sequence[Run]) -> set[str]:
+  """Metrics of which some run has logged a value."""
+  rows = [row for run in runs for row in run.log]
+  found = {key for row in rows for key, value in row.items() if value is not None}
+  return found - {"stage", "step"}
+
+
+def _check_names(
+  flag: str, names: Sequence[str], known: Collection[str], what: str
+) -> None:
+  """Refuses a figure or a metric that no run has."""
+  for name in names:
+    if name not in known:
+      raise ConfigError(f"--{flag}: no run {what} {name!r}{nearest(name, known)}")
 
 
 def compare(
@@ -194,11 +277,26 @@ def compare(
   figures: Sequence[str] = (),
   curves: Sequence[str] = (),
 ) -> None:
-  """Prints the table of some workdirs, and writes the page if `out` names one."""
+  """Prints the tables of some workdirs, and writes the page if `out` names one.
+
+  Raises:
+    FileNotFoundError, ConfigError: no run is there, or none has a figure or a metric.
+  """
   runs = [read(path) for path in find(paths)]
-  groups = group(runs)
-  summary = table(groups, figures)
-  rich.print(rich_table(summary))
+  _check_names("figures", figures, _figures_of(runs), "has")
+  _check_names("curves", curves, _metrics_of(runs), "has logged")
+  stages = by_stage(runs)
+  if len(stages) > 1:
+    print(
+      f"runs of {len(stages)} stages, each compared with its own: {', '.join(stages)}"
+    )
+  tables = []
+  drawn = {}
+  for stage, members in stages.items():
+    groups = group(members)
+    tables.append(table(groups, figures, f"Runs of {stage}"))
+    rich.print(rich_table(tables[-1]))
+    drawn |= figures_of(groups, curves, stage)
   unfinished = [run.path for run in runs if not run.results]
   if unfinished:
     print(f"not finished: {', '.join(unfinished)}")
@@ -209,8 +307,8 @@ def compare(
       "Runs compared",
       {},
       intro=f"{len(runs)} runs of {folders}.",
-      tables=[summary],
-      figures=figures_of(groups, curves),
+      tables=tables,
+      figures=drawn,
     )
     print(f"page: {os.path.abspath(out)}")
 
@@ -231,13 +329,27 @@ def _numbers(results: Mapping[str, Any], above: str = "") -> dict[str, float]:
     if isinstance(value, dict):
       out |= _numbers(value, f"{above}{name}.")
     elif isinstance(value, int | float) and not isinstance(value, bool):
-      out[above + name] = float(value)
+      out[above + name] = value
   return out
 
 
-def _brief(value: Any) -> str:
-  """A value of a config in a name of a row."""
+def _as_json(value: Any) -> str:
+  """A value of a config, to be compared."""
+  return json.dumps(value, sort_keys=True)
+
+
+def _shared_folder(values: Iterable[Any]) -> str:
+  """The folder that all texts among values begin with; "" for none."""
+  texts = [value for value in values if isinstance(value, str) and value]
+  # Letter by letter, then cut at a slash: paths may be absolute and relative.
+  return os.path.commonprefix(texts).rpartition("/")[0]  # noqa: RUF071
+
+
+def _brief(value: Any, shared: str = "") -> str:
+  """A value of a config in the name of a row, without the folder all values share."""
   text = value if isinstance(value, str) else json.dumps(value)
+  if shared and text.startswith(f"{shared}/"):
+    text = text[len(shared) + 1 :]
   return text if len(text) <= 40 else "..." + text[-37:]
 
 

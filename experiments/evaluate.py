@@ -12,12 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import rich.console
-from absl import flags
-
 from coa_jax import evaluate
-from coa_jax.report.tables import Table, cell, rich_table
-from experiments.launch import launch, show
+from coa_jax.report.tables import Table, cell
+from experiments.launch import launch
 
 # Figure of a summary -> its heading. Of pass@k and votes see `headings`.
 _FIGURES = {"pass1_greedy": "greedy", "pass1_sampled": "sampled"}
@@ -67,19 +64,10 @@ def table(results: Mapping[str, Any], title: str = "Evaluation") -> Table:
   return Table(title, rows, columns, note)
 
 
-def print_results(results: dict[str, Any]) -> None:
-  """Prints the table, or with --json what results.json holds."""
-  if flags.FLAGS.json:
-    show(results)
-    return
-  # In a file or a pipe there is no width to keep to.
-  console = rich.console.Console()
-  if not console.is_terminal:
-    console = rich.console.Console(width=200)
-  console.print(rich_table(table(results)))
-
-
 if __name__ == "__main__":
-  # Not on import: other programs have a flag of this name, and tests import both.
-  flags.DEFINE_bool("json", False, "Print results.json in place of the table.")
-  launch(evaluate.run, evaluate.EvaluateConfig, print_results, logs=evaluate.LOGS)
+  launch(
+    evaluate.run,
+    evaluate.EvaluateConfig,
+    lambda results: [table(results)],
+    logs=evaluate.LOGS,
+  )

@@ -14,10 +14,11 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import ml_collections
+import rich
 from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_dict import RequiredValueError, placeholder
@@ -27,12 +28,14 @@ from coa_jax.bucket import inputs
 from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.config import ConfigError, as_json, fill_defaults, read_config
 from coa_jax.learner.interruption import Interrupted
+from coa_jax.report.tables import Table, rich_table
 from coa_jax.shard import Shard
 from experiments import distributed
 from experiments.config_help import explain
 from experiments.devices import check_devices
 from experiments.refusal import stop
 from experiments.shards import read_shard, run_shard
+from experiments.streams import outlive_readers
 
 # Takes (config, workdir), and a shard where it can be cut.
 Journey = Callable[..., dict[str, Any]]
@@ -93,7 +96,7 @@ def show(results: dict[str, Any]) -> None:
 def launch(
   journey: Journey,
   config_class: type,
-  show_results: Callable[[dict[str, Any]], None] = show,
+  tables: Callable[[dict[str, Any]], Sequence[Table]] | None = None,
   logs: tuple[str, ...] = (),
 ) -> None:
   """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
@@ -107,7 +110,8 @@ def launch(
     journey: what runs.
     config_class: the dataclass that it reads its config into; its defaults fill what
       the file leaves out.
-    show_results: prints what it returns.
+    tables: of the results, printed at the end; --json prints the results themselves,
+      as programs without tables do.
     logs: files from which the journey goes on, where it can be cut into shards: see
       `experiments.shards`.
   """
@@ -116,6 +120,8 @@ def launch(
     flags.DEFINE_string(
       "shard", "", "Do part I of N alone, as 0/8; the last one joins. auto/8: by index."
     )
+  if tables:
+    flags.DEFINE_bool("json", False, "Print the results as JSON in place of tables.")
   workdir = flags.DEFINE_string("workdir", None, "Where the run writes and goes on.")
   flags.mark_flag_as_required("workdir")
 
@@ -148,7 +154,11 @@ def launch(
         if is_uri(folder):
           folder = stack.enter_context(distributed.in_bucket(folder, SCRATCH.value))
         results = run(folder, None)
-    show_results(results)
+    if tables and not flags.FLAGS.json:
+      for table in tables(results):
+        rich.print(rich_table(table))
+    else:
+      show(results)
 
   start(work, config_class)
 
@@ -185,6 +195,7 @@ def start(
   work: Callable[[ml_collections.ConfigDict], None], config_class: type
 ) -> None:
   """As `launch`, for a program that needs a config and no workdir."""
+  outlive_readers()
   # It tells of every request, so of every tool call, at a level that we show.
   python_logging.getLogger("httpx").setLevel(python_logging.WARNING)
   file = ""
@@ -450,6 +461,8 @@ def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
       return flags.FLAGS(argv)
     except flags.Error as e:
       stop(_flag_error(e))
+
+  outlive_readers()
 
   def checked(argv: list[str]) -> None:
     if takes_words:

@@ -63,6 +63,7 @@ tools. Everything below was measured on worlds whose names no training text cont
 The team knows things that the model can not know: it sometimes recalls a fact or
 computes in its head. Imitation alone teaches the model to make such facts up;
 reinforcement learning teaches it to use the tools."""
+_NATS = "loss (nats)"
 _SHOWN = 12  # trajectories of each model in the report
 
 
@@ -115,10 +116,9 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   print(_saved(results["cost"]))
   path = os.path.abspath(os.path.join(workdir, "report.html"))
   _write_page(path, workdir, results, tables)
-  rich.print(
-    f"{duration(results['seconds'])} in all; report: [bold]{path}[/bold]; figures: "
-    f"{os.path.join(workdir, 'results.json')}"
-  )
+  print(f"{duration(results['seconds'])} in all")
+  print(f"report: {path}")
+  print(f"figures: {os.path.join(workdir, 'results.json')}")
   print(_invitation(workdir, played["tools"]["sandbox"]))
   return results
 
@@ -233,10 +233,12 @@ def _write_page(
     "Accuracy on held-out worlds, with 95 % intervals.": plots.score_bars(
       models, FIGURES
     ),
-    "SFT: loss per policy token (nats).": plots.curves(
-      sft, {"loss": {"loss": "training", "validation_loss": "validation"}}
+    "SFT: loss per policy token, on a logarithmic axis.": plots.curves(
+      sft,
+      {_NATS: {"loss": "training", "validation_loss": "validation"}},
+      logarithmic=(_NATS,),
     ),
-    "RL: what rollouts earn, and greedy accuracy on development tasks.": plots.curves(
+    "RL: rewards, greedy accuracy on development tasks, entropy.": plots.curves(
       rl, _rl_panels(rl), shares=("share", "greedy accuracy")
     ),
     "SFT: where the time of a step goes.": plots.phase_areas(sft),
@@ -255,9 +257,11 @@ def _write_page(
     "RL, greedy": _percent(rl_summary["pass1_greedy"]),
     "RL, sampled": _percent(rl_summary["pass1_sampled"]),
     "tools off": _percent(results["tools_off"]["pass1_greedy"]),
-    "fewer tokens than the team": _percent(results["cost"]["reduction_no_cache"]),
-    "with instructions on both sides": _percent(
+    "fewer tokens than the team, instructions on both sides": _percent(
       results["cost"]["reduction_instructed"]
+    ),
+    "fewer tokens than the team, as played": _percent(
+      results["cost"]["reduction_no_cache"]
     ),
     "whole run": duration(results["seconds"]),
   }
@@ -270,6 +274,8 @@ def _write_page(
     headline=headline,
     tables=tables,
     figures=figures,
+    choice="Chosen to be read: right and wrong ones alternately, as far as there are "
+    "both. Their mean reward is not the accuracy of a model; the tables have that.",
   )
 
 
@@ -284,8 +290,7 @@ def _made_by(workdir: str) -> str:
     f"commit {(record.get('git_commit') or '-')[:12]}, on "
     f"{platform.system()} {platform.machine()} with {os.cpu_count()} cores.\n\n"
     "Some trajectories stand at the end of this page. To browse all of RL: `python -m "
-    f"experiments.browse --trajectories={shlex.quote(os.path.join(workdir, 'rl'))} "
-    "--out=browse.html`"
+    f"experiments.browse --workdir={shlex.quote(os.path.join(workdir, 'rl'))}`"
   )
 
 
@@ -301,7 +306,7 @@ def _rl_panels(rl: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
   }
   # A run so short that no group's rewards differed has made no update.
   if any("entropy" in row for row in rl):
-    panels["nats"] = {"entropy": "entropy per token"}
+    panels["entropy per token (nats)"] = {"entropy": "entropy"}
   return panels
 
 

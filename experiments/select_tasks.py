@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
@@ -31,6 +32,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import Scored, correct, graded
+from coa_jax.report.tables import Table
 from coa_jax.shard import Shard
 from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
 from coa_jax.tasks.rows import read_rows
@@ -38,6 +40,9 @@ from coa_jax.tasks.schemas import read_task
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Row, first_of
 from experiments.launch import launch
+
+# Reasons for which `keep_tasks` leaves tasks out, but for too few attempts.
+_LEFT_OUT = ("used", "all_wrong", "all_right", "too_hard", "too_easy", "limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,5 +174,26 @@ def _usage(played: list[Trajectory | Scored], counted: int) -> dict[str, Any]:
   }
 
 
+def table(results: Mapping[str, Any]) -> Table:
+  """Makes a table of `selection.json`: tasks by pass rate, and how many are kept."""
+  rows = []
+  for rate, tasks in results["rates"].items():
+    kept = results["kept_rates"].get(rate, 0)
+    rows.append({"rate": rate, "tasks": tasks, "kept": kept})
+  left = {name: results[name] for name in _LEFT_OUT if name in results}
+  too_few = results["in"] - results["out"] - sum(left.values())
+  if too_few:
+    left["too few attempts"] = too_few
+  reasons = ", ".join(f"{count:,} {name}" for name, count in left.items())
+  note = (
+    f"{results['out']:,} of {results['in']:,} tasks are kept; left out: "
+    f"{reasons or 'none'}. {results['attempts']:,} attempts, "
+    f"{results['ungraded']:,} ungraded, {results['tokens']:,} tokens, "
+    f"{results['tool_calls']:,} tool calls. More is in selection.json."
+  )
+  columns = {"rate": "right of graded attempts", "tasks": "tasks", "kept": "kept"}
+  return Table("Tasks by pass rate", rows, columns, note)
+
+
 if __name__ == "__main__":
-  launch(run, SelectTasksConfig, logs=evaluate.LOGS)
+  launch(run, SelectTasksConfig, lambda results: [table(results)], logs=evaluate.LOGS)

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_collections
@@ -28,6 +28,7 @@ from coa_jax.lock import exclusive
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.record import hash_files, prepare_workdir
 from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.report.tables import Table
 from coa_jax.shard import Shard
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import cloze
@@ -229,5 +230,24 @@ def with_service_errors(
     stop(str(e))
 
 
+def table(results: Mapping[str, Any]) -> Table:
+  """Makes a table of `results.json`: tasks by family and hops, and those left out."""
+  rows = []
+  for title, counts in (
+    ("family", results["by_family"]),
+    ("hops", results["by_hops"]),
+    ("left out", results["left_out"]),
+  ):
+    rows += [{"of": f"{title} {name}", "tasks": n} for name, n in counts.items()]
+  calls = results["calls"]
+  note = (
+    f"{results['tasks']:,} tasks of {results['documents']:,} documents, in "
+    f"tasks.jsonl; {calls['calls']:,} model calls. More is in results.json."
+  )
+  return Table("Tasks made", rows, {"of": "", "tasks": "tasks"}, note)
+
+
 if __name__ == "__main__":
-  launch(with_service_errors, SynthesizeConfig, logs=LOGS)
+  launch(
+    with_service_errors, SynthesizeConfig, lambda results: [table(results)], logs=LOGS
+  )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import json
+import os
 import pathlib
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -106,64 +109,74 @@ def exists(module: str) -> bool:
   return importlib.util.find_spec(module) is not None
 
 
+# Prints the flags of programs by their --helpfull (or --help, of argparse), one line
+# of JSON each. Forks of one process share the imports that take long.
+_ASK = """
+import json, os, re, runpy, sys, tempfile
+import coa_jax.rl, coa_jax.evaluate, coa_jax.distill, experiments.launch
+
+def ask(module, *words):
+  with tempfile.TemporaryFile() as out:
+    child = os.fork()
+    if not child:
+      os.dup2(out.fileno(), 1)
+      os.dup2(out.fileno(), 2)
+      sys.argv = [module, *words]
+      try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+      except SystemExit:
+        pass
+      finally:
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    out.seek(0)
+    return out.read().decode()
+
+for command in sys.argv[1:]:
+  module, *words = command.split()
+  text = ask(module, *words, "--helpfull")
+  if "usage:" in text:
+    text = ask(module, "--help")
+  flags = re.findall(r"^ +(?:-\\w, ?)?--(?:\\[no\\])?([\\w-]+)", text, re.MULTILINE)
+  print(json.dumps([module, flags]))
+"""
+
+
 @functools.cache
-def flags_of(module: str) -> frozenset[str]:
-  """Patterns of the flags that a program of ours and what it imports of ours define.
+def flags_of_programs() -> dict[str, frozenset[str]]:
+  """Program of ours that a page, a config or a program names -> its flags."""
+  texts = [page.read_text() for page in pages() if page not in JOURNALS]
+  asked: dict[str, str] = {}
+  for text in [*texts, *docstrings()]:
+    for module, arguments in commands(text):
+      # One without flags is not asked: it may have none, and would run.
+      if "--" in arguments and module.partition(".")[0] in OURS and exists(module):
+        asked.setdefault(module, module)
+        # Some have the flag where it is given alone.
+        if "--config" in arguments:
+          asked[module] = f"{module} --config="
+  done = subprocess.run(
+    [sys.executable, "-c", _ASK, *asked.values()],
+    cwd=ROOT,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  found = dict(json.loads(line) for line in done.stdout.splitlines() if line[:1] == "[")
+  assert [module for module in asked if not found[module]] == []
+  return {module: frozenset(flags) | {"help"} for module, flags in found.items()}
 
-  They are read from the source: a call of DEFINE_... or add_argument names its flag,
-  and so does one of a function that hands its own first argument on to such a call.
-  """
-  seen: set[str] = set()
-  waiting = [module]
-  out = {"help", "helpfull", "helpshort"}
-  while waiting:
-    name = waiting.pop()
-    path = source_of(name)
-    if name in seen or path is None:
-      continue
-    seen.add(name)
-    tree = ast.parse(path.read_text())
-    out |= _defined(tree)
-    for node in ast.walk(tree):
-      if isinstance(node, ast.Import):
-        waiting += [a.name for a in node.names]
-      elif isinstance(node, ast.ImportFrom) and node.module:
-        waiting += [node.module] + [f"{node.module}.{a.name}" for a in node.names]
-    waiting = [w for w in waiting if w.partition(".")[0] in OURS]
-  return frozenset(out)
 
-
-def _defined(tree: ast.Module) -> set[str]:
-  """Names that calls in a file give to flags; of an f-string its pattern."""
-  makers = set()
-  for node in ast.walk(tree):
-    if isinstance(node, ast.FunctionDef) and node.args.args:
-      handed = [c.args[0] for c in ast.walk(node) if _defines(c, set())]
-      first = node.args.args[0].arg
-      if any(isinstance(arg, ast.Name) and arg.id == first for arg in handed):
-        makers.add(node.name)
-  out = set()
-  for call in ast.walk(tree):
-    if not _defines(call, makers):
-      continue
-    name = call.args[0]
-    if isinstance(name, ast.Constant) and isinstance(name.value, str):
-      out.add(re.escape(name.value.lstrip("-")))
-    elif isinstance(name, ast.JoinedStr):
-      parts = [
-        re.escape(str(v.value)) if isinstance(v, ast.Constant) else r"\w+"
-        for v in name.values
-      ]
-      out.add("".join(parts))
+def docstrings() -> list[str]:
+  """Docstrings of configs and programs, each as a block of commands."""
+  out = []
+  for folder in ("configs", "experiments"):
+    for path in sorted((ROOT / folder).rglob("*.py")):
+      text = ast.get_docstring(ast.parse(path.read_text())) or ""
+      out.append(f"```\n{text}\n```\n")
   return out
-
-
-def _defines(node: ast.AST, makers: set[str]) -> bool:
-  """Whether a node is a call that defines a flag by its first argument."""
-  if not isinstance(node, ast.Call) or not node.args:
-    return False
-  name = ast.unparse(node.func).rpartition(".")[2]
-  return name.startswith("DEFINE_") or name in {"add_argument", "add", *makers}
 
 
 @functools.cache
@@ -202,11 +215,13 @@ def unknown_flags(text: str) -> list[str]:
   for module, arguments in commands(text):
     if module.partition(".")[0] not in OURS or not exists(module):
       continue
-    for flag in re.findall(r"(?<=\s)--([\w.]+)", arguments):
+    # After -- a sweep has another program's words, which have a command of their own.
+    for flag in re.findall(r"(?<=[\s\[])--([\w.]+)", arguments.split(" -- ")[0]):
       name, _, field = flag.partition(".")
-      known = any(re.fullmatch(k, name) for k in flags_of(module))
+      flags = flags_of_programs().get(module, frozenset())
+      known = name in flags or name.removeprefix("no") in flags
       if name == "config" and field:
-        known = known_field(field)
+        known = known_field(field) or "FIELD" in field  # of a program's usage
       if not known:
         out.append(f"{module} --{flag}")
   return out
@@ -297,6 +312,32 @@ NO_JOURNAL = pytest.mark.parametrize(
 @NO_JOURNAL
 def test_flags_are_known(page: pathlib.Path):
   assert unknown_flags(page.read_text()) == []
+
+
+def test_flags_in_docstrings_are_known():
+  assert [flag for text in docstrings() for flag in unknown_flags(text)] == []
+
+
+def test_flags_are_those_of_the_program_itself():
+  """Not those of any file: `experiments.browse` once had no --workdir."""
+  flags = flags_of_programs()
+  assert "workdir" in flags["experiments.browse"]
+  assert "question" in flags["experiments.chat"]
+  assert "question" not in flags["experiments.browse"]
+
+
+def test_flags_in_the_table_of_programs_are_known():
+  """A row of experiments/README.md names a program, then its flags."""
+  text = (ROOT / "experiments" / "README.md").read_text()
+  unknown = []
+  for names, about in re.findall(
+    r"^\| ((?:`[\w.]+`(?:, )?)+) \| (.*) \|$", text, re.MULTILINE
+  ):
+    flags = re.findall(r"`(--\w+)[^`]*`", about)
+    for name in re.findall(r"`([\w.]+)`", names):
+      spelt = [f"`python -m experiments.{name} {flag}`" for flag in flags]
+      unknown += unknown_flags("\n".join(spelt))
+  assert unknown == []
 
 
 @NO_JOURNAL

@@ -35,7 +35,7 @@ from coa_jax.report.scores import (
   proportion_interval,
   resample_sums,
 )
-from coa_jax.report.tables import Table
+from coa_jax.report.tables import Table, cell
 
 MULTI, SINGLE = "multi_agent", "single"
 PAPER_REDUCTION = 0.846  # arXiv 2508.13167, abstract: tokens per task, GAIA, n = 10
@@ -249,16 +249,16 @@ def cost_tables(table: dict[str, Any]) -> list[Table]:
   for name, label in FIGURES.items():
     row = {"figure": label}
     for system in (MULTI, SINGLE):
-      row[f"{system}_ci95"] = table[system]["ci95"][name]
       for per in ("per_task", "per_solved"):
-        row[f"{system}_{per}"] = table[system][per][name]
+        row[f"{system}_{per}"] = cell(table[system][per][name])
+      interval = cell(table[system]["ci95"][name])
+      if interval != "-":
+        row[f"{system}_per_task"] += f" ({interval})"
     rows.append(row)
   columns = {
     "figure": "",
     "multi_agent_per_task": "multi-agent, per task",
-    "multi_agent_ci95": "95 % interval",
     "single_per_task": "one model, per task",
-    "single_ci95": "95 % interval ",  # headings are told apart by their text
     "multi_agent_per_solved": "multi-agent, per solved task",
     "single_per_solved": "one model, per solved task",
   }
@@ -275,7 +275,10 @@ def cost_tables(table: dict[str, Any]) -> list[Table]:
   gain = "accuracy_gain"
   add("accuracy gained", table[gain], table["ci95"][gain])
 
-  note = f"{table['tasks']} tasks that both attempted; {table['left_out']} left out."
+  note = (
+    f"{table['tasks']} tasks that both attempted; {table['left_out']} left out. In "
+    "parentheses 95 % intervals."
+  )
   return [
     Table("Cost of an answer", rows, columns, note),
     Table(

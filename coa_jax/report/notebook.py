@@ -41,15 +41,25 @@ i:nth-of-type(even) { background: color-mix(in srgb, var(--c) 30%, transparent);
 class Shown:
   """Markup that a notebook draws when it is the last value of a cell."""
 
-  markup: str
+  markup: str = dataclasses.field(repr=False)  # stored notebooks keep the repr, too
 
   def _repr_html_(self) -> str:
     return self.markup
 
 
-def figure(drawn: Figure) -> Shown:
-  """Shows a figure of `plots`, in the notebook's own text colour."""
-  return Shown(f'<div style="overflow-x: auto">{plots.to_svg(drawn)}</div>')
+@dataclasses.dataclass(frozen=True)
+class Picture:
+  """A PNG that a notebook draws when it is the last value of a cell."""
+
+  png: bytes = dataclasses.field(repr=False)
+
+  def _repr_png_(self) -> bytes:
+    return self.png
+
+
+def figure(drawn: Figure) -> Picture:
+  """Shows a figure of `plots` as a PNG: sites that render notebooks remove SVG."""
+  return Picture(plots.to_png(drawn, dpi=100))
 
 
 def viewer(

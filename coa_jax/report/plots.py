@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.report import timers
@@ -44,6 +44,7 @@ def curves(
   panels: Mapping[str, Mapping[str, str]],
   xlabel: str = "step",
   shares: Collection[str] = (),
+  logarithmic: Collection[str] = (),
 ) -> Figure:
   """Draws metrics over steps, one panel per y label.
 
@@ -53,6 +54,7 @@ def curves(
     xlabel: of every panel.
     shares: y labels of panels whose axis is from 0 to 1, whatever little part of it the
       values take.
+    logarithmic: y labels of panels with a logarithmic axis, if all values are above 0.
 
   Raises:
     ValueError: no row has a value of some metric; the message names it.
@@ -65,13 +67,31 @@ def curves(
       _curve(axis, rows, metric, label, next(colors))
     if ylabel in shares:
       axis.set_ylim(0, 1.02)
+    if ylabel in logarithmic:
+      _log_scale(axis)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axis, xlabel, ylabel, legend=len(lines) > 1)
   return figure
 
 
+def _log_scale(axis: Axes) -> None:
+  """Makes the y axis logarithmic, with plain numbers, if all values are above 0."""
+  values = np.concatenate([line.get_ydata() for line in axis.lines] or [np.zeros(1)])
+  if values.min() <= 0:
+    return
+  axis.set_yscale("log")
+  numbers = FuncFormatter(lambda value, _: f"{value:g}")
+  axis.yaxis.set_major_formatter(numbers)
+  # Fewer than two powers of ten would leave an axis with one number or none.
+  if values.max() < 100 * values.min():
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+  axis.yaxis.set_minor_formatter(NullFormatter())
+
+
 def seed_curves(
-  runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metric: str
+  runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+  metric: str,
+  logarithmic: bool = False,
 ) -> Figure:
   """Draws one metric over steps: a line for each of several settings.
 
@@ -80,6 +100,7 @@ def seed_curves(
       is the mean over them (its moving mean, of many steps), with a band from the
       lowest to the highest.
     metric: what is drawn; settings without it have no line.
+    logarithmic: whether the axis is, if all values are above 0.
   """
   figure, (axis,) = _figure(1, width=9)
   colors = itertools.cycle(COLORS)
@@ -103,6 +124,8 @@ def seed_curves(
       axis.fill_between(
         steps, values.min(1), values.max(1), color=color, alpha=0.2, linewidth=0
       )
+  if logarithmic:
+    _log_scale(axis)
   _finish(axis, "step", metric, legend=False)
   # Names of settings are long: beside the axes.
   axis.legend(
@@ -128,13 +151,13 @@ def _curve(
 
 
 def _smooth(y: np.ndarray) -> np.ndarray:
-  """Centred moving mean over a twentieth of the points; windows shrink at the ends."""
-  half = max(len(y) // 40, 1)
+  """Centred moving mean over a twentieth of the points; the ends are as they are."""
+  at = np.arange(len(y))
+  half = np.minimum(max(len(y) // 40, 1), np.minimum(at, len(y) - 1 - at))
   # Each window's sum is the difference of two sums from the beginning.
   sums = np.concatenate([[0.0], np.cumsum(y)])
-  at = np.arange(len(y))
-  low = np.maximum(at - half, 0)
-  high = np.minimum(at + half + 1, len(y))
+  low = at - half
+  high = at + half + 1
   return (sums[high] - sums[low]) / (high - low)
 
 

@@ -7,6 +7,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import rich.cells
+import rich.console
 import rich.table
 import rich.text
 
@@ -35,7 +37,8 @@ def cell(value: Any) -> str:
   if isinstance(value, bool | str):
     return str(value)
   if isinstance(value, list | tuple):
-    return " to ".join(map(cell, value))
+    known = any(one is not None for one in value)
+    return " to ".join(map(cell, value)) if known else "-"
   # Three digits that matter are enough to compare by eye.
   if isinstance(value, int) or abs(value) >= 1000:
     return f"{value:,.0f}"
@@ -60,17 +63,79 @@ def markdown_table(
   return out
 
 
-def rich_table(table: Table) -> rich.table.Table:
-  """Makes a table for a terminal; print it with `rich.print`."""
-  out = rich.table.Table(title=table.title, caption=table.note or None)
-  first, *others = table.columns.values()
-  out.add_column(first, justify="left", overflow="fold")  # a name is never cut
-  for heading in others:
-    out.add_column(heading, justify="right")
-  for row in table.rows:
+@dataclasses.dataclass(frozen=True)
+class _TerminalTable:
+  """A table that fits a terminal of any width and breaks no word.
+
+  Cells wrap between words. Columns that still do not fit go into further tables below,
+  each of which repeats the first column.
+  """
+
+  table: Table
+
+  def __rich_console__(
+    self, console: rich.console.Console, options: rich.console.ConsoleOptions
+  ) -> rich.console.RenderResult:
+    """Yields the title, the parts and the note, each at the console's width."""
+    table = self.table
+    columns = []
+    for key, heading in table.columns.items():
+      columns.append([heading, *(cell(row.get(key)) for row in table.rows)])
+    yield rich.text.Text(table.title, "bold")
+    for part in _parts(columns, options.max_width):
+      yield _fitted(part, options.max_width)
+    if table.note:
+      yield rich.text.Text(table.note, "italic dim")
+
+
+# A column's padding and its border to the right.
+_BORDER = 3
+
+
+def _parts(columns: list[list[str]], width: int) -> list[list[list[str]]]:
+  """Splits columns evenly into as few tables as fit; each begins with the first one."""
+  first, *others = columns
+  for size in range(len(others), 1, -1):
+    parts = [[first, *others[i : i + size]] for i in range(0, len(others), size)]
+    if all(sum(map(_narrowest, part)) <= _room(part, width) for part in parts):
+      return parts
+  return [[first, one] for one in others] or [[first]]
+
+
+def _room(columns: list[list[str]], width: int) -> int:
+  """Characters that a table of this width leaves to the cells."""
+  return width - _BORDER * len(columns) - 1
+
+
+def _narrowest(column: list[str]) -> int:
+  """The length of a column's longest word."""
+  return max(
+    rich.cells.cell_len(word) for text in column for word in [*text.split(), ""]
+  )
+
+
+def _fitted(columns: list[list[str]], width: int) -> rich.table.Table:
+  """Makes one table; columns get the room of their longest word, then by need."""
+  room = _room(columns, width)
+  widths = [min(_narrowest(column), room) for column in columns]
+  for i, column in enumerate(columns):
+    whole = max(map(rich.cells.cell_len, column))
+    widths[i] = max(1, min(whole, widths[i] + room - sum(widths)))
+  out = rich.table.Table()
+  for i, (heading, *_) in enumerate(columns):
+    justify = "right" if i else "left"
+    out.add_column(
+      rich.text.Text(heading), justify=justify, width=widths[i], overflow="fold"
+    )
+  for row in list(zip(*columns, strict=True))[1:]:
     # Text objects, for rich reads [word] in a string as markup.
-    out.add_row(*(rich.text.Text(cell(row.get(key))) for key in table.columns))
+    out.add_row(*map(rich.text.Text, row))
   return out
+
+
+def rich_table(table: Table) -> rich.console.RenderableType:
+  """Makes a table for a terminal; print it with `rich.print`."""
+  return _TerminalTable(table)
 
 
 def html_table(table: Table) -> str:

@@ -19,6 +19,7 @@ import glob
 import html
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -56,6 +57,7 @@ def write_page(
   headline: Mapping[str, str] | None = None,
   tables: Sequence[Table] = (),
   figures: Mapping[str, Figure] | None = None,
+  choice: str = "",
 ) -> int:
   """Writes the page; returns how many trajectories it holds.
 
@@ -69,7 +71,7 @@ def write_page(
       protocol; without it they are shown segment by segment.
     tokenizer: the run's, to colour tokens within the text; without it, or where it does
       not decode a segment to its text, tokens are shown by their ids.
-    intro: plain text, paragraphs separated by empty lines.
+    intro: plain text, paragraphs separated by empty lines; `...` is code.
     headline: label -> figure, shown large at the top.
     tables: shown in order.
     figures: caption -> figure, shown in order.
@@ -89,6 +91,8 @@ def write_page(
   # --- The report, and below it the viewer, where there is something to view.
   report = _report(intro, headline or {}, tables, figures or {}, bool(rows))
   heading = "<h2>Trajectories</h2>" if report and rows else ""
+  if heading and choice:
+    heading += f'<p class="note">{html.escape(choice)}</p>'
   body = f"<header><h1>{html.escape(title)}</h1>{report}{heading}</header>\n"
   script = ""
   if rows:
@@ -117,7 +121,8 @@ def _report(
   # --- Words, and the figures that matter most.
   for paragraph in intro.split("\n\n"):
     if paragraph.strip():
-      parts.append(f"<p>{escape(paragraph.strip())}</p>")
+      text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(paragraph.strip()))
+      parts.append(f"<p>{text}</p>")
   if headline:
     cards = ""
     for label, figure in headline.items():
@@ -167,8 +172,9 @@ def find_files(where: Iterable[str]) -> list[str]:
       files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
     if not files:
       raise FileNotFoundError(
-        f"--trajectories={pattern}: no file; give a file, a glob such as "
-        "'runs/X/trajectories/step_*.jsonl', or a folder that holds *.jsonl"
+        f"{pattern}: no trajectories are there; give a file, a glob such as "
+        "'runs/X/trajectories/step_*.jsonl', or the workdir of a run that writes them "
+        "(distill, rl, evaluate)"
       )
     out |= dict.fromkeys(files)  # a dict, for order and for each once
   return list(out)

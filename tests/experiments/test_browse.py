@@ -31,3 +31,18 @@ def test_a_runs_folder_becomes_a_page_with_its_tokens(tmp_path):
   finish("browse", *flags, "--variant=math")
   assert "illegal_transition at character 0" in out.read_text()
   finish("browse", *flags, "--variant=maths", reason="unified")
+
+
+def test_without_out_the_page_is_written_into_the_run(tmp_path):
+  rows = [Trajectory("t", [Segment(Author.POLICY, "answer", "<answer> 1</answer>")])]
+  write_jsonl(tmp_path / "rl" / "trajectories" / "step_000000.jsonl", rows)
+  write_jsonl(tmp_path / "eval" / "greedy.jsonl", rows)
+  for flag, page in (
+    (f"--workdir={tmp_path}/rl", "rl/browse.html"),
+    (f"--trajectories={tmp_path}/rl/trajectories/*.jsonl", "rl/browse.html"),
+    (f"--trajectories={tmp_path}/eval", "eval/browse.html"),
+  ):
+    assert finish("browse", flag).stdout.startswith(f"{tmp_path / page}: 1 traj")
+    (tmp_path / page).unlink()
+  finish("browse", reason="--workdir=DIR")
+  finish("browse", f"--workdir={tmp_path}", reason="no trajectories are there")

@@ -55,6 +55,36 @@ def test_a_question_streams_its_roles_and_its_answer(page):
   assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+BOTTOM = "document.body.scrollHeight - innerHeight - scrollY"
+
+
+def ask_again(page) -> None:
+  """Asks the first question of the script and waits for the new turn."""
+  number = page.locator(".turn").count()
+  page.get_by_label("question").fill(next(iter(toy.SCRIPTS)))
+  page.get_by_label("question").press("Enter")
+  page.locator(".turn").nth(number).wait_for()
+
+
+def all_ended(page) -> None:
+  """Waits until no question is being answered."""
+  page.locator("#send:not([disabled])").wait_for()
+
+
+def test_every_answer_is_followed_and_who_scrolls_up_is_left_there(page):
+  page.set_viewport_size({"width": 390, "height": 400})
+  for _ in range(2):
+    page.evaluate("scrollTo(0, 0)")  # the reader has looked at an earlier answer
+    ask_again(page)
+    all_ended(page)
+    assert page.evaluate("document.body.scrollHeight") > 800
+    assert page.evaluate(BOTTOM) <= 1
+  ask_again(page)
+  page.evaluate("scrollTo(0, 0)")
+  all_ended(page)
+  assert page.evaluate("scrollY") == 0
+
+
 def test_a_refusal_is_said(page):
   page.get_by_label("temperature").fill("2")
   page.get_by_label("question").fill("x" * 5000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -109,6 +110,73 @@ def test_what_can_not_be_compared_is_named(journey, tmp_path):
   sweep.sweep(str(tmp_path / "sweep"), ["toy_journey"], GRID, seeds=1)
   with pytest.raises(ConfigError, match=r"no run has 'los'; did you mean 'loss'\?"):
     compare.compare([str(tmp_path / "sweep")], figures=["los"])
+
+
+def a_run(folder, config: dict, results: dict | None = None, rows: list | None = None):
+  """Writes a workdir as stages do, with a model folder as Hugging Face has it."""
+  (folder / "model").mkdir(parents=True)
+  (folder / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+  (folder / "config.json").write_text(json.dumps({"config": config, "inputs": {}}))
+  (folder / "results.json").write_text(json.dumps(results or {"seconds": 1.5}))
+  lines = "".join(json.dumps(row) + "\n" for row in rows or ())
+  (folder / "metrics.jsonl").write_text(lines)
+  return str(folder)
+
+
+def test_a_model_folder_is_no_run(tmp_path):
+  one = a_run(tmp_path / "a", {"data": {"seed": 0}})
+  two = a_run(tmp_path / "b", {"data": {"seed": 1}})
+  assert compare.find([one, two]) == compare.find([str(tmp_path)]) == [one, two]
+  with pytest.raises(FileNotFoundError, match="no run is there"):
+    compare.find([f"{one}/model"])
+  (tmp_path / "c").mkdir()
+  (tmp_path / "c" / "config.json").write_text("{")
+  with pytest.raises(ConfigError, match=r"c/config\.json"):
+    compare.compare([str(tmp_path / "c")])
+
+
+def test_a_glob_may_match_files_and_folders_without_a_run(tmp_path, capsys):
+  one = a_run(tmp_path / "a", {"data": {"seed": 0}})
+  (tmp_path / "compare.html").write_text("")
+  (tmp_path / "empty").mkdir()
+  paths = [str(p) for p in sorted(tmp_path.iterdir())]
+  assert compare.find(paths) == [one]
+  said = capsys.readouterr().err
+  assert said.count("\n") == 1 and "compare.html" in said and "empty" in said
+  with pytest.raises(FileNotFoundError, match=r"lrr: there is no such workdir"):
+    compare.find([one, str(tmp_path / "lrr")])
+
+
+def test_stages_are_compared_apart(tmp_path, capsys, recwarn):
+  loss = [{"stage": "sft", "step": 1, "seconds": 1, "loss": 2.0}]
+  reward = [{"stage": "rl", "step": 1, "seconds": 1, "reward": 0.5, "loss": None}]
+  a_run(tmp_path / "sft", {"data": {"rows": 8}}, {"loss": 2.0}, loss)
+  a_run(tmp_path / "rl", {"algo": {"steps": 1}}, {"reward": 0.5}, reward)
+  a_run(tmp_path / "distill", {"teacher": {}, "tasks": {}}, {"right": 1.0})
+  out = tmp_path / "page.html"
+  compare.compare([str(tmp_path)], str(out))
+  said = capsys.readouterr().out
+  for stage in ("sft", "rl", "distill"):
+    assert f"Runs of {stage}" in said
+  assert "runs of 3 stages" in said and said.count("\n") < 40
+  assert "sft, loss:" in out.read_text() and "rl, loss:" not in out.read_text()
+  assert not recwarn.list
+
+
+def test_long_values_with_one_ending_are_not_one_row(tmp_path):
+  end = "x" * 60
+  for name in "ab":
+    a_run(tmp_path / name, {"data": {"trajectories": f"{name}/{end}", "seed": 1}})
+  groups = compare.group([compare.read(p) for p in compare.find([str(tmp_path)])])
+  assert [len(runs) for runs in groups.values()] == [1, 1]
+
+
+def test_names_are_without_the_folder_that_all_share(tmp_path):
+  for name in ("sft", "rl"):
+    config = {"eval": {"k": [3]}, "init": f"runs/quickstart/{name}/model"}
+    a_run(tmp_path / name, config)
+  groups = compare.group([compare.read(p) for p in compare.find([str(tmp_path)])])
+  assert sorted(groups) == ["init=rl/model", "init=sft/model"]
 
 
 @pytest.mark.parametrize(

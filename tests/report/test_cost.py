@@ -85,7 +85,7 @@ def test_tables_show_every_figure():
   figures, saved = cost.cost_tables(cost.cost(MULTI, SINGLE))
   text = tables.markdown_table(figures.rows, figures.columns)
   row = (
-    "| total tokens | 1,500 | 1,000 to 2,000 | 150.0 | 100.0 to 200.0 | 1,500 | 300.0 |"
+    "| total tokens | 1,500 (1,000 to 2,000) | 150.0 (100.0 to 200.0) | 1,500 | 300.0 |"
   )
   assert row in text
   assert text.count("\n") == 2 + len(cost.FIGURES)

@@ -53,7 +53,9 @@ def test_text_of_a_model_is_inert():
     assert "Content-Security-Policy" in page
 
 
-def test_a_figure_is_drawn_in_the_notebooks_own_colour():
+def test_a_figure_is_a_picture_and_what_is_stored_of_a_page_is_stored_once():
   rows = [{"step": i, "loss": 1.0 / (i + 1)} for i in range(3)]
-  markup = notebook.figure(plots.curves(rows, {"loss": {"loss": "x"}}))._repr_html_()
-  assert "<svg" in markup and "currentColor" in markup
+  shown = notebook.figure(plots.curves(rows, {"loss": {"loss": "x"}}))
+  assert shown._repr_png_().startswith(b"\x89PNG") and len(repr(shown)) < 80
+  trajectory, tokenizer = made("thought")
+  assert len(repr(notebook.stream(trajectory, tokenizer))) < 80

@@ -106,3 +106,18 @@ def test_seed_points_have_a_mark_for_each_seed_an_interval_and_the_first_mean():
   assert len(dashed) == 1 and set(dashed[0].get_xdata()) == {0.5}
   (bar,) = [c for c in left.collections]
   assert [list(p) for p in bar.get_segments()[0]] == [[0.4, 0.0], [0.7, 0.0]]
+
+
+def test_a_smoothed_line_begins_and_ends_where_the_points_do():
+  rows = [{"step": i, "loss": 7.0 / (i + 1)} for i in range(400)]
+  figure = plots.curves(rows, {"nats": {"loss": "loss"}}, logarithmic=("nats",))
+  (axis,) = figure.axes
+  raw, mean = (line.get_ydata() for line in axis.lines)
+  assert mean[0] == raw[0] and mean[-1] == pytest.approx(raw[-1])
+  assert axis.get_yscale() == "log"
+
+
+def test_an_axis_with_zeros_is_not_logarithmic():
+  rows = [{"step": i, "loss": float(i)} for i in range(3)]
+  figure = plots.curves(rows, {"nats": {"loss": "loss"}}, logarithmic=("nats",))
+  assert figure.axes[0].get_yscale() == "linear"

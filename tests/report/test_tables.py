@@ -28,6 +28,7 @@ TABLE = Table(
     (-0.5, "-0.500"),
     (True, "True"),
     ([0.1, None], "0.100 to -"),
+    ([None, None], "-"),
   ],
 )
 def test_cell(value, text):
@@ -45,3 +46,39 @@ def test_renderings_escape_what_would_be_markup():
   text = html_table(TABLE)
   assert "&lt;script&gt;" in text and "Models &lt;b&gt;" in text
   assert "<script" not in text and "a note" in text
+
+
+def printed(table: Table, width: int) -> str:
+  """What a terminal of this width shows."""
+  console = rich.console.Console(width=width, record=True, file=io.StringIO())
+  console.print(rich_table(table))
+  return console.export_text()
+
+
+WIDE = Table(
+  "A title of several words",
+  [{"name": "RL, tools off", **{f"f{i}": "0.500 (0.400-0.600)" for i in range(9)}}],
+  {"name": "", **{f"f{i}": f"heading-{i} completion" for i in range(9)}},
+  "A note.",
+)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 400])
+def test_no_word_is_broken_at_any_width(width):
+  text = printed(WIDE, width)
+  assert max(map(len, text.splitlines())) <= width
+  for i in range(9):
+    assert f"heading-{i}" in text
+  assert text.count("completion") == text.count("(0.400-0.600)") == 9
+  assert "\u2026" not in text
+
+
+def test_columns_that_do_not_fit_go_below_with_the_first_column_again():
+  assert printed(WIDE, 400).count("RL, tools off") == 1
+  assert printed(WIDE, 80).count("RL, tools") == 3
+
+
+def test_a_word_longer_than_the_terminal_is_folded_and_whole():
+  path = "x" * 50
+  text = printed(Table("t", [{"a": path, "b": 1}], {"a": "path", "b": "n"}), 30)
+  assert text.count("x") == 50 and max(map(len, text.splitlines())) <= 30

@@ -236,7 +236,7 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
   both = [str(run / "trajectories" / f"step_00000{i}.jsonl") for i in (0, 1)]
   assert find_files([str(run)]) == both
   assert find_files([f"{run}/**/step_*.jsonl", both[1]]) == both
-  with pytest.raises(FileNotFoundError, match=r"--trajectories=.*none\*: no file"):
+  with pytest.raises(FileNotFoundError, match=r"none\*: no trajectories are there"):
     find_files([str(run / "none*")])
   with pytest.raises(ValueError, match=r"metrics\.jsonl:1: unknown field .stage."):
     write_page(page, "T", open_files([str(run / "metrics.jsonl")]))
@@ -249,7 +249,7 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
   evaluated.mkdir()
   (evaluated / "metrics.jsonl").write_text('{"stage": "evaluate"}\n')
   (evaluated / "empty.jsonl").write_text("")
-  with pytest.raises(FileNotFoundError, match="eval: no file"):
+  with pytest.raises(FileNotFoundError, match="eval: no trajectories are there"):
     find_files([str(evaluated)])
   write_jsonl(evaluated / "greedy.jsonl", [samples.trajectory()])
   greedy = str(evaluated / "greedy.jsonl")
@@ -262,3 +262,10 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
     "run/trajectories/step_000000.jsonl",
     "eval/greedy.jsonl",
   ]
+
+
+def test_code_of_the_intro_and_how_trajectories_were_chosen_are_told(tmp_path):
+  told = {"intro": "By `run --a=<b>`.", "choice": "Chosen <failures>."}
+  page = write(tmp_path, [samples.hostile_everywhere("x")], **told)
+  assert "<p>By <code>run --a=&lt;b&gt;</code>.</p>" in page
+  assert '<p class="note">Chosen &lt;failures&gt;.</p>' in page

@@ -102,6 +102,7 @@ async function play(question) {
   const answer = element('div', 'reply', undefined, turn);
   const status = element('p', 'note', 'waiting', turn);
   status.role = 'status';
+  scrollTo(0, document.body.scrollHeight); // who asks wants to see the answer
   running = new AbortController();
   send.disabled = true;
   stop.hidden = false;

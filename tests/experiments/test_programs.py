@@ -1,0 +1,160 @@
+"""Every documented program, on the output of real finished runs.
+
+The runs are those of the commands that docs/guide.md prints: all stages in small.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.backend import BACKEND
+
+ROOT = pathlib.Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
+RUNBOOK = (ROOT / "experiments" / "README.md").read_text()
+SANDBOX = f"--config.tools.sandbox={BACKEND}"
+WORLD = "runs/world_tiny"
+
+# Program and its words -> what it must print; later ones read the output of others.
+PROGRAMS = [
+  (f"compare {WORLD} --out=compare.html", "Runs of rl"),
+  (f"compare {WORLD}/sft {WORLD}/rl", "runs of 2 stages"),
+  (f"compare {WORLD}/*", "Runs of evaluate"),
+  (
+    "sweep --workdir=runs/lr --grid optim.lr=1e-3,3e-3 -- experiments.sft "
+    "--config=configs/sft_world.py:tiny --config.data.steps=2",
+    "compare.html",
+  ),
+  ("compare runs/lr/*", "optim.lr=0.003"),
+  (
+    "sweep --workdir=runs/seeds --seeds=1 -- experiments.rl "
+    f"--config=configs/rl_world.py:tiny --config.algo.steps=1 {SANDBOX}",
+    "Runs of rl",
+  ),
+  (f"browse --workdir={WORLD}/distill", f"{WORLD}/distill/browse.html"),
+  (f"browse --workdir={WORLD}/rl", f"{WORLD}/rl/browse.html"),
+  (f"browse --trajectories={WORLD}/eval", f"{WORLD}/eval/browse.html"),
+  (f"export --workdir={WORLD}/rl --out=runs/exported", "runs/exported/model"),
+  (
+    f"select_tasks --config=configs/select_world.py:tiny --workdir={WORLD}/select "
+    f"--config.select.all_wrong=True {SANDBOX}",
+    "Tasks by pass rate",
+  ),
+  (
+    f"synthesize --config=configs/synthesize_cloze.py:tiny --workdir={WORLD}/synth",
+    "Tasks made",
+  ),
+  (
+    f"compare_cost --multi={WORLD}/distill/teacher.jsonl "
+    f"--single={WORLD}/select/sampled.jsonl",
+    "Cost of an answer",
+  ),
+  (f"chips --workdir={WORLD}/rl", "measured a step"),
+  (
+    "chat --config=configs/evaluate_world.py:tiny --config.init=runs/exported/model "
+    f"{SANDBOX} --question='Who?'",
+    "",
+  ),
+]
+# Programs of the runbook's table that other tests run, or that need other machines.
+ELSEWHERE = {
+  "quickstart",
+  "config_reference",
+  "serve",
+  "pictures",
+  "import_traces",
+  "pod",
+}
+
+pytestmark = pytest.mark.slow
+
+
+def run(command: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
+  """Runs a program as a user on a terminal of 80 columns does, in a folder."""
+  words = [sys.executable, "-m", *shlex.split(command)]
+  for i, word in enumerate(words):
+    if "*" in word:
+      words[i : i + 1] = sorted(glob.glob(word, root_dir=folder))
+  return subprocess.run(
+    words,
+    cwd=folder,
+    env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+    capture_output=True,
+    text=True,
+    timeout=900,
+    check=False,
+  )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> pathlib.Path:
+  """A folder in which the commands of the guide have run, as they are printed."""
+  folder = tmp_path_factory.mktemp("programs")
+  (folder / "configs").symlink_to(ROOT / "configs")
+  fences = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+  (block,) = [body for language, body in fences if not language and ":tiny" in body]
+  for command in block.splitlines():
+    words = command.removeprefix("python -m ")
+    if BACKEND != "jail" and "--config" in words and ".sft " not in words:
+      words += f" {SANDBOX}"
+    done = run(words, folder)
+    assert done.returncode == 0, done.stderr
+    check_width(done.stdout)
+  return folder
+
+
+def check_width(text: str) -> None:
+  """Tables keep to 80 columns and end no cell within a word."""
+  table = [line for line in text.splitlines() if line[:1] in "\u250f\u2503\u2502\u2514"]
+  assert max(map(len, table), default=0) <= 80, text
+  assert "\u2026" not in text
+
+
+def test_every_program_runs_on_finished_runs(home):
+  """In one test, for some read what others wrote."""
+  for command, said in PROGRAMS:
+    done = run(f"experiments.{command}", home)
+    # An untrained model gives no answer, which is chat's status 1.
+    expected = (0, 1) if command.startswith("chat") else (0,)
+    assert done.returncode in expected, f"{command}\n{done.stderr}"
+    assert "Traceback" not in done.stderr and "Warning:" not in done.stderr, command
+    assert said in done.stdout, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("\n") < 100, command
+    check_width(done.stdout)
+
+
+def test_a_stage_that_ends_in_a_table_prints_json_on_demand(home):
+  words = f"experiments.distill --config=configs/distill_world.py:tiny --json {SANDBOX}"
+  done = run(f"{words} --workdir={WORLD}/distill", home)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == (home / WORLD / "distill" / "results.json").read_text() + "\n"
+
+
+def test_training_goes_on_when_its_reader_ends(home):
+  command = (
+    f"{sys.executable} -m experiments.sft --config=configs/sft_world.py:tiny "
+    "--config.data.steps=3 --workdir=runs/head 2>&1 | head -1; exit ${PIPESTATUS[0]}"
+  )
+  env = {**os.environ, "PYTHONPATH": str(ROOT)}
+  done = subprocess.run(["bash", "-c", command], cwd=home, env=env, check=False)
+  assert done.returncode == 0
+  assert (home / "runs" / "head" / "results.json").exists()
+
+
+def test_every_program_of_the_runbook_is_run_here_or_elsewhere():
+  rows = re.findall(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", RUNBOOK, re.MULTILINE)
+  listed = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+  listed = {
+    name for name in listed if name.partition(".")[0] not in ("bench", "studies")
+  }
+  here = {command.split()[0] for command, _ in PROGRAMS}
+  stages = set(re.findall(r"-m experiments\.(\w+) --config=\S+:tiny", GUIDE))
+  assert listed == here | stages | ELSEWHERE | {"make_world"}
