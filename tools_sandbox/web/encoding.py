@@ -89,7 +89,8 @@ _GUESSED = (
   *("koi8_r", "koi8_u", "iso8859_5", "iso8859_2"),
   *("gb18030", "big5hkscs", "cp932", "euc_jp", "cp949"),
 )
-_SAMPLE = 20_000  # bytes that are guessed by
+_SAMPLE = 20_000  # bytes that are guessed by: words that are not ASCII, and some around
+_WORDS = re.compile(rb"[A-Za-z ]{0,40}[\x80-\xff][^<>\r\n]{0,200}")
 
 
 def decode(data: bytes, charset: str) -> str:
@@ -129,7 +130,8 @@ def _decode(data: bytes, charset: str) -> str:
       return text
 
   # --- Nothing fits: a guess; on a tie the standard's own fallback.
-  guesses = charset_normalizer.from_bytes(data[:_SAMPLE], cp_isolation=[*_GUESSED])
+  sample = b"\n".join(_WORDS.findall(data))[:_SAMPLE]
+  guesses = charset_normalizer.from_bytes(sample, cp_isolation=[*_GUESSED])
   ranks = [(g.chaos, -g.coherence, g.encoding != "cp1252", g.encoding) for g in guesses]
   return _read(data, min(ranks)[3] if ranks else "cp1252")
 
@@ -176,6 +178,8 @@ def _codec(label: str) -> str | None:
 
 def _labels(data: bytes, charset: str) -> Iterator[str]:
   """What the header and then the page say of its encoding."""
+  if b"\x1b$" in data and data.isascii():  # the sequence that starts Japanese text
+    yield "iso-2022-jp"
   if charset:
     yield charset
   # UTF-16 without a mark shows by its first tag.
