@@ -101,6 +101,8 @@ def launch(
 ) -> None:
   """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
 
+  budget: its flags and its work share them.
+
   Any field can be given, whether the config file has it or not; None empties it, or
   leaves out a section that may be missing. A config, a file or a value that can not be
   used ends the program with one line on standard error and exit status 2, before any

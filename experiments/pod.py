@@ -170,7 +170,7 @@ def _read_secrets() -> dict[str, tuple[str, str]]:
 
 
 def main(words: list[str]) -> None:
-  """Prints what the flags ask for."""
+  """Prints what the flags ask for. budget: three forms, one after the other."""
   command = _read_command(words, FLAGS.shards)
   _check_flags()
   env = _read_env()

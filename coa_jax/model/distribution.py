@@ -2,6 +2,8 @@
 
 If the two computed it in two places, policy ratios would be wrong before training
 began; so both call these.
+
+budget: temperature, truncation, the draw and its log-prob are one definition.
 """
 
 from __future__ import annotations

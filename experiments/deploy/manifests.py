@@ -136,7 +136,7 @@ def _metadata(job: PodJob) -> dict[str, Any]:
 
 
 def _pod_spec(job: PodJob) -> dict[str, Any]:
-  """The pod of a host, which has all of its chips."""
+  """The pod of a host, which has all of its chips. budget: one manifest's fields."""
   # --- Its disks: the node's own, memory, and the one that all hosts share.
   volumes: list[dict[str, Any]] = [
     {"name": "scratch", "emptyDir": {}},
