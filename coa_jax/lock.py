@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from coa_jax.disk import kind_of_file
+from coa_jax.names import check_workdir
 
 FILE = ".lock"  # in a workdir
 _LOCKED = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
@@ -72,9 +73,11 @@ def hold(workdir: str, file: str = FILE) -> Iterator[None]:
   Raises:
     InUseError: another process, or another journey of this one, works there.
     OSError: the lock's file can not be written.
-    ValueError: something other than a regular file has the lock's name.
+    ValueError: something other than a regular file has the lock's name, or the
+      folder's name is not UTF-8.
   """
   # --- Lock it. A lock of POSIX keeps out other processes only; _HELD this one's own.
+  check_workdir(workdir)
   path = os.path.join(os.path.realpath(workdir), file)
   with _GUARD:
     if _HELD.get(path) == os.getpid():

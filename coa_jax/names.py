@@ -6,6 +6,7 @@ wrote them may be a stranger. A name that passes leads to a file below its folde
 
 from __future__ import annotations
 
+import glob
 import os
 import unicodedata
 from collections.abc import Iterable
@@ -71,6 +72,27 @@ def path_below(folder: str, name: str, where: str) -> str:
       f"{where}: file name {shown(name)} leads out of the folder by a symlink"
     )
   return path
+
+
+def check_workdir(path: str, with_globs: bool = True) -> None:
+  """Refuses a folder whose path the libraries that write there can not take.
+
+  Args:
+    path: of the folder.
+    with_globs: whether it may have the characters of a glob; of checkpoints it may not.
+
+  Raises:
+    ValueError: naming the folder and the reason.
+  """
+  try:
+    path.encode()
+  except UnicodeEncodeError:
+    raise ValueError(f"{path!a}: the folder's name is not UTF-8; rename it") from None
+  if glob.has_magic(path) and not with_globs:
+    raise ValueError(
+      f"{path}: checkpoints can not be written where a folder's name has *, ? or [; "
+      "choose another workdir"
+    )
 
 
 def _fault(name: str) -> str:

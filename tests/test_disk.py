@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
+import socket
 
 import pytest
 
@@ -82,3 +84,44 @@ def test_a_folder_appears_when_it_is_complete(tmp_path):
   with atomic_path(path) as unfinished:
     os.makedirs(os.path.join(unfinished, "inner"))
   assert list(tmp_path.iterdir()) == [path] and list(path.iterdir())
+
+
+def odd_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+  """What is not a regular file, by how messages call it."""
+  (folder / "dir").mkdir()
+  os.mkfifo(folder / "fifo")
+  (folder / "target").write_text("mine")
+  (folder / "link").symlink_to(folder / "target")
+  (folder / "dangling").symlink_to(folder / "nothing")
+  names = {"a folder": "dir", "a FIFO": "fifo", "a symbolic link": "link"}
+  found = {kind: folder / name for kind, name in names.items()}
+  return {**found, "a device": pathlib.Path("/dev/null")}
+
+
+@pytest.mark.parametrize(
+  "kind", ["a folder", "a FIFO", "a symbolic link", "a device", "a socket"]
+)
+def test_only_a_regular_file_is_replaced(kind, tmp_path):
+  if kind == "a socket":
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as s:
+      s.bind(str(path))
+  else:
+    path = odd_files(tmp_path)[kind]
+  before = os.lstat(path)
+  with pytest.raises(DiskError, match=f"^{path}: is {kind}; give"), atomic_write(path):
+    pass
+  after = os.lstat(path)
+  assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+  assert kind != "a symbolic link" or (tmp_path / "target").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["link", "dangling", "fifo", "target"])
+def test_what_has_the_unfinished_name_is_not_written_to(name, tmp_path):
+  odd_files(tmp_path)
+  os.rename(tmp_path / name, tmp_path / "x.tmp")
+  with atomic_write(tmp_path / "x") as f:
+    f.write("new")
+  assert (tmp_path / "x").read_text() == "new"
+  assert not (tmp_path / "nothing").exists() and not (tmp_path / "x.tmp").exists()
+  assert name == "target" or (tmp_path / "target").read_text() == "mine"

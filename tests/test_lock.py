@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import signal
+import socket
 import subprocess
 import sys
 
@@ -100,3 +101,52 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog):
   with hold(str(tmp_path)):
     pass
   assert "has no locks (No locks available)" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "folder", "socket"])
+def test_only_a_file_is_a_lock(kind, tmp_path):
+  lock = tmp_path / ".lock"
+  target = tmp_path / "target"
+  target.write_text("mine")
+  if kind == "link":
+    lock.symlink_to(target)
+  elif kind == "dangling":
+    lock.symlink_to(tmp_path / "nothing")
+  elif kind == "fifo":
+    os.mkfifo(lock)
+  elif kind == "folder":
+    lock.mkdir()
+  else:
+    with socket.socket(socket.AF_UNIX) as s:
+      s.bind(str(lock))
+  before = os.lstat(lock)
+  with (
+    pytest.raises(ValueError, match=rf"^{lock}: is a .*, not a lock's file; remove it"),
+    hold(str(tmp_path)),
+  ):
+    pass
+  assert os.lstat(lock) == before
+  assert target.read_text() == "mine" and not (tmp_path / "nothing").exists()
+
+
+def test_a_device_is_no_lock():
+  with pytest.raises(ValueError, match="/dev/null: is a device"), hold("/dev", "null"):
+    pass
+
+
+def test_a_lock_with_another_name_is_left_to_that(tmp_path):
+  target = tmp_path / "target"
+  target.write_text("mine")
+  (tmp_path / "w").mkdir()
+  os.link(target, tmp_path / "w" / ".lock")
+  with hold(str(tmp_path / "w")):
+    assert (tmp_path / "w" / ".lock").read_text().startswith("process ")
+  assert target.read_text() == "mine"
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):
+  workdir = os.path.join(tmp_path, os.fsdecode(b"w\xff"))
+  with pytest.raises(ValueError, match="w.*: the folder's name is not UTF-8") as e:
+    with hold(workdir):
+      pass
+  assert str(e.value).isascii() and not os.path.exists(workdir)

@@ -32,6 +32,7 @@ from coa_jax.learner import bucket_steps
 from coa_jax.learner.interruption import Interrupted, Interruption, SharedSignal
 from coa_jax.learner.manifest import MANIFEST, fault_of, write_manifest
 from coa_jax.learner.state import TrainState
+from coa_jax.names import check_workdir
 from coa_jax.processes import gather_json
 
 _LISTEN_EVERY_S = 0.2
@@ -63,8 +64,13 @@ class Checkpoints:
   def __init__(
     self, path: str | os.PathLike[str], config: CheckpointConfig | None = None
   ):
-    """Opens (or makes) the folder; `config` says when to save and what stays."""
+    """Opens (or makes) the folder; `config` says when to save and what stays.
+
+    Raises:
+      ValueError: orbax can not write to a folder of this name.
+    """
     self._path = os.path.abspath(path)
+    check_workdir(self._path, with_globs=False)
     self._config = config or CheckpointConfig()
     self._interruption = Interruption()
     # Of several processes each writes its own devices' part straight to the bucket.

@@ -44,3 +44,27 @@ def test_a_fault_leaves_no_folder(tmp_path):
   with pytest.raises(ValueError, match="row 2"):
     derive(str(tmp_path / "d"), broken, "data.jsonl")
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  ("text", "fault"),
+  [
+    ("{}", "names no file"),
+    ("[]", "can not be used"),
+    ("5", "can not be used"),
+    ('{"x": 1}', "can not be used"),
+    ('{"/dev/zero": [0, "x"]}', "is an absolute path"),
+    ('{"../x": [1, "x"]}', "has the part '..'"),
+    ('{"fifo": [0, "x"]}', "fifo is missing"),
+    ('{"link": [0, "x"]}', "leads out of the folder"),
+    ("\xff", "can not be used"),
+  ],
+)
+def test_an_odd_manifest_is_damage(text, fault, tmp_path):
+  folder = tmp_path / "d"
+  folder.mkdir()
+  os.mkfifo(folder / "fifo")  # to read it would take for ever
+  (folder / "link").symlink_to("/dev/zero")
+  (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+  found = fault_of(str(folder))
+  assert fault in found and "\n" not in found

@@ -106,3 +106,20 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path):
   with pytest.raises(KeyboardInterrupt):
     write_jsonl(path, rows())
   assert json.loads(path.read_text()) == {"old": 1}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_line_without_end_is_refused(suffix, tmp_path, monkeypatch):
+  monkeypatch.setattr(trajectory, "MOST_OF_A_LINE", 1 << 20)
+  path = str(tmp_path / f"x.jsonl{suffix}")
+  start = gzip.open if suffix else open
+  for length, fault in ((1 << 10, ""), (1 << 22, ":2: the line is longer than 1 MiB")):
+    with start(path, "wb") as f:
+      f.write(b'{"a": 1}\n{"a": "' + b"x" * length + b'"}\n')
+    rows = trajectory.read_jsonl(path)
+    assert next(rows)[1] == {"a": 1}
+    if not fault:
+      assert len(next(rows)[1]["a"]) == length
+      continue
+    with pytest.raises(ValueError, match=re.escape(path + fault)):
+      next(rows)

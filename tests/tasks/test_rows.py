@@ -208,3 +208,16 @@ def test_our_own_columns_of_text_are_objects_again(tmp_path):
   others = [{**row, "meta": "plain"} for row in ROWS]
   pyarrow.parquet.write_table(pyarrow.Table.from_pylist(others), path)
   assert rows(str(path)) == others
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz", "x.csv.gz"])
+def test_a_bomb_is_refused(name, tmp_path, monkeypatch):
+  """A small compressed file may hold one line of any length."""
+  monkeypatch.setattr(trajectory, "MOST_OF_A_LINE", 1 << 20)
+  monkeypatch.setattr(rows, "_MOST_OF_JSON", 1 << 20)
+  path = tmp_path / name
+  with gzip.open(path, "wb") as f:
+    f.write(b" " * (1 << 22))
+  fault = rf"{name}.*(longer than 1 MiB|holds more than)"
+  with pytest.raises(ValueError, match=fault):
+    list(rows.read_rows(path))
