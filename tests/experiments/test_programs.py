@@ -67,7 +67,6 @@ PROGRAMS = [
 # Programs of the runbook's table that other tests run, or that need other machines.
 ELSEWHERE = {
   "chips",  # needs a run on several devices
-  "tasks",
   "quickstart",
   "config_reference",
   "serve",
