@@ -1,6 +1,6 @@
 """Equality of numbers and formulas inside math-verify, relative to their size.
 
-math-verify compares by absolute differences (1e-15, or six decimal places for decimals),
+math-verify compares by absolute differences (1e-15, for decimals six decimal places),
 so any two small numbers are equal. Here exact numbers are compared exactly, or to many
 digits, and decimals by `notation.same_decimal`.
 """
