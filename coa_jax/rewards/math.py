@@ -6,7 +6,7 @@ math-verify's own time limit is a signal that only a main thread may use, and a 
 grades from many threads. A child can be killed; it also caps its own memory.
 
 `equivalent` is math-verify with these exceptions. Small numbers are compared relative
-to their size (`math_inside`); a decimal may be a rounding (`notation.same_decimal`).
+to their size (`math_numbers`); a decimal may be a rounding (`notation.same_decimal`).
 Accepted in addition: other notations (`notation`), units and number words (`18
 dollars`, `5 million`), inequalities for intervals (`math_inside`), clocks and ratios
 (`math_text`). Refused in addition: see `math_text`. Like math-verify it lets a unit or
