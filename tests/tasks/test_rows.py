@@ -14,7 +14,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from coa_jax.protocol import trajectory
 from coa_jax.protocol.storage import write_lines
+from coa_jax.tasks import rows
 from coa_jax.tasks.rows import read_rows
 from coa_jax.tasks.sources import load_tasks
 
