@@ -21,7 +21,7 @@ BELOW = {
   "capacity": set(),
   "disk": set(),
   "fields": set(),
-  "lock": set(),
+  "lock": {"names"},
   "names": {"json_io"},
   "shard": set(),
   "heartbeat": set(),

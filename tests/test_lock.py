@@ -146,7 +146,7 @@ def test_a_lock_with_another_name_is_left_to_that(tmp_path):
 
 def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):
   workdir = os.path.join(tmp_path, os.fsdecode(b"w\xff"))
-  with pytest.raises(ValueError, match="w.*: the folder's name is not UTF-8") as e:
-    with hold(workdir):
-      pass
+  fault = "w.*: the folder's name is not UTF-8"
+  with pytest.raises(ValueError, match=fault) as e, hold(workdir):
+    pass
   assert str(e.value).isascii() and not os.path.exists(workdir)

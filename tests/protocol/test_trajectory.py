@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 
 import pytest
 
+from coa_jax.protocol import trajectory
 from coa_jax.protocol.trajectory import (
   Author,
   CallStatus,

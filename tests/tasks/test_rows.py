@@ -14,7 +14,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from coa_jax.protocol import trajectory
 from coa_jax.protocol.storage import write_lines
+from coa_jax.tasks import rows as reading
 from coa_jax.tasks.rows import read_rows
 from coa_jax.tasks.sources import load_tasks
 
@@ -129,7 +131,7 @@ def test_what_save_to_disk_wrote(tmp_path):
 
 OFFLINE = """
 import json, sys
-from coa_jax.tasks import rows
+from coa_jax.tasks import rows as reading
 try:
   print(json.dumps([row for _, row in rows.read_rows(sys.argv[1])]))
 except ValueError as e:
@@ -214,10 +216,10 @@ def test_our_own_columns_of_text_are_objects_again(tmp_path):
 def test_a_bomb_is_refused(name, tmp_path, monkeypatch):
   """A small compressed file may hold one line of any length."""
   monkeypatch.setattr(trajectory, "MOST_OF_A_LINE", 1 << 20)
-  monkeypatch.setattr(rows, "_MOST_OF_JSON", 1 << 20)
+  monkeypatch.setattr(reading, "_MOST_OF_JSON", 1 << 20)
   path = tmp_path / name
   with gzip.open(path, "wb") as f:
     f.write(b" " * (1 << 22))
   fault = rf"{name}.*(longer than 1 MiB|holds more than)"
   with pytest.raises(ValueError, match=fault):
-    list(rows.read_rows(path))
+    list(read_rows(path))
