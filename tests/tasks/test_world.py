@@ -176,6 +176,8 @@ def test_refusals_say_what_is_wrong(make, message):
 
 @pytest.mark.parametrize("n", [-1, 10**12, 10**30])
 def test_a_number_of_tasks_out_of_bounds_is_refused_before_any_work(tmp_path, n):
-  with pytest.raises(ValueError, match=f"{n} tasks of rl; accepted: from 0 to 1,000,00"):
+  with pytest.raises(
+    ValueError, match=f"{n} tasks of rl; accepted: from 0 to 1,000,00"
+  ):
     write_world(tmp_path, "train", n, WorldConfig(), name="rl")
   assert not list(tmp_path.iterdir())
