@@ -118,12 +118,12 @@ class _Disk:
   def __init__(self, workdir: str):
     self.workdir = workdir
 
-  def read(self, name: str) -> str | None:
+  def read(self, name: str) -> bytes | None:
     """Reads a file of the workdir; None where there is none."""
     path = os.path.join(self.workdir, name)
     if not os.path.exists(path):
       return None
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
       return f.read()
 
   def create(self, name: str, text: str) -> None:
@@ -160,9 +160,8 @@ class _InBucket:
     self.workdir = self._bucket.uri
     self._scratch = scratch
 
-  def read(self, name: str) -> str | None:
-    data = self._bucket.read(name)
-    return None if data is None else data.decode()
+  def read(self, name: str) -> bytes | None:
+    return self._bucket.read(name)
 
   def create(self, name: str, text: str) -> None:
     self._bucket.create(name, text.encode())
@@ -196,7 +195,12 @@ def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> No
     # Two may have begun at once: what is there now holds for both.
     known = place.read(_CLAIM)
   there = f"{place.workdir}/{_FOLDER}"
-  noted = parse_object(known or "", f"{place.workdir}/{_CLAIM}")
+  noted = parse_object(known or b"", f"{place.workdir}/{_CLAIM}")
+  if not isinstance(noted.get("config"), dict) or "shards" not in noted:
+    raise ValueError(
+      f"{place.workdir}/{_CLAIM}: has not the fields 'config' and 'shards'; delete it, "
+      "once no shard runs"
+    )
   if noted["shards"] != count:
     raise ValueError(f"{there} has {noted['shards']} shards, not {count}")
   for name in sorted({*noted["config"], *settings}):

@@ -152,6 +152,11 @@ def test_shards_that_do_not_fit_are_refused(evaluation, tmp_path):
   (tmp_path / "whole" / "config.json").write_text("{}")
   with pytest.raises(ValueError, match="was not cut into shards"):
     run(Shard(0, 2), folder="whole")
+  claim = next(tmp_path.glob("w/**/shards.json"))
+  for odd in (b"{}", b"[]", b"\xff", b'{"config": 3, "shards": 2}'):
+    claim.write_bytes(odd)
+    with pytest.raises(ValueError, match=r"shards\.json: "):
+      run(Shard(1, 2))
 
 
 @pytest.mark.parametrize(
