@@ -74,7 +74,7 @@ def path_below(folder: str, name: str, where: str) -> str:
   return path
 
 
-def check_workdir(path: str, with_globs: bool = True) -> None:
+def check_workdir(path: str | os.PathLike[str], with_globs: bool = True) -> None:
   """Refuses a folder whose path the libraries that write there can not take.
 
   Args:
@@ -84,6 +84,7 @@ def check_workdir(path: str, with_globs: bool = True) -> None:
   Raises:
     ValueError: naming the folder and the reason.
   """
+  path = os.fspath(path)
   try:
     path.encode()
   except UnicodeEncodeError:

@@ -246,8 +246,9 @@ def config_of_words(words: list[str], config_class: type) -> ml_collections.Conf
     stop("--config must be given: the program reads one")
   fields = [word for word in _join_values(rest) if _path_of(word)]
   try:
-    fields = _define_config(file, argument, fields, config_class)
+    fields, required = _define_config(file, argument, fields, config_class)
     flags.FLAGS([sys.argv[0], *fields])
+    _check_filled(flags.FLAGS.config, required, file)
   except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
     stop(_override_error(e, file))
   except (RecursionError, MemoryError):
@@ -498,7 +499,8 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   if compile_cache:
     jax.config.update("jax_compilation_cache_dir", compile_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-  if not distributed.WHERE.value:  # else once they have joined
+  joins = flags.FLAGS.is_parsed() and distributed.WHERE.value
+  if not joins:  # else once they have joined
     check_devices(cpu_devices)
 
 

@@ -396,7 +396,8 @@ def whole_steps(path: str) -> list[int]:
 
 def folder_of(path: str, step: int) -> str:
   """The folder of a step's checkpoint, whether one process wrote it or several."""
-  found = [name for name in os.listdir(path) if bucket_steps.step_of(name) == step]
+  # A name that is not a step's counts as -1, as does a run without checkpoints.
+  found = [n for n in os.listdir(path) if bucket_steps.step_of(n) == step >= 0]
   return os.path.join(path, max(found, key=bucket_steps.order, default=str(step)))
 
 

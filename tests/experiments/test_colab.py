@@ -36,11 +36,11 @@ def test_notebook_runs(path: pathlib.Path):
     assert pictures_of(done) == stored
 
 
-def pictures_of(notebook: nbformat.NotebookNode) -> list[tuple[int, list[str]]]:
+def pictures_of(notebook: nbformat.NotebookNode) -> list[tuple[int, set[str]]]:
   """Number of each cell that draws something, and the types of what it draws."""
   out = []
   for number, cell in enumerate(notebook.cells):
-    types = [sorted(o.data) for o in cell.get("outputs", ()) if "data" in o]
+    types = {t for o in cell.get("outputs", ()) if "data" in o for t in o.data}
     if types:
       out.append((number, types))
   return out

@@ -51,7 +51,7 @@ def test_killed_shards_of_a_distillation_end_as_one_process(distillation, tmp_pa
   killed.send_signal(signal.SIGKILL)
   killed.wait()
   for shard in ("2/3", "0/3", "0/3", "1/3"):
-    process = start("distill", distillation, workdir, f"--shard={shard}")
+    process = start("distill", distillation, workdir, f"--shard={shard}", "--json")
     out, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     # Done before all of its kind are: nothing is joined.

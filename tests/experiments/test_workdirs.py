@@ -77,7 +77,7 @@ def test_two_runs_do_not_share_a_workdir(configs, tmp_path):
   assert line.startswith(f"error: {workdir}: process {first.pid} on "), line
   first.kill()
   first.communicate()
-  again = start("distill", configs["distill"], workdir)
+  again = start("distill", configs["distill"], workdir, "--json")
   out, errors = again.communicate(timeout=600)
   assert again.returncode == 0, errors
   assert json.loads(out)["runs"] == 40
