@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ class _TerminalTable:
       yield rich.text.Text(table.note, "italic dim")
 
 
+_WORD = re.compile(r"\([^)]{1,20}\)|\S+")
 # A column's padding and its border to the right.
 _BORDER = 3
 
@@ -108,10 +110,9 @@ def _room(columns: list[list[str]], width: int) -> int:
 
 
 def _narrowest(column: list[str]) -> int:
-  """The length of a column's longest word."""
-  return max(
-    rich.cells.cell_len(word) for text in column for word in [*text.split(), ""]
-  )
+  """The length of a column's longest word; an interval in parentheses is one."""
+  words = [word for text in column for word in _WORD.findall(text)]
+  return max(map(rich.cells.cell_len, words), default=0)
 
 
 def _fitted(columns: list[list[str]], width: int) -> rich.table.Table:
