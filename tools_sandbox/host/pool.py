@@ -73,7 +73,7 @@ class SandboxPool:
     Raises:
       ValueError: a count is below 1, or there is no such back-end.
       NoJail: this machine cannot build jails; the message says what it lacks.
-      RuntimeError: it could, but the jail does not work; the message says why.
+      OSError: it could, but the jail does not work; the message says why.
     """
     if backend not in BACKENDS:
       raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")

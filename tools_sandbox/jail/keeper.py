@@ -59,7 +59,7 @@ def check() -> list[str]:
   once in a process if all is well.
 
   Raises:
-    RuntimeError: the machine lacks nothing, and yet the jail does not work.
+    OSError: the machine lacks nothing, and yet the jail does not work.
   """
   if _built:
     return []
@@ -106,7 +106,7 @@ def _probe() -> list[str]:
   Returns what the kernel refused; [] where nothing.
 
   Raises:
-    RuntimeError: it failed for another reason.
+    OSError: it failed for another reason.
   """
   with tempfile.TemporaryDirectory(prefix="tools-sandbox-") as directory:
     command = [sys.executable, "-s", "-X", "utf8", os.path.abspath(__file__)]
@@ -121,14 +121,14 @@ def _probe() -> list[str]:
         check=False,
       )
     except (OSError, subprocess.TimeoutExpired) as e:
-      raise RuntimeError(f"the jail's probe did not run: {e}") from e
+      raise OSError(f"the jail's probe did not run: {e}") from e
   if done.returncode == 0:
     return []
   text = done.stderr.decode("utf-8", "replace").strip()
   line = text.splitlines()[-1] if text else f"it ended with {done.returncode}"
   if "Refused" in line:  # kernel.Refused
     return [line]
-  raise RuntimeError(f"the jail's probe failed: {line}")
+  raise OSError(f"the jail's probe failed: {line}")
 
 
 def _below(path: str, folder: str) -> bool:
