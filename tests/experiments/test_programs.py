@@ -136,7 +136,7 @@ def test_a_stage_that_ends_in_a_table_prints_json_on_demand(home):
   words = f"experiments.distill --config=configs/distill_world.py:tiny --json {SANDBOX}"
   done = run(f"{words} --workdir={WORLD}/distill", home)
   assert done.returncode == 0, done.stderr
-  assert done.stdout == (home / WORLD / "distill" / "results.json").read_text() + "\n"
+  assert done.stdout == (home / WORLD / "distill" / "results.json").read_text()
 
 
 def test_training_goes_on_when_its_reader_ends(home):
