@@ -57,7 +57,7 @@ METRICS: tuple[MetricName, ...] = (
     ("dev_accuracy", "greedy answers right, of section `dev`", "rises; compare runs"),
     (
       "reward_variance_share",
-      "groups whose rewards differ; only those teach",
+      "groups that are neither all right nor all wrong, penalties aside",
       "0.2 to 0.8; near 0 nothing is learned",
     ),
   ),

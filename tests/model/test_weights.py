@@ -270,7 +270,6 @@ def test_files_that_do_not_fit_their_index_are_named(saved):
     (".", "has the part '.'"),
     ("", "has the part ''"),
     ("a\0b", "has a control character"),
-    ("\udcff", "is not UTF-8"),
     ("n" * 256, "has a part longer than 255 bytes"),
   ],
 )
@@ -279,6 +278,11 @@ def test_an_index_leads_nowhere_but_into_its_folder(saved, name: str, fault: str
   message = refused(saved)
   assert message.startswith(f"{saved / INDEX}: file name ") and fault in message
   assert "\n" not in message
+
+
+def test_an_index_of_broken_text_is_refused(saved):
+  write_index(saved, {"model.norm.weight": SINGLE, "a": "\udcff"})
+  assert refused(saved).startswith(f"{saved / INDEX}: '\\udcff' is half of")
 
 
 @pytest.mark.parametrize("content", [{}, {"weight_map": ["a"]}, {"weight_map": {}}])

@@ -133,7 +133,7 @@ OFFLINE = """
 import json, sys
 from coa_jax.tasks import rows as reading
 try:
-  print(json.dumps([row for _, row in rows.read_rows(sys.argv[1])]))
+  print(json.dumps([row for _, row in reading.read_rows(sys.argv[1])]))
 except ValueError as e:
   print(json.dumps(str(e)))
 """
