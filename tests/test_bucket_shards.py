@@ -73,7 +73,7 @@ def test_three_machines_distill_one_is_lost(distillation, store, tmp_path):
   def shard(number: int, machine: str) -> subprocess.Popen[str]:
     scratch = f"--scratch={tmp_path / machine}"
     flags = f"--config={distillation}", f"--workdir={uri}", f"--shard={number}/3"
-    return start("distill", *flags, scratch)
+    return start("distill", "--json", *flags, scratch)
 
   # --- Number 1 is killed on its way, when some of it is in the bucket.
   machines = [shard(i, f"m{i}") for i in range(3)]
