@@ -33,7 +33,6 @@ from coa_jax.processes import gather_json
 from coa_jax.protocol import roles
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.origin import warn_if_other
-from coa_jax.protocol.prompts import instructions
 from coa_jax.protocol.trajectory import (
   Status,
   Trajectory,
@@ -134,8 +133,6 @@ class EvaluateConfig:
 def run(
   config: ml_collections.ConfigDict,
   workdir: str,
-  variant: roles.Variant | None = None,
-  wrap_tools: Callable[[Toolbox], Tools] | None = None,
   shard: Shard | None = None,
 ) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
@@ -148,8 +145,6 @@ def run(
       each is in a file of its stage (`sampled.part.jsonl`) at once. Several processes
       share it: each plays its part of the tasks and writes those attempts, all but the
       first into folders of their own. All have the whole `results.json`.
-    variant: the dialect, where a study plays in another one than the config's.
-    wrap_tools: makes what answers the calls from the config's tools, likewise.
     shard: plays this part of the tasks only, into `LOGS`, and scores nothing. The
       other parts' logs beside them, the whole evaluation goes on from there.
 
@@ -185,7 +180,6 @@ def run(
     partitioner=partitioner,
     vllm=settings.vllm,
     grader=Grader(settings.reward.kept_in(workdir)),
-    variant=variant,
   )
   all_tasks = len(tasks)
   tasks = worker.admit(tasks)
@@ -200,14 +194,10 @@ def run(
     "tools.corpus": hash_files(settings.tools.corpus),
     "init": hash_files(settings.init, samples=16),
   }
-  if variant is not None:
-    inputs["variant"] = hash_json([instructions(variant)])
   # What was played is scored by any k.
   prepare_workdir(settings, workdir, may_change=("eval.k",), inputs=inputs)
 
   tags = settings.tools.tags
-  if variant is not None:
-    tags = variant.tools
   look = functools.partial(_first_warnings, settings, tasks, tags, worker.grader)
 
   # --- Play, greedily and at the temperature; what an earlier start played is there.
@@ -215,15 +205,12 @@ def run(
   # A stage that is not played has no attempts.
   played: dict[str, list[Trajectory]] = {"greedy": [], "sampled": []}
   with worker.grader, Toolbox(settings.tools) as toolbox, worker:
-    tools = toolbox
-    if wrap_tools:
-      tools = wrap_tools(toolbox)
     play = functools.partial(
       _play,
       worker=worker,
       params=params,
       tasks=tasks,
-      tools=tools,
+      tools=toolbox,
       seed=settings.rollout.seed,
       workdir=workdir,
       shard=shard,

@@ -3,15 +3,28 @@
   python -m experiments.rl --config=configs/rl_own_tool.py --workdir=runs/own \
     --config.tasks.uri=train.jsonl --config.dev.uri=dev.jsonl
 
-The tool is a Python function (experiments/calculator.py), and so is the grader
-(`near` below); both run in this process, so neither should run what the model writes.
+The tool is a Python function (`days_between` below), and so is the grader (`near`);
+both run in this process, so neither should run what the model writes.
 The tool's line in the prompt is all that the model knows of it, so the variant is
 unified and the style full. Needs a model folder (`hf download
 Qwen/Qwen2.5-1.5B-Instruct --local-dir=models/qwen`) and tasks of question and answer.
 Expect: not known; its tiny form was run here on random weights, the whole was not run.
 """
 
+import datetime
+
 import ml_collections
+
+from tools_sandbox.faults import BadCall
+
+
+def days_between(first: str, last: str) -> str:
+  """Counts the days from one date to another, as in 2024-02-28."""
+  try:
+    dates = [datetime.date.fromisoformat(text) for text in (first, last)]
+  except (TypeError, ValueError) as e:
+    raise BadCall(str(e)) from None  # the model's fault: it reads what is wrong
+  return str((dates[1] - dates[0]).days)
 
 
 def near(task, answer, trajectory):
@@ -53,9 +66,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.tools = dict(
     tools=("tool",),  # functions by name; beside it may stand code, web_search, ...
     functions=dict(
-      calculate=dict(  # CHANGE: the name that the model calls
-        description="compute an arithmetic expression; its argument is expression",
-        function="experiments.calculator:calculate",  # CHANGE: module:function
+      days_between=dict(  # CHANGE: the name that the model calls
+        description="count the days between dates; its arguments are first and last",
+        function="configs.rl_own_tool:days_between",  # CHANGE: module:function
       )
     ),
   )

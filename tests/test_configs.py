@@ -16,7 +16,6 @@ from coa_jax.evaluate import EvaluateConfig
 from coa_jax.rl import RLConfig
 from coa_jax.sft import SFTConfig
 from experiments.select_tasks import SelectTasksConfig
-from experiments.studies.tool_formats import FormatStudyConfig
 from experiments.synthesize import SynthesizeConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -30,7 +29,6 @@ CLASSES = {
   "sft": SFTConfig,
   "rl": RLConfig,
   "evaluate": EvaluateConfig,
-  "studies.tool_formats": FormatStudyConfig,
   "select_tasks": SelectTasksConfig,
   "synthesize": SynthesizeConfig,
 }

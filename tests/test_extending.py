@@ -61,12 +61,11 @@ for body, fits in (("3.5 km in mi", True), ("3.5 km", False), ("km in mi", False
 assert roles.escape("<convert>") == "&lt;convert>"
 
 assert translate("Unit_Converter", {"query": "1 m in ft"}, {}).tag == "convert"
-for held_out, names in ((False, {"convert", "units"}), (True, {"convert"})):
-  drawn = [draw_naming(variant, random.Random(n), held_out) for n in range(20)]
-  assert {d.names["convert"] for d in drawn} == names
-  for d in drawn:
-    body = d.formats["convert"].write("3 km in m")
-    assert d.read(d.names["convert"], body) == ("convert", "3 km in m")
+drawn = [draw_naming(variant, random.Random(n)) for n in range(20)]
+assert {d.names["convert"] for d in drawn} == {"convert", "units"}
+for d in drawn:
+  form = d.formats["convert"]
+  assert form.read(form.write("3 km in m")) == "3 km in m"
 
 tokenizer = tokenizer_training.train_tokenizer(["some text"] * 3, 400)
 assert tokenizer.encode("<convert></convert>") == [398, 399]

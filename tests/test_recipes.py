@@ -21,7 +21,9 @@ from coa_jax.model.hf.io import save_model
 from coa_jax.model.transformer import init_params
 from coa_jax.protocol import prompts, roles, tokenizer_training
 from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
+from coa_jax.tools.functions import Functions, FunctionTool
 from tests.backend import BACKEND
+from tools_sandbox.faults import BadCall
 
 ROOT = pathlib.Path(__file__).parent.parent
 READ = {
@@ -87,6 +89,21 @@ def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
 def test_rl_makes_its_two_updates(home, tmp_path, recipe):
   results = rl.run(tiny(home, recipe), str(tmp_path))
   assert results["steps"] == 2, results
+
+
+def test_the_tool_of_the_recipe_counts_days_and_says_what_is_no_date():
+  config = runpy.run_path(str(ROOT / "configs" / "rl_own_tool.py"))["get_config"]()
+  (name, tool), *_ = config.tools.functions.items()
+  tools = Functions({name: FunctionTool(**tool)})
+
+  def call(first: object, last: object) -> str:
+    arguments = {"first": first, "last": last}
+    return tools(json.dumps({"name": name, "arguments": arguments}), 1.0)
+
+  assert call("2024-02-28", "2024-03-01") == "2"
+  for wrong in ("yesterday", 7):
+    with pytest.raises(BadCall, match=r"isoformat|must be str"):
+      call(wrong, "2024-03-01")
 
 
 @pytest.mark.parametrize("recipe", ["sft_afm:mhqa:7b"])

@@ -191,20 +191,6 @@ def after_prefix(prefix: str, description: str) -> ArgumentFormat:
   return ArgumentFormat(description, lambda body: f"{prefix} {body}", read)
 
 
-def between_marks(opening: str, closing: str, description: str) -> ArgumentFormat:
-  """The body between two marks."""
-
-  def read(text: str) -> str | None:
-    text = text.strip()
-    is_marked = text.startswith(opening) and text.endswith(closing)
-    # In "[]]" the two marks would share a character.
-    if not is_marked or len(text) < len(opening) + len(closing):
-      return None
-    return text[len(opening) : len(text) - len(closing)]
-
-  return ArgumentFormat(description, lambda body: f"{opening}{body}{closing}", read)
-
-
 def json_field(key: str) -> ArgumentFormat:
   """The body under the only key of a JSON object."""
 
@@ -305,32 +291,6 @@ def image_object() -> ArgumentFormat:
   """The JSON object of the protocol's block without its fence."""
   description = "a JSON object with file_path and question"
   return ArgumentFormat(description, _unfence_json, _fence_json)
-
-
-def image_lines() -> ArgumentFormat:
-  """The path on one line and the question on the next."""
-
-  def write(body: str) -> str | None:
-    row = parse_image_request(body)
-    if row is None or not set(row) <= {"file_path", "question"}:
-      return None
-    # Each must fit on its line.
-    for value in row.values():
-      if not isinstance(value, str) or "\n" in value:
-        return None
-    return f"{row['file_path']}\n{row.get('question', '')}"
-
-  def read(text: str) -> str | None:
-    path, _, question = text.strip("\n").partition("\n")
-    if not path.strip() or "\n" in question:
-      return None
-    row = {"file_path": path}
-    if question:
-      row["question"] = question
-    return _fence_json(json.dumps(row))
-
-  description = "the path on one line and the question on the next"
-  return ArgumentFormat(description, write, read)
 
 
 def function_object(name: str, arguments: str) -> ArgumentFormat:

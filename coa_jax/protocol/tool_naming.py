@@ -2,9 +2,7 @@
 
 A model trained on one tool format breaks on another; the paper names it as its own
 limitation (arXiv 2508.13167: models trained on web tools fail on the exact fences of
-code). `ToolSpec.augmentation` has the names and formats that trajectories may be copied
-to for training, `ToolSpec.held_out` those that no training ever sees: what is measured
-on them is how a model reads its prompt.
+code). `ToolSpec.augmentation` has the names and formats of augmented trajectories.
 """
 
 from __future__ import annotations
@@ -60,24 +58,10 @@ class ToolNaming:
       tool_descriptions=descriptions,
     )
 
-  def read(self, name: str, text: str) -> tuple[str, str | None]:
-    """Returns a tool's tag by its name, and the protocol's body of what was written.
-
-    The body is None where the text is not in the tool's format.
-
-    Raises:
-      KeyError: no tool is called so.
-    """
-    for tag, other in self.names.items():
-      if other == name:
-        return tag, self.formats[tag].read(text)
-    raise KeyError(name)
-
 
 def draw_naming(
   variant: Variant,
   rng: random.Random,
-  held_out: bool = False,
   bodies: Mapping[str, list[str]] | None = None,
 ) -> ToolNaming | None:
   """Draws a name, a purpose and a format for each of the variant's tools.
@@ -85,7 +69,6 @@ def draw_naming(
   Args:
     variant: with the tools of the run.
     rng: what is drawn from.
-    held_out: True to draw what no training data has.
     bodies: tag -> what its format must be able to hold.
 
   Returns:
@@ -96,7 +79,7 @@ def draw_naming(
   purposes: dict[str, str] = {}
   for tag in variant.tools:
     spec = SPECS[tag]
-    choices = spec.choices(held_out)
+    choices = spec.choices
     needed = (bodies or {}).get(tag, [])
     able = [
       each

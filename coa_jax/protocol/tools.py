@@ -97,7 +97,6 @@ class ToolSpec:
       first.
     body_of_call: that argument's value, and the call's other arguments -> the body.
     augmentation: what training data may call it.
-    held_out: what no training data calls it, for measurements; nothing in common.
   """
 
   tag: str
@@ -110,16 +109,16 @@ class ToolSpec:
   argument_names: tuple[str, ...] = ("input", "text")
   body_of_call: Callable[[Any, Mapping[str, Any]], Body] = text_body
   augmentation: NamingChoices = NamingChoices()
-  held_out: NamingChoices = NamingChoices()
 
   @property
   def description(self) -> str:
     """What the prompt says of it."""
     return f"{self.purpose}; write {self.body}"
 
-  def choices(self, held_out: bool) -> NamingChoices:
-    """Gives the names, purposes and formats to draw from, none of them empty."""
-    choices = self.held_out if held_out else self.augmentation
+  @property
+  def choices(self) -> NamingChoices:
+    """The names, purposes and formats to draw from, none of them empty."""
+    choices = self.augmentation
     return NamingChoices(
       choices.names or (self.tag,),
       choices.purposes or (self.purpose,),
@@ -134,11 +133,6 @@ _QUERIES = (
   bodies.unchanged("the query"),
   bodies.after_prefix("query:", "query: and what you look for"),
   bodies.json_field("query"),
-)
-_HELD_OUT_QUERIES = (
-  bodies.between_marks("[[", "]]", "what you look for between [[ and ]]"),
-  bodies.after_prefix("look for =", "look for = and what you want to know"),
-  bodies.json_field("search_terms"),
 )
 
 
@@ -287,11 +281,6 @@ SPECS: dict[str, ToolSpec] = {
         purposes=("search an encyclopaedia", "find what an encyclopaedia says"),
         formats=_QUERIES,
       ),
-      held_out=NamingChoices(
-        names=("consult", "reference_work", "ask_library"),
-        purposes=("consult a reference work", "ask a library"),
-        formats=_HELD_OUT_QUERIES,
-      ),
     ),
     ToolSpec(
       tag="web_search",
@@ -313,11 +302,6 @@ SPECS: dict[str, ToolSpec] = {
         names=("web_search", "google", "search_engine", "internet"),
         purposes=("search the web", "ask a search engine"),
         formats=_QUERIES,
-      ),
-      held_out=NamingChoices(
-        names=("net_lookup", "query_web", "seek_online"),
-        purposes=("look something up online", "query the web"),
-        formats=_HELD_OUT_QUERIES,
       ),
     ),
     ToolSpec(
@@ -342,16 +326,6 @@ SPECS: dict[str, ToolSpec] = {
         formats=(
           bodies.unchanged("URLs, separated by |, and what you look for"),
           bodies.json_field("pages"),
-        ),
-      ),
-      held_out=NamingChoices(
-        names=("fetch_document", "view_site", "load_address"),
-        purposes=("fetch documents of the web", "load sites"),
-        formats=(
-          bodies.between_marks(
-            "[[", "]]", "addresses, separated by |, between [[ and ]]"
-          ),
-          bodies.json_field("addresses"),
         ),
       ),
     ),
@@ -383,18 +357,6 @@ SPECS: dict[str, ToolSpec] = {
           bodies.code_object("program", "stdin"),
         ),
       ),
-      held_out=NamingChoices(
-        names=("compute", "execute_script", "calculator"),
-        purposes=(
-          "have a script executed and see its output",
-          "compute something in Python 3",
-        ),
-        formats=(
-          bodies.code_fences("python3"),
-          bodies.code_fences("script"),
-          bodies.code_object("source", "input"),
-        ),
-      ),
     ),
     ToolSpec(
       tag="visual_inspector",
@@ -410,11 +372,6 @@ SPECS: dict[str, ToolSpec] = {
         names=("visual_inspector", "look", "image_reader"),
         purposes=("ask about an image", "look at an image"),
         formats=(bodies.image_block(), bodies.image_object()),
-      ),
-      held_out=NamingChoices(
-        names=("examine_picture", "see_file"),
-        purposes=("have a picture examined", "see what a file shows"),
-        formats=(bodies.image_lines(),),
       ),
     ),
     ToolSpec(
@@ -434,11 +391,6 @@ SPECS: dict[str, ToolSpec] = {
           bodies.function_object("name", "arguments"),
           bodies.function_object("tool", "input"),
         ),
-      ),
-      held_out=NamingChoices(
-        names=("invoke", "apply_function"),
-        purposes=("have a function called", "invoke what is named"),
-        formats=(bodies.function_object("function", "parameters"),),
       ),
     ),
   )

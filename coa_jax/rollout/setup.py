@@ -31,7 +31,6 @@ def make_worker(
   partitioner: Partitioner | None = None,
   vllm: VllmConfig | None = None,
   grader: Grader | None = None,
-  variant: roles.Variant | None = None,
   journal: ToolJournal | None = None,
   policy_changes: bool = False,
   own_top_p: bool = False,
@@ -48,7 +47,6 @@ def make_worker(
     partitioner: of the devices that decode; None for the only one.
     vllm: the server that samples; None for our own engine.
     grader: see `RolloutWorker`.
-    variant: the dialect, where it is not the config's with these tools.
     journal: see `RolloutWorker`.
     policy_changes: whether newer policies come while episodes run, which vLLM has to
       know.
@@ -60,8 +58,7 @@ def make_worker(
     VllmError: there is no server at `vllm.url`, or not one that can be used.
   """
   # --- The dialect.
-  if variant is None:
-    variant = roles.get_variant(config.variant).with_tools(tools)
+  variant = roles.get_variant(config.variant).with_tools(tools)
   # Before anything large is allocated, compiling included.
   if vllm is None:
     _check_memory(model, config, partitioner)

@@ -1,8 +1,7 @@
-"""Tool naming: what is written is read back, and what no training sees stays so."""
+"""Tool naming: what is written is read back."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import re
@@ -43,12 +42,7 @@ BODIES = {
   ),
 }
 BODIES |= {tag: st.just(CONTENT[tag]) for tag in SPECS if tag not in BODIES}
-FORMATS = [
-  (tag, each)
-  for held_out in (False, True)
-  for tag, spec in SPECS.items()
-  for each in spec.choices(held_out).formats
-]
+FORMATS = [(tag, each) for tag, spec in SPECS.items() for each in spec.choices.formats]
 
 
 def meaning(tag: str, body: str):
@@ -86,42 +80,18 @@ def test_nonsense_is_refused_and_never_raised(tag, form, text):
     assert tool_bodies.parse_code(read) is not None
 
 
-@pytest.mark.parametrize("tag", roles.TOOLS)
-def test_a_held_out_format_is_no_other_one(tag):
-  """Nothing that is right in a format of training is right in one held out."""
-  spec = SPECS[tag]
-  pairs = itertools.product(spec.augmentation.formats, spec.held_out.formats)
-  for ours, theirs in pairs:
-    body = {
-      "code": tool_bodies.render_code("print(1)"),
-      "visual_inspector": '```json\n{"file_path": "a.png", "question": "q"}\n```',
-      "tool": '{"name": "add", "arguments": {"a": 1}}',
-    }.get(tag, "Tarn Hollow")
-    read = theirs.read(ours.write(body))
-    if tag == "visual_inspector":
-      assert read is None or "a.png" not in json.loads(read[8:-4])["file_path"][:5]
-    else:
-      assert read is None
-
-
-def test_no_name_or_format_is_in_two_places():
-  both = [(spec.augmentation, spec.held_out) for spec in SPECS.values()]
-  names = [name for pair in both for choices in pair for name in choices.names]
+def test_no_name_is_in_two_places():
+  names = [name for spec in SPECS.values() for name in spec.augmentation.names]
   assert len(names) == len(set(names))
   assert not {*names, *SPECS} & {*roles.ROLES, roles.OBSERVATION, roles.START}
   assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in (*names, *SPECS))
-  for trained, held_out in both:
-    formats = {form.description for form in trained.formats}
-    assert not formats & {form.description for form in held_out.formats}
-    assert not set(trained.purposes) & set(held_out.purposes)
 
 
-@pytest.mark.parametrize("held_out", [False, True])
 @pytest.mark.parametrize("name", list(roles.VARIANTS))
-def test_the_prompt_describes_the_format_and_nothing_of_the_old_one(name, held_out):
+def test_the_prompt_describes_the_format_and_nothing_of_the_old_one(name):
   variant = roles.get_variant(name)
   for number in range(8):
-    drawn = draw_naming(variant, random.Random(number), held_out)
+    drawn = draw_naming(variant, random.Random(number))
     other = drawn.apply(variant)
     prompt = instructions(other, "full")
     assert set(drawn.names) == set(variant.tools)
@@ -129,7 +99,5 @@ def test_the_prompt_describes_the_format_and_nothing_of_the_old_one(name, held_o
       assert roles.open_tag(called) in prompt and description in prompt
       if called != tag:
         assert roles.open_tag(tag) not in prompt
-    with pytest.raises(KeyError, match="nobody"):
-      drawn.read("nobody", "x")
-  first = [draw_naming(variant, random.Random(0), held_out).record for _ in range(2)]
+  first = [draw_naming(variant, random.Random(0)).record for _ in range(2)]
   assert first[0] == first[1]

@@ -1,1 +1,0 @@
-"""Finished studies with their results."""
