@@ -5,9 +5,11 @@
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
 
 One Qwen3 folder with random weights, prompts of 64 random ids, 256 new tokens each,
-greedily; nothing ends a sequence. Every contestant is a process of its own that stays
-alive; they take turns at every batch size, one at a time. In float32 the first 16
-tokens of every sequence must be the same from all, or nothing is reported.
+greedily; nothing ends a sequence. The uneven cases have 256 prompts of log-normal
+lengths, 490 tokens on average and 4,032 at most, and 64 new tokens each. Every
+contestant is a process of its own that stays alive; they take turns at every batch
+size, one at a time. In float32 the first 16 tokens of every sequence must be the same
+from all, or nothing is reported.
 
 tokens/s: new tokens over wall seconds, prefill included, the median over turns after
 two to compile. `cores` is processor time over wall time of the worker's own process;
@@ -25,9 +27,11 @@ from experiments.bench.train_work import SIZES
 from experiments.launch import run_program
 
 PROMPT, NEW = 64, 256
+# Tokens of the longest prompt and new ones, where lengths are uneven.
+UNEVEN = 4_032, 64
 # Devices of ours, by size; of others one a core. A step reads all weights on every
 # device: two are slower than one where weights come from memory, not from a cache.
-DEVICES = {"100M": 1}
+DEVICES = {"100M": 1, "5M uneven": 1}
 # Name -> size, dtype, sequences at once.
 CASES = {
   f"{size} {dtype} {batch}": (size, dtype, batch)
@@ -35,6 +39,7 @@ CASES = {
   for dtype in ("float32", "bfloat16")
   for batch in (16, 1, 64)
 }
+CASES |= {f"5M uneven {t} 256": ("5M uneven", t, 256) for t in ("float32", "bfloat16")}
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -60,17 +65,19 @@ def measure(
   batches: Sequence[int],
   rounds: int,
   new: int = NEW,
+  prompt: int = PROMPT,
 ) -> list[dict[str, Any]]:
   """Rows of the table: every contestant at one size and dtype, ours first.
 
   Args:
-    name: of the size.
+    name: of the size; with "uneven" prompts have lengths up to `prompt`.
     model: fields of ModelConfig.
     dtype: of weights and computation.
     pythons: the interpreter of every peer that takes part.
     batches: sequences at once.
     rounds: turns of every contestant.
     new: tokens of every sequence.
+    prompt: tokens of every prompt.
 
   Raises:
     ValueError: float32 continuations differ, or a worker ended.
@@ -78,7 +85,9 @@ def measure(
   job = {
     "model": model,
     "dtype": dtype,
-    "prompt": PROMPT,
+    "prompt": prompt,
+    "uneven": "uneven" in name,
+    "rows": max(batches),
     "new": new,
     "devices": DEVICES.get(name),
   }
@@ -137,12 +146,15 @@ def run() -> dict[str, Any]:
   pythons = bench.available("vllm", "tunix")
   rows = []
   for (size, dtype), batches in bench.by_model(bench.chosen(CASES)).items():
-    model = SIZES[size].model
-    rows += measure(size, model, dtype, pythons, batches, bench.rounds(), new)
+    model = SIZES[size.split()[0]].model
+    lengths = {"new": new}
+    if "uneven" in size:
+      lengths = {"prompt": UNEVEN[0], "new": UNEVEN[1]}
+    rows += measure(size, model, dtype, pythons, batches, bench.rounds(), **lengths)
   return {"table": rows, "ratios": ratios(rows)}
 
 
-NOTE = f"Prompts of {PROMPT} tokens; greedy; medians of turns."
+NOTE = f"Prompts of {PROMPT} tokens, or uneven; greedy; medians of turns."
 
 if __name__ == "__main__":
   run_program(bench.program(run, "Generation", _COLUMNS, NOTE))

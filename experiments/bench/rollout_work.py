@@ -106,7 +106,7 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
 
   def generate(prompt_ids: list[list[int]], new: int) -> list[list[int]]:
     rows = len(prompt_ids)
-    length = len(prompt_ids[0]) + new
+    length = max(map(len, prompt_ids)) + new
     # An engine is compiled for its rows and length; turns of one shape share it.
     if (rows, length) not in engines:
       engines.clear()  # one cache at a time
@@ -215,8 +215,14 @@ def vllm_sampling(new: int) -> Any:
 
 def vllm(folder: str, job: dict[str, Any]) -> Generate:
   """vLLM, all prompts at once; none is asked twice, so without a prefix cache."""
-  length = job["prompt"] + job["new"]
-  engine = vllm_engine(folder, job, max_model_len=length, enable_prefix_caching=False)
+  os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4" if job["uneven"] else "1"  # GiB
+  engine = vllm_engine(
+    folder,
+    job,
+    max_model_len=job["prompt"] + job["new"],
+    max_num_seqs=max(64, job["rows"]),
+    enable_prefix_caching=False,
+  )
   return lambda prompt_ids, new: vllm_continue(engine, prompt_ids, new)
 
 
@@ -281,9 +287,10 @@ def tunix_engine(folder: str, job: dict[str, Any], size: int) -> Any:
 def tunix_generate(
   engine: Any, prompt_ids: list[list[int]], new: int
 ) -> list[list[int]]:
-  """Continues prompts of one length."""
+  """Continues every prompt; shorter ones are padded to the longest."""
   texts = [" ".join(map(str, ids)) for ids in prompt_ids]
-  out = engine(texts, max_generation_steps=new, max_prompt_length=len(prompt_ids[0]))
+  longest = max(map(len, prompt_ids))
+  out = engine(texts, max_generation_steps=new, max_prompt_length=longest)
   return [np.asarray(ids)[:new].tolist() for ids in out.tokens]
 
 
@@ -296,6 +303,16 @@ def tunix(folder: str, job: dict[str, Any]) -> Generate:
 CONTESTANTS = {"ours": ours, "vllm": vllm, "tunix": tunix}
 
 
+def uneven_lengths(count: int, longest: int) -> list[int]:
+  """Log-normal lengths with an eighth of the longest on average; one is the longest."""
+  sigma = 1.2
+  mu = np.log(longest / 8) - sigma**2 / 2  # the mean is exp(mu + sigma^2 / 2)
+  drawn = np.random.default_rng(0).lognormal(mu, sigma, count)
+  lengths = np.clip(drawn.astype(int), 1, longest)
+  lengths[0] = longest
+  return lengths.tolist()
+
+
 def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
   """A contestant's turn: {"batch": B} prompts are continued."""
   if name == "ours":
@@ -304,6 +321,9 @@ def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
 
   def turn(batch: int) -> dict[str, Any]:
     prompt_ids = prompts(batch, job["prompt"], job["model"]["vocab_size"])
+    if job["uneven"]:
+      lengths = uneven_lengths(batch, job["prompt"])
+      prompt_ids = [ids[:n] for ids, n in zip(prompt_ids, lengths, strict=True)]
     ids = generate(prompt_ids, job["new"])
     return {"tokens": sum(map(len, ids)), "first": [x[:16] for x in ids]}
 

@@ -1,7 +1,6 @@
 """Programs a second: the jail, our subprocess back-end, others' jails, a plain process.
 
   python -m experiments.bench.sandbox [--quick] [--cases=REGEX] [--out=FILE.json]
-  python -m experiments.bench.sandbox --soak=50000 [--out=FILE.json]
 
 Three programs (print, numpy, sympy), 1, 2, 8 and 64 callers, the contestants by turns
 in every round; our two back-ends have two slots each. The plain one starts an
@@ -10,12 +9,8 @@ nsjail start one behind the same kinds of walls, where they are on PATH. Every a
 checked. Ratios are the jail's runs per second with one caller over the plain process's:
 above 1 the jail is faster. Last the cells of one session, one after the other.
 
---soak makes so many runs with 8 callers, every tenth of them hostile, and tells what is
-left of them: processes, descriptors, mounts, files, resident memory, throughput of the
-first and the last tenth. It stops with an error where something leaks.
-
 Expect (two cores, alone): 2.7 for print, 10 for numpy, 25 for sympy; with --rounds=1
-two minutes, 64 callers of a plain sympy most of it. A soak of 50,000 takes 18.
+two minutes, 64 callers of a plain sympy most of it.
 """
 
 from __future__ import annotations
@@ -33,14 +28,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import flags
-
 from experiments.bench import program as bench
-from experiments.bench import soak_sandbox
 from experiments.launch import run_program
 from tools_sandbox.client import Sandbox
-
-_SOAK = flags.DEFINE_integer("soak", 0, "Runs of a soak, in place of timing.", 0)
 
 # Name -> program, what it prints.
 PROGRAMS = {
@@ -247,24 +237,7 @@ def _cells() -> dict[str, float]:
   return latencies(seconds, _CELLS / sum(seconds))
 
 
-_measure = bench.program(
-  measure,
-  "Programs in a sandbox",
-  _COLUMNS,
-  "p50 and p99 over all runs, runs/s the median of the rounds",
-)
-_soak = bench.program(
-  lambda: soak_sandbox.soak(_SOAK.value),
-  "What is left of the runs",
-  soak_sandbox.COLUMNS,
-  f"every {soak_sandbox.EVERY}th run is hostile",
-)
-
-
-def main() -> None:
-  """Times, or soaks."""
-  (_soak if _SOAK.value else _measure)()
-
+NOTE = "p50 and p99 over all runs, runs/s the median of the rounds"
 
 if __name__ == "__main__":
-  run_program(main)
+  run_program(bench.program(measure, "Programs in a sandbox", _COLUMNS, NOTE))

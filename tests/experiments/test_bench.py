@@ -6,7 +6,6 @@ other work. What a peer's process may do wrong is in test_bench_peers.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import pathlib
@@ -18,38 +17,20 @@ import toy
 from coa_jax import rl as rl_journey
 from coa_jax.config import ConfigError, read_config
 from coa_jax.report.metrics import read_metrics
-from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import (
   agentic,
   algorithms,
   async_rl,
   decode,
-  distill,
-  faults,
-  faults_work,
   mfu,
-  retrieval,
   rl,
   rollout,
-  scaling,
-  soak_sandbox,
   train,
   train_work,
-  uneven,
 )
 from tests.backend import BACKEND
-from tools_sandbox.jail import keeper as jail
 
 FIELDS = train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32)
-JOB = {"trajectories": 2, "prompt": 64, "calls": 1, "observation": 48, "new": 14}
-JOB["length"] = 64 + 2 * 14 + 48
-
-
-def _scaling() -> list[dict]:
-  point = scaling.measure(FIELDS, JOB)
-  assert point["prefilled"] == 2 * (64 + 48)  # every token once
-  assert len(scaling.draw([{"sweep": "slots", "at": 2, **point}], "1M").axes) == 2
-  return [{"contestant": "ours", **point}]
 
 
 # A benchmark's rows of the smallest case, by us alone; a figure that is known.
@@ -59,10 +40,10 @@ SMALLEST = {
     {"batch": 2},
   ),
   "uneven": (
-    lambda: uneven.measure(
-      "tiny", FIELDS, "float32", {}, slots=4, rounds=1, mean=8, longest=30
+    lambda: rollout.measure(
+      "tiny uneven", FIELDS, "float32", {}, [4], rounds=1, new=4, prompt=30
     ),
-    {"slots": 4},
+    {"batch": 4},
   ),
   "agentic": (
     lambda: agentic.measure(
@@ -84,7 +65,6 @@ SMALLEST = {
     lambda: mfu.measure("tiny", mfu.TINY["tiny LoRA 1k"], {}, peak=1e12, rounds=1),
     {"first_loss": pytest.approx(math.log(512), abs=0.3)},
   ),
-  "scaling": (_scaling, {}),
 }
 _SLOW = ("rollout", "uneven", "agentic", "rl", "decode", "mfu")
 
@@ -236,120 +216,3 @@ def test_an_asynchronous_runs_seconds_are_those_of_its_log(tmp_path, monkeypatch
   assert figures["learn"] == pytest.approx(sum(r["seconds_learn"] for r in timed))
   waited = figures["seconds"] - figures["learn"]
   assert figures["learner_waited"] == pytest.approx(waited) and waited > 0.1
-
-
-# --- Benchmarks of the teacher's data, of tools and of the sandbox.
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_distillation_drops_what_was_put_in(tmp_path, monkeypatch, workers):
-  distill.write_rows(str(tmp_path), {40})
-  row = distill.measure(str(tmp_path), 40, workers)
-  assert row["rows"] == 40 and 3000 < row["tokens_per_row"] < 5000
-  wrong = {**distill.expected(40), "wrong": 3}
-  monkeypatch.setattr(distill, "expected", lambda rows: wrong)
-  with pytest.raises(AssertionError, match="kept"):
-    distill.measure(str(tmp_path), 40, workers)
-
-
-@functools.cache
-def faults_in_small() -> dict:
-  """A pass without and one with faults; honest tools have time on a busy machine."""
-  with pytest.MonkeyPatch.context() as patch:
-    for name, seconds in (("TIMEOUT_S", 3.0), ("GRACE_S", 3.0), ("HANG_S", 10.0)):
-      patch.setattr(faults_work, name, seconds)
-    return faults.run(count=24, rounds=1, slots=24, workers=2)
-
-
-@pytest.mark.slow
-def test_the_laws_of_faults_hold_in_small():
-  figures = faults_in_small()
-  assert figures["broken"] == []
-  rows = {row["fault"]: row for row in figures["table"]}
-  assert all(row["right"] == row["calls"] > 0 for row in rows.values())
-  assert len(rows) >= 4 and rows["none"]["calls"] > 20
-  assert 0 < figures["without a fault"] < 24
-
-
-@pytest.mark.slow
-def test_tools_that_are_left_behind_break_a_law(monkeypatch):
-  faults_in_small()  # the policy is trained, the programs compiled
-  toolboxes = []
-  close = Toolbox.close
-  monkeypatch.setattr(Toolbox, "__exit__", lambda self, *_: toolboxes.append(self))
-  monkeypatch.setattr(faults, "_SETTLE_S", 1.0)
-  broken = faults.run(count=24, rounds=1, slots=24, workers=2)["broken"]
-  for toolbox in toolboxes:
-    close(toolbox)
-  for leak in ("threads", "child processes", "file descriptors", "sandbox folders"):
-    assert any(f": {leak}: " in law for law in broken), leak
-
-
-@pytest.mark.slow
-def test_a_soak_of_the_jail_leaves_nothing():
-  lacking = jail.check()
-  if lacking:
-    pytest.skip("; ".join(lacking))
-  figures = soak_sandbox.soak(300)
-  assert figures["runs"] == 300 and "infrastructure" not in figures["verdicts"]
-  assert len(figures["verdicts"]) >= 3  # they were not all stopped in the same way
-
-
-# A bridge question over two pages, as HotpotQA and MuSiQue have one.
-PAGES = {
-  "Tarn Hollow": ["Tarn Hollow is a town.", " Its mayor is Mira Quill."],
-  "Mira Quill": ["Mira Quill was born in Zedburg."],
-  "Old Mill": ["The Old Mill is a film of 1950."],
-  "New Mill": ["The New Mill is a film of 1960."],
-  "Zedburg": ["Zedburg is a harbour."],
-}
-PARAGRAPHS = [
-  {"title": "Twin", "paragraph_text": "A river.", "is_supporting": True},
-  {"title": "Twin", "paragraph_text": "A town.", "is_supporting": False},
-]
-DATA = {
-  "hotpotqa_train.json": [
-    {
-      "question": "Where was the mayor of Tarn Hollow born?",
-      "supporting_facts": [["Tarn Hollow", 1], ["Mira Quill", 0]],
-    }
-  ],
-  "hotpotqa_train_corpus.json": PAGES,
-  "musique_train.json": [
-    {
-      "question": "Which river?",
-      "paragraphs": PARAGRAPHS,
-      "question_decomposition": [
-        {"question": "A town?", "answer": "Ur", "paragraph_support_idx": 1},
-        {"question": "#1 >> river", "answer": "Ub", "paragraph_support_idx": 0},
-      ],
-    }
-  ],
-  "musique_train_corpus.json": [
-    *({"title": p["title"], "text": p["paragraph_text"]} for p in PARAGRAPHS),
-    *({"title": f"Town {n}", "text": "Another town."} for n in range(3)),
-  ],
-  "2wikimultihopqa_corpus.json": [{"title": "Harbour", "text": "For ships."}],
-}
-
-
-def test_retrieval_measures_every_corpus(tmp_path):
-  for name, rows in DATA.items():
-    (tmp_path / name).write_text(json.dumps(rows))
-  hops = [(q.text, *q.gold) for q in retrieval.hops(str(tmp_path))]
-  assert hops == [
-    ("A town?", "musique_train-1"),  # of two pages of one title
-    ("Ur >> river", "musique_train-0"),
-  ]
-  figures = retrieval.run(str(tmp_path), rounds=1)
-  table = figures["table"]
-  assert [(r["questions"], r["corpus"], r["passages"]) for r in table] == [
-    ("hotpotqa", "own", 5),
-    ("musique", "own", 5),
-    ("musique by hop", "own", 5),
-    ("hotpotqa", "all three", 11),
-    ("musique", "all three", 11),
-    ("musique by hop", "all three", 11),
-  ]
-  assert table[0]["recall@2"] == 1.0 and table[0]["ceiling@1"] == 0.5
-  assert all(ratio > 0 for ratio in figures["ratios"].values())

@@ -115,7 +115,6 @@ def test_what_is_no_interpreter_is_named(python):
   [
     ("train", "--cases=9M", "--cases='9M' finds none of: 1M, 5M, 100M"),
     ("algorithms", "--cases=(", "flag --cases=(: no regular expression: missing )"),
-    ("distill", "--processes=two", "--processes=two: give numbers, as 1,2"),
   ],
 )
 def test_a_wrong_flag_is_one_line(module: str, flag: str, reason: str):

@@ -17,23 +17,18 @@ from coa_jax.learner.batch import Batch
 from coa_jax.model.cache import row_bytes
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.variants import variant
-from coa_jax.protocol.trajectory import CallStatus, Status
 from configs import rl_qwen
 from experiments.bench import (
   algorithms,
   decode,
-  faults,
-  faults_work,
   hlo_text,
   pages,
   peers,
   rl_work,
   run_programs,
-  soak_sandbox,
   train,
   train_work,
 )
-from tools_sandbox.jail import keeper as jail
 
 FIELDS = train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32)
 SIZE = train_work.Size(FIELDS, rows=2, steps=1, length=64)
@@ -116,61 +111,6 @@ def test_every_algorithm_has_its_presets_fields_and_the_same_budget(
   assert algo.steps == other.steps == (2 if quick else 5)
   assert algo.sampling.prompts == other.sampling.prompts
   assert algo.sampling.samples == other.sampling.samples
-
-
-# --- Laws of faults and of the jail's soak.
-
-
-def test_a_wrong_status_and_a_changed_token_break_a_law_of_faults():
-  calls = [("wiki_search", "page 123"), ("code", "```py\nprint(2*3)\n```")]
-  tokenizer = toy.tokenizer()
-  author, segment = faults_work.Author, faults_work.Segment
-  search = "<wiki_search> page 123</wiki_search>"
-  segments = [segment(author.PROMPT, "", "q", ids=[1])]
-  segments.append(segment(author.POLICY, "wiki_search", search, [2], [-1.0]))
-  good = faults_work.Trajectory("t0", segments, status=Status.ENDED, reward=1.0)
-  for name, arguments in calls:
-    result = faults_work.truth(name, arguments)
-    good.calls.append(faults.ToolCall(name, arguments, result, CallStatus.OK))
-    segments.append(tokenizer.encode_observation(result))
-  segments.append(segment(author.POLICY, "", "<answer> done</answer>", [3]))
-  clean = faults.Pass({0: good}, {0: 1.0})
-  seed = next(s for s in range(99) if not any(faults.faults_of(good, s)))
-  assert faults.check(clean, clean, seed) == []
-  lie = dataclasses.replace(good.calls[0], result="41")
-  unread = [s for s in segments if s.role != "observation"]
-  wrong = {
-    "ended as infrastructure": {"status": Status.INFRASTRUCTURE},
-    "with reward None": {"reward": None},
-    "a call with fault None is": {"calls": [lie, *good.calls[1:]]},
-    "is not what it is where": {"segments": segments[:-1]},
-    "what was read is not": {"segments": unread},
-  }
-  for law, changes in wrong.items():
-    played = faults.Pass({0: dataclasses.replace(good, **changes)}, {0: 1.0})
-    assert any(law in line for line in faults.check(clean, played, seed)), law
-
-
-def test_a_leak_of_the_jail_is_an_error(monkeypatch, tmp_path):
-  lacking = jail.check()
-  if lacking:
-    pytest.skip("; ".join(lacking))
-
-  class Leaky(soak_sandbox.Sandbox):
-    def run(self, *args, **kwargs):
-      self.leaked = [*getattr(self, "leaked", []), open(tmp_path / "f", "w")]  # noqa: SIM115
-      return super().run(*args, **kwargs)
-
-    def close(self):
-      for file in self.leaked:
-        file.close()
-      super().close()
-
-  monkeypatch.setattr(soak_sandbox, "Sandbox", Leaky)
-  monkeypatch.setattr(soak_sandbox, "_HOSTILE", ("1 / 0",))
-  monkeypatch.setattr(soak_sandbox, "_SETTLE_S", 1.0)
-  with pytest.raises(ValueError, match=r"leaks: .*'descriptors'"):
-    soak_sandbox.soak(5)
 
 
 # --- Pages, simulated.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 
 import pytest
 
 from experiments import chips
-from experiments.bench import meshes
 from experiments.chips import StepSeconds
 
 
@@ -46,17 +44,3 @@ def test_a_log_is_read_without_its_first_step_evaluation_and_saving():
     StepSeconds.of([row])
   with pytest.raises(ValueError, match="the run was asynchronous"):
     StepSeconds.of([row, {**row, "rollouts_waited": 0.0}])
-
-
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="libtpu describes TPU slices"
-)
-def test_a_slice_holds_more_the_more_chips_decode_together(monkeypatch):
-  # It asks a metadata server otherwise, which is only on Google's machines.
-  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-  table = list(meshes.rows("v6e:4x4", "qwen3-8b", 8_192))
-  assert [row["tensor"] for row in table] == [1, 2, 4]
-  assert [row["replicas"] for row in table] == [16, 8, 4]
-  longest = [row["longest"] for row in table]
-  assert longest == sorted(longest) and longest[0] > 0

@@ -7,6 +7,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
+import threading
 
 import proc
 import pytest
@@ -16,8 +18,9 @@ from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import NoJail
 from tools_sandbox.host import pool
+from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.host.pool import SandboxPool
-from tools_sandbox.jail import keeper
+from tools_sandbox.jail import cgroup, keeper
 from tools_sandbox.jail.wire import Limits, Verdict
 
 pytestmark = needs_jail
@@ -219,6 +222,65 @@ def test_nothing_of_a_closed_or_killed_host_remains(tmp_path, before, after):
     host.kill()
   host.wait(60)
   host.stdout.close()
+  soon(lambda: not proc.naming(MARK) and not os.listdir(tmp_path))
+
+
+# Programs that keep processes, threads, descriptors, memory or files.
+GREEDY = (
+  "import os\nwhile True: os.fork()",
+  "import os, time\nif not os.fork():\n  os.setsid()\n  time.sleep(999)",
+  "import os, signal\nos.kill(1, signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)",
+  "x = []\nwhile True: x.append(bytearray(1 << 24))",
+  "for i in range(10**6): open(str(i), 'w')",
+  "import os\nos.makedirs('/'.join('d' * 300))\nos.chmod('d', 0)",
+  "import threading, time\n"
+  "for _ in range(99): threading.Thread(target=time.sleep, args=(99,)).start()",
+  "import os\nos.close(1); os.close(2); os._exit(0)",
+)
+
+
+@pytest.mark.slow
+def test_greedy_programs_cancelled_runs_and_lost_sessions_leave_nothing(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+  def held():
+    folders = set(cgroup._own_folders().values())
+    return {
+      "processes": len(proc.naming(MARK)),
+      "descriptors": len(os.listdir("/proc/self/fd")),
+      "threads": threading.active_count(),
+      "folders": len(os.listdir(tmp_path)),
+      "control groups": sum(
+        name.startswith(f"tools-sandbox-{os.getpid()}-")
+        for folder in folders
+        for name in os.listdir(folder)
+      ),
+    }
+
+  limits = Limits(wall_s=0.5, memory_mb=128)
+
+  def play(rounds: int):
+    for i in range(rounds):
+      for program in GREEDY:
+        result = jails.run(program, limits=limits)
+        assert result.verdict != Verdict.INFRASTRUCTURE, (program, result)
+      cancel = Cancel()
+      timer = threading.Timer((0.0, 0.002, 0.02, 0.2)[i % 4], cancel)
+      timer.start()
+      assert "called off" in jails.run("while True: pass", cancel=cancel).stderr
+      timer.join()
+      jails.session(lease_s=0.1).run("x = 1")  # nobody closes it
+      assert jails.run("print(1)").stdout == "1\n"
+
+  gc.collect()  # else what other tests left open may be closed meanwhile
+  with SandboxPool(1, preload=(MARK,), backend="jail") as jails:
+    play(1)
+    before = held()
+    before["processes"] += 1  # the last run's init may be on its way out
+    play(8)
+    soon(lambda: all(count <= before[name] for name, count in held().items()))
   soon(lambda: not proc.naming(MARK) and not os.listdir(tmp_path))
 
 
