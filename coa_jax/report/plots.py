@@ -20,7 +20,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from coa_jax.protocol.trajectory import Author, Trajectory
@@ -238,65 +237,6 @@ def score_bars(
   _finish(axis, "", "share of tasks", legend=True)
   axis.grid(visible=False, axis="x")
   return figure
-
-
-def seed_points(
-  rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, str]
-) -> Figure:
-  """Draws recipes: the mean over seeds, its interval, and a point for each seed.
-
-  Args:
-    rows: recipe -> figure -> {"mean", "ci95" ([low, high] or None), "by_seed" (seed ->
-      value)}; top to bottom. A mean of None has no point. The first row's mean is drawn
-      through all.
-    figures: figure, a share of tasks -> what its panel calls it, left to right. The
-      axis of a panel whose shares are all small ends sooner than at 1.
-  """
-  # --- A panel for each figure, as high as there are recipes.
-  figure, axes = _figure(len(figures), width=2.4)
-  figure.set_figwidth(2.2 + 2.6 * len(figures))
-  figure.set_figheight(1.5 + 0.34 * len(rows))
-  for axis, (name, label) in zip(axes, figures.items(), strict=True):
-    # --- A line for each recipe: mean, interval, and the seeds a little below.
-    most = 0.0
-    for y, row in enumerate(rows.values()):
-      mean = row[name]["mean"]
-      if mean is None:
-        continue
-      if y == 0:  # what the others are compared with
-        axis.axvline(mean, color=COLORS[0], alpha=0.35, linewidth=1, linestyle="--")
-      low, high = row[name]["ci95"] or (mean, mean)
-      error = _error(mean, low, high)
-      dot = {"marker": "o", "markersize": 5, "capsize": 2}
-      axis.errorbar(mean, y, xerr=error, color=COLORS[0], **dot)
-      seeds = [v for v in row[name]["by_seed"].values() if v is not None]
-      below = [y + 0.24] * len(seeds)
-      axis.plot(seeds, below, "|", color=COLORS[1], markersize=6, alpha=0.9)
-      most = max(most, mean, high, *seeds)
-
-    # --- Recipes from top to bottom, named beside the first panel alone.
-    axis.set_yticks(range(len(rows)), [""] * len(rows))
-    if axis is axes[0]:
-      axis.set_yticklabels(list(rows))
-    axis.set_ylim(len(rows) - 0.4, -0.6)
-    end = min(share for share in (0.05, 0.1, 0.25, 0.5, 1.0) if most <= share)
-    axis.set_xlim(-0.03 * end, 1.03 * end)
-    _finish(axis, label, "", legend=False)
-  _explain_seed_marks(figure, next(iter(rows)))
-  return figure
-
-
-def _explain_seed_marks(figure: Figure, first: str) -> None:
-  """Puts a legend below all panels; `first` is the recipe whose mean is dashed."""
-  looks = {
-    "mean over seeds": {"color": COLORS[0], "marker": "o", "linestyle": ""},
-    "its 95 % interval, over tasks": {"color": COLORS[0]},
-    "one seed": {"color": COLORS[1], "marker": "|", "linestyle": ""},
-    f"mean of {first}": {"color": COLORS[0], "alpha": 0.35, "linestyle": "--"},
-  }
-  marks = [Line2D([], [], label=label, **look) for label, look in looks.items()]
-  place = {"loc": "outside lower center", "ncols": len(marks)}
-  figure.legend(handles=marks, frameon=False, labelcolor=_INK, **place)
 
 
 def cost_bars(table: Mapping[str, Any]) -> Figure:

@@ -81,7 +81,7 @@ def test_nonsense_is_refused_and_never_raised(tag, form, text):
 
 
 def test_no_name_is_in_two_places():
-  names = [name for spec in SPECS.values() for name in spec.augmentation.names]
+  names = [name for spec in SPECS.values() for name in spec.choices.names]
   assert len(names) == len(set(names))
   assert not {*names, *SPECS} & {*roles.ROLES, roles.OBSERVATION, roles.START}
   assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in (*names, *SPECS))

@@ -89,25 +89,6 @@ def test_pyplot_is_never_imported():
   assert out.stdout.strip() == "False", out.stderr
 
 
-def test_seed_points_have_a_mark_for_each_seed_an_interval_and_the_first_mean():
-  row = {"mean": 0.5, "ci95": [0.4, 0.7], "by_seed": {0: 0.4, 1: 0.6, 2: None}}
-  none = {"mean": None, "ci95": None, "by_seed": {0: None}}
-  figure = plots.seed_points(
-    {"full": {"a": row, "b": row}, "none": {"a": none, "b": row}}, {"a": "A", "b": "B"}
-  )
-  left, right = figure.axes
-  assert [t.get_text() for t in left.get_yticklabels()] == ["full", "none"]
-  assert (left.get_xlabel(), right.get_xlabel()) == ("A", "B")
-  seeds = [list(x.get_xdata()) for x in left.lines if x.get_marker() == "|"]
-  assert [0.4, 0.6] in seeds
-  for axis, rows in ((left, [0]), (right, [0, 1])):  # without a mean, no point
-    assert [x.get_ydata()[0] for x in axis.lines if x.get_marker() == "o"] == rows
-  dashed = [x for x in left.lines if x.get_linestyle() == "--"]
-  assert len(dashed) == 1 and set(dashed[0].get_xdata()) == {0.5}
-  (bar,) = [c for c in left.collections]
-  assert [list(p) for p in bar.get_segments()[0]] == [[0.4, 0.0], [0.7, 0.0]]
-
-
 def test_a_smoothed_line_begins_and_ends_where_the_points_do():
   rows = [{"step": i, "loss": 7.0 / (i + 1)} for i in range(400)]
   figure = plots.curves(rows, {"nats": {"loss": "loss"}}, logarithmic=("nats",))

@@ -12,7 +12,6 @@ from imported import UNIFIED, read, row_of
 
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
-from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import Author
 from coa_jax.teacher.tool_augmentation import augment
 
@@ -74,9 +73,3 @@ def test_a_layout_that_cannot_hold_a_call_is_not_drawn():
   assert len(drawn) == 4 and "the program and nothing else" not in drawn
   t.calls[0].arguments = "no program"
   assert augment(t, UNIFIED, 1, 0) is None
-
-
-def test_no_two_tools_can_be_called_the_same():
-  called = [name for spec in SPECS.values() for name in spec.choices(False).names]
-  assert len(called) == len(set(called))
-  assert not set(called) & {*roles.ROLES, roles.OBSERVATION}
