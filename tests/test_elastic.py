@@ -30,8 +30,11 @@ TOLERANCE = 2e-5
 def configs(tmp_path_factory) -> dict[str, str]:
   """Config files of runs with batches for 1, 2 and 4 processes."""
   folder = tmp_path_factory.mktemp("inputs")
-  of_rl = guessing.rl_config(folder, steps=100).to_dict()
-  of_rl["optim"] = dict(lr=1e-3)
+  # Another number of devices moves weights by less than 1e-7 of their size. Few draws
+  # of this policy are near a border between two tokens: moved by 1e-4, it draws the
+  # same ones. A policy of 100 steps drew others from 3e-6 on, and once from rounding.
+  of_rl = guessing.rl_config(folder).to_dict()
+  of_rl["optim"] = dict(lr=3e-4)
   of_rl["algo"] |= dict(steps=STEPS["rl"], keep_every=1)
   of_rl["algo"]["sampling"] |= dict(prompts=4, samples=4, filter_groups=False)
   of_rl["algo"]["batch"] = dict(rows=4, length=toy.MAX_LEN)
@@ -119,13 +122,14 @@ def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
 
   # --- The same rows, tasks and tokens, so the losses of the uninterrupted run.
   assert {row["devices"] for row in expected} == {2}
+  if journey == "rl":
+    for step in range(steps):
+      assert played(workdir, step) == played(whole, step), f"step {step}"
   for name in ("loss", "grad_norm"):
     values = [[row[name] for row in log] for log in (rows, expected)]
     np.testing.assert_allclose(*values, rtol=TOLERANCE, atol=TOLERANCE)
-  if journey == "rl":
-    assert len({row["loss"] for row in rows}) > steps / 2  # it learns something
-    for step in range(steps):
-      assert played(workdir, step) == played(whole, step)
+    if journey == "rl":  # it learns something, and not the same in each step
+      assert len({round(value, 4) for value in values[0]}) > steps / 2
   results = json.loads((workdir / "process_3" / "results.json").read_text())
   assert results["steps"] == steps
 
