@@ -230,10 +230,15 @@ def play(folder, tok, length: int, **load) -> Played:
   played = [t for group in groups for t in group]
   scored = batching.batches(played, 2, length, [1.0] * 6, worker.constraint)
   constraint = on_device(worker.constraint)
-  program = jax.jit(log_probs.token_logps, static_argnums=(0, 3, 4))
+
+  @jax.jit
+  def score(params, batch):
+    args = (1.0, None, Truncation(), constraint)
+    return log_probs.token_logps(cfg, params, batch, *args)[0]
+
   diffs = []
   for batch in scored:
-    logp_BT = program(cfg, params, batch, 1.0, None, Truncation(), constraint)[0]
+    logp_BT = score(params, batch)
     wrote = batch.loss_mask_BT > 0
     diffs.append(np.abs(np.asarray(logp_BT) - batch.logp_BT)[wrote])
   return Played(played, worker.constraint, np.concatenate(diffs))
