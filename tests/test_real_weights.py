@@ -275,7 +275,8 @@ def test_all_that_is_sampled_under_the_grammar_parses(played, tok):
 def test_the_learner_has_the_samplers_log_probs(played):
   diff = played.logp_diff
   print(f"\nfloat32, {diff.size} tokens: mean {diff.mean():.1e}, most {diff.max():.1e}")
-  assert diff.max() <= 2e-5
+  # As docs/config.md says of two float32 programs; the toy models keep to 2e-5.
+  assert diff.max() <= 1e-4
 
 
 @pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
