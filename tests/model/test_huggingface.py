@@ -6,7 +6,6 @@ Both sides read the same folder, whose config.json is drawn (drawn.py).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import pathlib
 from typing import Any
@@ -18,27 +17,22 @@ import pytest
 import toy
 from safetensors.numpy import load_file
 
-from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
-from coa_jax.model import decode_params, transformer
-from coa_jax.model.cache import KVCache
-from coa_jax.model.config import Llama3Rope, LoadConfig, ModelConfig
+from coa_jax.model import transformer
+from coa_jax.model.config import Llama3Rope, LoadConfig
 from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.io import load_model, save_model
-from coa_jax.model.transformer import Transformer
 from coa_jax.model.variants import VARIANTS, variant
-from coa_jax.rollout import sampler
 
 torch = pytest.importorskip("torch")
 
 import transformers  # noqa: E402
+from comparing import TOLERANCE, difference, greedy, ours, rms, rows, theirs  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-# Of the largest logit; both sides compute in float32.
-TOLERANCE = 2e-5
 # Of the largest entry of each gradient.
 GRADIENT_TOLERANCE = 1e-5
 # Tokens of the sequences; together they fill a row of PACKED but for 2.
@@ -62,57 +56,10 @@ def folder(path: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Any:
   return model.eval()
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits(cfg: ModelConfig, params, tokens_BT, position_BT, segment_BT) -> jax.Array:
-  """Ours."""
-  model = Transformer(cfg)
-  hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
-  return model.apply({"params": params}, hidden, method="logits")
-
-
 def sequences(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[np.ndarray]:
   """Random token ids."""
   rng = np.random.default_rng(seed)
   return [rng.integers(0, drawn.VOCABULARY, n).astype(np.int32) for n in lengths]
-
-
-def rows(packed: list[list[np.ndarray]], length: int) -> batching.Batch:
-  """Rows of several sequences each, padded on the right."""
-  out = batching.empty(len(packed), length)
-  for r, members in enumerate(packed):
-    at = 0
-    for number, ids in enumerate(members, 1):
-      end = at + len(ids)
-      out.tokens_BT[r, at:end], out.segment_BT[r, at:end] = ids, number
-      out.position_BT[r, at:end] = np.arange(len(ids))
-      out.loss_mask_BT[r, at + 1 : end] = 1.0  # a first token is given
-      at = end
-  return out
-
-
-def ours(cfg: ModelConfig, params, batch: batching.Batch) -> list[np.ndarray]:
-  """The logits of every sequence of a batch, in order."""
-  out = logits(cfg, params, batch.tokens_BT, batch.position_BT, batch.segment_BT)
-  out_BTV, found = np.asarray(out), []
-  for row, segment_T in zip(out_BTV, batch.segment_BT, strict=True):
-    found += [row[segment_T == n] for n in range(1, segment_T.max() + 1)]
-  return found
-
-
-def theirs(model, ids: list[np.ndarray]) -> list[np.ndarray]:
-  """The logits of sequences in one batch, padded on the right and masked."""
-  batch = rows([[x] for x in ids], max(map(len, ids)))
-  mask = torch.tensor(batch.segment_BT)
-  with torch.no_grad():
-    out = model(torch.tensor(batch.tokens_BT), attention_mask=mask).logits
-  out_BTV = out.float().numpy()
-  return [row[: len(x)] for row, x in zip(out_BTV, ids, strict=True)]
-
-
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-  """The largest, relative to the largest entry of b."""
-  assert a.shape == b.shape
-  return float(np.abs(a - b).max() / np.abs(b).max())
 
 
 def test_the_draw_has_everything():
@@ -271,11 +218,6 @@ def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
   assert np.abs(mine - exact).max() <= 2 * np.abs(other - exact).max()
 
 
-def rms(x: np.ndarray) -> float:
-  """The root of the mean square."""
-  return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
-
-
 @pytest.mark.parametrize("seed", [drawn.with_everything(), 5, 14])
 def test_greedy_decoding_is_the_same(tmp_path, seed: int):
   model = folder(tmp_path, drawn.CONFIGS[seed])
@@ -293,42 +235,6 @@ def test_greedy_decoding_is_the_same(tmp_path, seed: int):
     )
     assert mine == out[0, len(ids) :].tolist()
     assert len(mine) == new
-
-
-def greedy(
-  cfg: ModelConfig, params, prompts: list[np.ndarray], new: int
-) -> list[list[int]]:
-  """What the sampler draws at temperature 0, one slot for each prompt."""
-  B, longest = len(prompts), max(map(len, prompts))
-  batch = rows([[ids] for ids in prompts], longest)
-  last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
-  (params,) = decode_params.decoding_views(cfg, params)
-  table_BC = np.arange(B, dtype=np.int32)[:, None]  # a page for each
-  cache = sampler.extend(
-    cfg,
-    params,
-    KVCache.empty(cfg, B, longest + new),
-    table_BC,
-    batch.tokens_BT,
-    np.zeros(B, np.int32),
-    last_B,
-  )
-  state = sampler.SamplerState(
-    length_B=last_B,
-    pending_B=np.array([ids[-1] for ids in prompts], np.int32),
-    limit_B=np.full(B, longest + new, np.int32),
-    seed_B=np.zeros(B, np.uint32),
-    sequence_B=np.arange(B).astype(np.uint32),
-    temperature_B=np.zeros(B, np.float32),
-    automaton_B=np.zeros(B, np.int32),
-    active_B=np.ones(B, bool),
-    grammar_B=np.zeros(B, np.int32),
-  )
-  nothing = np.zeros((1, 1), np.int32)  # one state, which no token stops
-  tables = sampler.Tables(np.zeros(cfg.vocab_size, np.int32), nothing, nothing)
-  free_BW = np.full((B, new), -1, np.int32)
-  out = sampler.window(cfg, params, cache, table_BC, state, tables, free_BW)[2]
-  return np.asarray(out.token_BW).tolist()
 
 
 _LLAMA = {"qk_norm": False, "llama3": Llama3Rope(8.0, 32, 1.0, 4.0)}
