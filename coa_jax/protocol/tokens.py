@@ -37,6 +37,10 @@ PAD = "<|endoftext|>"
 MIN_OBSERVATION = 80
 # Bytes that UTF-8 text can have.
 _UTF8 = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
+# A tokenizer may lack these (SmolLM2's has 8 fewer), for they are in no character but
+# those here: control characters, and planes of Unicode that hold none.
+_RARE = {b: chr(b) for b in {*range(32), 127} - set(b"\t\n\r")}
+_RARE |= {0xF1: "\U00040000-\U0007ffff", 0xF2: "\U00080000-\U000bffff"}
 
 _Part = tuple[str, bool]  # text, and whether what spells a control token is one
 
@@ -100,7 +104,7 @@ class Tokenizer:
       else:
         loaded = cls(hf, kind)
       # Fails here where a token is no run of bytes.
-      missing = _UTF8 - {text[0] for text in loaded.bytes_of if len(text) == 1}
+      missing = loaded._missing - set(_RARE)
     except Exception as e:  # the libraries raise errors of no class of their own
       reason = " ".join(f"{e!r:.200}".split())
       raise ValueError(f"{file} and {_CONFIG}: no usable tokenizer ({reason})") from e
@@ -157,11 +161,11 @@ class Tokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Ids of trusted text: tags and control tokens count as such."""
-    return _ids(self._trusted, [text])[0]
+    return self._ids(self._trusted, [text])[0]
 
   def encode_untrusted(self, text: str) -> list[int]:
     """Ids of foreign text: whatever it spells, it is only text."""
-    return _ids(self._untrusted, [text])[0]
+    return self._ids(self._untrusted, [text])[0]
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, control tokens included; broken UTF-8 is replaced."""
@@ -182,6 +186,31 @@ class Tokenizer:
       else:
         out[i] = bytes(to_byte[c] for c in token)
     return out
+
+  @functools.cached_property
+  def _missing(self) -> frozenset[int]:
+    """Bytes of UTF-8 that no token stands for."""
+    return _UTF8 - {text[0] for text in self.bytes_of if len(text) == 1}
+
+  @functools.cached_property
+  def _unspelt(self) -> re.Pattern[str] | None:
+    """Matches a character of `_RARE` that has no tokens; None if all have."""
+    ranges = "".join(_RARE[b] for b in sorted(self._missing & set(_RARE)))
+    return re.compile(f"[{ranges}]") if ranges else None
+
+  def _spelt(self, text: str) -> str:
+    """The text, with "?" for each character that no ids can spell."""
+    # A lone surrogate (JSON can hold one) is no text to a tokenizer.
+    text = text.encode("utf-8", "replace").decode()
+    return self._unspelt.sub("?", text) if self._unspelt else text
+
+  def _ids(
+    self, tokenizer: tokenizers.Tokenizer, texts: Sequence[str]
+  ) -> list[list[int]]:
+    # As `encode`, without the offsets that nobody asks for: a tenth to a fifth faster.
+    whole = [self._spelt(text) for text in texts]
+    encodings = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
   @functools.cached_property
   def _longest(self) -> int:
@@ -305,8 +334,8 @@ class Tokenizer:
         untrusted.append(text)
 
     # --- Their ids, in the order in which they came.
-    ids_of_trusted = iter(_ids(self._trusted, trusted))
-    ids_of_untrusted = iter(_ids(self._untrusted, untrusted))
+    ids_of_trusted = iter(self._ids(self._trusted, trusted))
+    ids_of_untrusted = iter(self._ids(self._untrusted, untrusted))
     out = []
     for _, is_trusted in parts:
       if is_trusted:
@@ -364,7 +393,7 @@ class Tokenizer:
 
   def _spellings(self, text: str) -> set[str]:
     """What the ids of a text may spell: itself, and as it is normalized (Qwen: NFC)."""
-    text = _bytes(text).decode()
+    text = self._spelt(text)
     normalizer = self._trusted.normalizer
     if normalizer is None:
       return {text}
@@ -420,13 +449,6 @@ def _wrapped(content: str) -> str:
   return roles.wrap(roles.OBSERVATION, roles.escape(content))
 
 
-def _ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-  # As `encode`, without the offsets that nobody asks for: a tenth to a fifth faster.
-  whole = [_bytes(text).decode() for text in texts]
-  encodings = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
-  return [encoding.ids for encoding in encodings]
-
-
 def _parts(text: str) -> list[_Part]:
   """Of an observation as `_wrapped` writes it, only the tags are trusted."""
   opening = roles.open_tag(roles.OBSERVATION)
@@ -437,11 +459,6 @@ def _parts(text: str) -> list[_Part]:
   if start < 0 or end < content:  # not as `_wrapped` writes it: no tag is trusted
     return [(text, False)]
   return [(text[:content], True), (text[content:end], False), (text[end:], True)]
-
-
-def _bytes(text: str) -> bytes:
-  # A lone surrogate (JSON can hold one) is no text to a tokenizer; it becomes "?".
-  return text.encode("utf-8", "replace")
 
 
 _NAMES = "|".join((*roles.ROLES, *roles.TOOLS))

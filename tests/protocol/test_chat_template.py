@@ -11,7 +11,7 @@ import toy
 
 from coa_jax.protocol import chat_template, prompts, roles, tokens
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.protocol.trajectory import Author, Segment
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 SAYS = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 # Llama 3.2 asks whether it is told the day, or knows it.
@@ -204,13 +204,37 @@ def test_a_tokenizer_that_keeps_text_is_read(tmp_path, field, value):
   assert prompt(tokenizer) == "<|im_start|>Who?<|im_end|>"
 
 
-def test_a_vocabulary_without_some_bytes_is_refused(tmp_path):
-  path = folder(tmp_path, SAYS)
-  state = json.loads((tmp_path / "tokenizer.json").read_text())
-  state["model"]["vocab"].pop("z")
-  (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+def without(path, *bytes_: str) -> str:
+  """A tokenizer folder whose vocabulary lacks bytes, as GPT-2's alphabet has them."""
+  written = folder(path, SAYS)
+  state = json.loads((path / "tokenizer.json").read_text())
+  vocab = state["model"]["vocab"]
+  for n, byte in enumerate(bytes_, 2):  # a piece that no merge makes has its id
+    vocab["?" * n] = vocab.pop(byte)
+  (path / "tokenizer.json").write_text(json.dumps(state))
+  return written
+
+
+def test_a_vocabulary_without_bytes_of_text_is_refused(tmp_path):
   with pytest.raises(ValueError, match=r"1 bytes have no token \(the first is 122\)"):
-    Tokenizer.load(path)
+    Tokenizer.load(without(tmp_path, "z", "\u0104"))
+
+
+def test_characters_that_no_token_spells_become_question_marks(tmp_path):
+  """SmolLM2's vocabulary lacks bytes of control characters and of empty planes."""
+  tokenizer = Tokenizer.load(without(tmp_path, "\u0104", "\u00f1", "\u00f2"))
+  text = "a\x04b\U00040000\U000bffff\x05\U0003ffff\U000c0000\u00f1<think>\x04"
+  spelt = "a?b??\x05\U0003ffff\U000c0000\u00f1<think>?"
+  ids = tokenizer.encode(text)
+  assert tokenizer.decode(ids) == spelt
+  assert tokenizer.decode(tokenizer.encode_untrusted(text)) == spelt
+  # The text of a segment stays as it was, and its ids are this tokenizer's.
+  written = Trajectory("t", [Segment(Author.POLICY, "", text)])
+  tokenizer.encode_trajectory(written)
+  assert written.segments[0].text == text and written.segments[0].ids == ids
+  tokenizer.check_ids(written)
+  every = Tokenizer.load(folder(tmp_path, SAYS))
+  assert every.decode(every.encode(text)) == text
 
 
 def test_instructions_stand_inside_the_frame(tmp_path):
