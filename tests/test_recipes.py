@@ -78,6 +78,7 @@ def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
   [
     "rl_own_tool",
     pytest.param("rl_gsm8k", marks=pytest.mark.slow),
+    pytest.param("rl_smollm2", marks=pytest.mark.slow),
     pytest.param("rl_afm:web:32b", marks=pytest.mark.slow),
     pytest.param("rl_afm:mhqa", marks=pytest.mark.slow),
     pytest.param("rl_afm:code:1.5b", marks=pytest.mark.slow),
@@ -89,7 +90,7 @@ def test_rl_makes_its_two_updates(home, tmp_path, recipe):
   assert results["steps"] == 2, results
 
 
-@pytest.mark.parametrize("recipe", ["sft_afm:mhqa:7b"])
+@pytest.mark.parametrize("recipe", ["sft_afm:mhqa:7b", "sft_smollm2"])
 def test_sft_trains_on_trajectories(home, tmp_path, recipe):
   config = tiny(home, recipe)
   config.data.trajectories = str(home / "trajectories.jsonl")
