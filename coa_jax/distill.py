@@ -60,6 +60,8 @@ from coa_jax.teacher.filters import (
   filter_trajectories,
   stages,
 )
+from coa_jax.teacher.gsm8k_numbers import with_new_numbers
+from coa_jax.teacher.gsm8k_programs import Gsm8kPrograms
 from coa_jax.teacher.gsm8k_replay import Gsm8kReplay
 from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
@@ -68,7 +70,7 @@ from coa_jax.teacher.outcomes import figures as outcome_figures
 from coa_jax.teacher.runs import Run, RunFile
 from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 from coa_jax.teacher.select import Selection, figures, select_all
-from coa_jax.teacher.settings import TeacherConfig
+from coa_jax.teacher.settings import GSM8K_PROGRAMS, TeacherConfig
 from coa_jax.teacher.token_meter import Encode, encoder
 from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
 from coa_jax.teacher.violations import ViolationInspector, ViolationsConfig
@@ -190,7 +192,7 @@ def run(
   # --- Read the config, and refuse what can not work, before anything is spent.
   settings = read_config(config, DistillConfig)
   teacher = settings.teacher
-  tasks = select_tasks(settings.tasks)
+  tasks = with_new_numbers(select_tasks(settings.tasks), teacher.new_numbers)
   say(describe_tasks(tasks))
   _check_host(teacher, tasks)
   # The dialect that trajectories will speak, with the tools that answer here.
@@ -386,6 +388,8 @@ def _backends(
   try:
     if settings.teacher.backend == "gsm8k_replay":
       return [Gsm8kReplay(tasks)] * samples
+    if settings.teacher.backend == GSM8K_PROGRAMS:
+      return [Gsm8kPrograms(tasks, sample) for sample in range(samples)]
     # A script's choices are keyed by the sample.
     scripted = settings.scripted or ScriptedConfig()
     return [ScriptedBackend(tasks, scripted, s) for s in range(samples)]

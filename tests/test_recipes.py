@@ -80,6 +80,7 @@ def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
   [
     "rl_own_tool",
     pytest.param("rl_gsm8k", marks=pytest.mark.slow),
+    pytest.param("rl_smollm2", marks=pytest.mark.slow),
     pytest.param("rl_afm:web:32b", marks=pytest.mark.slow),
     pytest.param("rl_afm:mhqa", marks=pytest.mark.slow),
     pytest.param("rl_afm:code:1.5b", marks=pytest.mark.slow),
@@ -106,7 +107,7 @@ def test_the_tool_of_the_recipe_counts_days_and_says_what_is_no_date():
       call(wrong, "2024-03-01")
 
 
-@pytest.mark.parametrize("recipe", ["sft_afm:mhqa:7b"])
+@pytest.mark.parametrize("recipe", ["sft_afm:mhqa:7b", "sft_smollm2"])
 def test_sft_trains_on_trajectories(home, tmp_path, recipe):
   config = tiny(home, recipe)
   config.data.trajectories = str(home / "trajectories.jsonl")

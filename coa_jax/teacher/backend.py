@@ -1,7 +1,8 @@
 """What answers a team's agents: messages in, one reply out, and how that can fail.
 
 `llm.ChatBackend` (an OpenAI-compatible endpoint), `scripted.ScriptedBackend`,
-`gsm8k_replay.Gsm8kReplay` and `cloze.answer` are such backends.
+`gsm8k_replay.Gsm8kReplay`, `gsm8k_programs.Gsm8kPrograms` and `cloze.answer` are such
+backends.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _OBSERVED = f"[{runs.OBSERVATION} {runs.CODE}]\n"
 _QUESTION = re.compile(r"^Question: (.*)\nTools: ", re.DOTALL)
 _NOTE = re.compile(r"<<([^<>\n]*)>>")
 _FINAL = re.compile(r"\n?#### *(.*?)\s*$")
-_NUMBER = re.compile(r"(?<![\d.,])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+NUMBER = re.compile(r"(?<![\d.,])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 _WRITTEN = re.compile(r"\s*[-$]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 _BECAUSE = re.compile(r" (?:because|since)\b( .+)?$")
 _VALUE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?|[+-]?\d+/\d+")
@@ -129,34 +129,37 @@ class Gsm8kReplay:
     if isinstance(solution, Unsolvable):
       raise Unsolvable(solution.reason, solution.detail)
     replies = sum(m.role == "assistant" for m in messages)
-    return Reply(_reply(agent, solution, replies, messages[-1].content))
+    output = messages[-1].content.rpartition(_OBSERVED)[2].strip()
+    return Reply(self._reply(agent, question[1], solution, replies, output))
+
+  def _reply(
+    self, agent: str, question: str, solution: Solution, replies: int, output: str
+  ) -> str:
+    """An agent's next reply after so many, and after a program's output."""
+    del question
+    steps = solution.steps
+    if agent == runs.PLANNER:
+      return " ; ".join(step.goal for step in steps)
+    if agent == runs.CODE:
+      return tool_bodies.render_code(f"print({steps[replies].program})")
+    if agent == runs.REFLECTOR:
+      check_output(steps[replies], output)
+      return steps[replies].finding
+    if agent == runs.SOLVER:
+      return f"ANSWER: {steps[-1].value}"
+    if agent == runs.VERIFIER:
+      return "SCORE: 4"  # `read_solution` has seen to it
+    # The orchestrator: the planner, the code agent once for every note, the solver.
+    if replies == 0:
+      return f"NEXT: {runs.PLANNER}"
+    if replies <= len(steps):
+      return f"NEXT: {runs.CODE}\nREASON: {steps[replies - 1].thought}"
+    return f"NEXT: {runs.SOLVER}\nREASON: {solution.rest or _DONE}"
 
 
-def _reply(agent: str, solution: Solution, replies: int, message: str) -> str:
-  """An agent's next reply after so many, to the last message that it was sent."""
-  steps = solution.steps
-  if agent == runs.PLANNER:
-    return " ; ".join(step.goal for step in steps)
-  if agent == runs.CODE:
-    return tool_bodies.render_code(f"print({steps[replies].program})")
-  if agent == runs.REFLECTOR:
-    _check(steps[replies], message.rpartition(_OBSERVED)[2].strip())
-    return steps[replies].finding
-  if agent == runs.SOLVER:
-    return f"ANSWER: {steps[-1].value}"
-  if agent == runs.VERIFIER:
-    return "SCORE: 4"  # `read_solution` has seen to it
-  # The orchestrator: the planner, the code agent once for every note, the solver.
-  if replies == 0:
-    return f"NEXT: {runs.PLANNER}"
-  if replies <= len(steps):
-    return f"NEXT: {runs.CODE}\nREASON: {steps[replies - 1].thought}"
-  return f"NEXT: {runs.SOLVER}\nREASON: {solution.rest or _DONE}"
-
-
-def _check(step: Step, output: str) -> None:
+def check_output(step: Step, output: str) -> None:
   """Raises Unsolvable unless a program's output is what the step's note claims."""
-  value = _value(output)
+  value = value_of(output)
   if value is None:
     raise Unsolvable("program_failed", f"print({step.program}): {output[-200:]}")
   claimed = fractions.Fraction(step.value)
@@ -197,9 +200,9 @@ def read_solution(text: str) -> Solution:
   notes = []
   for match in _NOTE.finditer(body):
     expression, equals, value = match[1].rpartition("=")
-    if not equals or _value(value) is None:
+    if not equals or value_of(value) is None:
       raise Unsolvable("broken_note", match[0])
-    if "/" not in expression and _value(expression) is not None:
+    if "/" not in expression and value_of(expression) is not None:
       continue
     program = arithmetic(expression)
     if program is None:
@@ -211,7 +214,7 @@ def read_solution(text: str) -> Solution:
     raise Unsolvable("broken_note", "a note that is not closed")
   if not notes:
     raise Unsolvable("no_program", "no note holds a calculation")
-  if _value(answer) != _value(notes[-1].value):
+  if value_of(answer) != value_of(notes[-1].value):
     detail = f"the answer is {answer!r}, the last value {notes[-1].value}"
     raise Unsolvable("answer_not_computed", detail)
   return _solution(body, notes)
@@ -226,7 +229,7 @@ def _solution(body: str, notes: Sequence[_Note]) -> Solution:
     between = body[note.end : end]
     # The solutions write a value in the note and again after it.
     repeated = _WRITTEN.match(between)  # `<<2*3=6>>6 eggs`
-    if repeated and _value(repeated[0]) == _value(note.value):
+    if repeated and value_of(repeated[0]) == value_of(note.value):
       between = between[repeated.end() :]
     after, newline, rest = between.partition("\n")
     if end < len(body) and not newline:  # the next note is on the same line
@@ -286,12 +289,12 @@ def _without_result(line: str, value: str) -> str:
   match = _BECAUSE.search(line)
   if match is None:
     return line
-  claimed = _value(value)
+  claimed = value_of(value)
 
   def hide(number: re.Match[str]) -> str:
-    return _UNKNOWN if _value(number[0]) == claimed else number[0]
+    return _UNKNOWN if value_of(number[0]) == claimed else number[0]
 
-  claim = _NUMBER.sub(hide, line[: match.start()])
+  claim = NUMBER.sub(hide, line[: match.start()])
   return claim + match[0] if match[1] else claim
 
 
@@ -350,7 +353,7 @@ def _plain_tree(node: ast.expr) -> bool:
   return False
 
 
-def _value(text: str) -> fractions.Fraction | None:
+def value_of(text: str) -> fractions.Fraction | None:
   """The exact value of a number as people and Python write it; None for all else."""
   text = text.strip().removeprefix("$").replace(",", "")
   if not _VALUE.fullmatch(text):  # `Fraction` reads more: 1_000, other scripts' digits
@@ -369,7 +372,7 @@ def _rounding(value: str) -> fractions.Fraction:
 
 def _plain(value: str) -> str:
   """A number as a decimal without needless zeros; a fraction stays one."""
-  exact = _value(value)
+  exact = value_of(value)
   try:
     shown = decimal.Decimal(value.strip().removeprefix("$").replace(",", ""))
   except decimal.InvalidOperation:

@@ -10,7 +10,8 @@ from coa_jax.protocol.roles import Variant
 from coa_jax.teacher.agents import TeamConfig
 from coa_jax.teacher.prompts import review_style
 
-BACKENDS = ("scripted", "gsm8k_replay", "chat")
+GSM8K_PROGRAMS = "gsm8k_programs"
+BACKENDS = ("scripted", "gsm8k_replay", GSM8K_PROGRAMS, "chat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +21,14 @@ class TeacherConfig:
   Attributes:
     backend: what plays the team's agents: "scripted" (section `scripted`; tasks of the
       generated world only), "gsm8k_replay" (tasks with worked solutions, such as
-      GSM8K's training rows) or "chat" (section `chat`; any OpenAI-compatible endpoint).
+      GSM8K's training rows; a program for each note), "gsm8k_programs" (the same, one
+      program for all notes) or "chat" (section `chat`; any OpenAI-compatible endpoint).
     samples: runs per task.
     select: True to keep one of them, chosen by a list-wise selector (best of N); for
       backend "chat" only.
     facts: whether plans begin with the facts that are known and needed; for "chat".
+    new_numbers: copies of each question with other numbers, where they can be changed;
+      for "gsm8k_programs" only.
     workers: runs at once.
     variant: the dialect of the trajectories.
     prompt: the style of their prompt; see `protocol.prompts`.
@@ -39,6 +43,7 @@ class TeacherConfig:
   samples: int = bounded(1, least=1)
   select: bool = False
   facts: bool = False
+  new_numbers: int = bounded(0, least=0)
   workers: int = bounded(4, least=1)
   variant: str = "unified"
   prompt: str = choice("brief", of=STYLES)
@@ -53,6 +58,10 @@ class TeacherConfig:
     check_fields(self)
     if self.backend != "chat" and (self.select or self.facts):
       raise ValueError(f"select and facts ask for backend 'chat', not {self.backend!r}")
+    if self.new_numbers and self.backend != GSM8K_PROGRAMS:
+      raise ValueError(
+        f"new_numbers asks for backend {GSM8K_PROGRAMS!r}, not {self.backend!r}"
+      )
     if self.select and self.samples < 2:
       raise ValueError("select chooses among samples: set samples to 2 or more")
 

@@ -1,0 +1,45 @@
+"""Evaluation on GSM8K's 1,319 test questions with the code tool, greedily.
+
+  python -m experiments.evaluate --config=configs/evaluate_smollm2.py \
+    --workdir=runs/smollm2/eval
+
+Takes what configs/rl_smollm2.py writes; after SFT alone
+--config.init=runs/smollm2/sft/model, before any training
+--config.init=models/SmolLM2-135M-Instruct. Attempts at temperature 1, for avg@4 and
+pass@8: --config.eval.greedy=False --config.eval.samples=8 --config.tasks.limit=256.
+What the model can do alone: --config.tools.enabled=False. Give each a workdir of its
+own. ":cpu" is for two cores.
+Expect: not measured yet.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` "cpu" decodes in float32, "tiny" plays 4 tasks."""
+  if arg not in ("", "cpu", "tiny"):
+    raise ValueError(f"evaluate_smollm2 answers '', 'cpu' and 'tiny', not {arg!r}")
+  tiny = arg == "tiny"
+  config = ml_collections.ConfigDict()
+  config.init = "runs/smollm2/rl/model"
+  config.model = dict(
+    dtype="float32" if arg else "bfloat16",
+    remat="none",
+    scan=True,
+  )
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
+  config.rollout = dict(
+    variant="unified-plan-reflection-suggested_answer-double_check",
+    style="brief",
+    constrain=True,
+    slots={"": 512, "cpu": 64, "tiny": 4}[arg],
+    window=16,
+    max_len=448,
+    max_calls=2,
+    observation_tokens=80,
+    seed=1,
+  )
+  config.tools = dict(tools=("code",), workers=2 if arg else 16, enabled=True)
+  config.tasks = dict(uri="data/gsm8k/test.jsonl", limit=4 if tiny else 0, seed=0)
+  config.eval = dict(greedy=True, samples=0)
+  return config

@@ -1,0 +1,73 @@
+"""RL of the SFT model of configs/sft_smollm2.py on GSM8K with the code tool: GRPO.
+
+  python -m experiments.rl --config=configs/rl_smollm2.py --workdir=runs/smollm2/rl
+
+Learns from the questions of configs/distill_smollm2.py, dev plays those it holds out.
+Advantages are not divided by the group's deviation, and the answer alone counts.
+":cpu" is for two cores and takes an hour.
+Expect: not measured yet.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` "cpu" takes fewer questions, "tiny" makes 2 updates.
+
+  budget: a config is one list.
+  """
+  if arg not in ("", "cpu", "tiny"):
+    raise ValueError(f"rl_smollm2 answers '', 'cpu' and 'tiny', not {arg!r}")
+  tiny = arg == "tiny"
+  config = ml_collections.ConfigDict()
+  config.init = "runs/smollm2/sft/model"
+  config.model = dict(
+    dtype="float32" if arg else "bfloat16",
+    remat="none",
+    scan=True,
+  )
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
+  config.optim = dict(
+    name="adamw",
+    lr=5e-6,
+    warmup=1 if tiny else 3,
+    schedule="cosine",
+    final=0.1,
+  )
+  config.rollout = dict(
+    # One agent that thinks, runs programs and answers: the hyphens take agents away.
+    variant="unified-plan-reflection-suggested_answer-double_check",
+    style="brief",
+    constrain=True,
+    slots={"": 512, "cpu": 64, "tiny": 4}[arg],
+    window=16,
+    max_len=448,
+    max_calls=2,
+    observation_tokens=80,
+    seed=0,
+  )
+  config.tools = dict(tools=("code",), workers=2 if arg else 16)
+  config.reward = dict(shaping=dict(format="none"))
+  config.tasks = dict(uri="data/gsm8k/train_6973.jsonl")
+  config.algo = dict(
+    steps={"": 40, "cpu": 50, "tiny": 2}[arg],
+    sampling=dict(
+      prompts={"": 64, "cpu": 8, "tiny": 2}[arg],
+      samples=2 if tiny else 16,
+      rounds=1,
+    ),
+    loss=dict(advantage="dr_grpo", clip_low=0.2, clip_high=0.28),
+    batch=dict(
+      rows={"": 16, "cpu": 4, "tiny": 1}[arg],
+      length=512 if tiny else 1024,
+    ),
+  )
+  config.dev = dict(
+    every=1 if tiny else 10,
+    uri="data/gsm8k/dev.jsonl",
+    limit={"": 500, "cpu": 64, "tiny": 2}[arg],
+  )
+  config.checkpoint = dict(every=1 if tiny else 10, keep=1)
+  config.log = dict(wandb_project="")
+  config.watch = dict(stop=False)
+  return config

@@ -1,0 +1,49 @@
+"""SFT of SmolLM2-135M-Instruct on GSM8K's programs (configs/distill_smollm2.py).
+
+  hf download HuggingFaceTB/SmolLM2-135M-Instruct \
+    --local-dir=models/SmolLM2-135M-Instruct
+  python -m experiments.sft --config=configs/sft_smollm2.py \
+    --workdir=runs/smollm2/sft
+
+All weights: float32 parameters, on one GPU with products in bfloat16. Rows of 1,024
+tokens hold four or five trajectories. ":cpu" is for two cores and takes 1.7 hours of
+the three that configs/rl_smollm2.py:cpu ends.
+Expect: not measured yet.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` "cpu" trains less, in float32, "tiny" makes 2 updates."""
+  if arg not in ("", "cpu", "tiny"):
+    raise ValueError(f"sft_smollm2 answers '', 'cpu' and 'tiny', not {arg!r}")
+  tiny = arg == "tiny"
+  steps = {"": 1700, "cpu": 240, "tiny": 2}[arg]
+  config = ml_collections.ConfigDict()
+  config.init = "models/SmolLM2-135M-Instruct"
+  config.model = dict(
+    dtype="float32" if arg else "bfloat16",
+    remat="none",
+    scan=True,
+  )
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
+  config.optim = dict(
+    name="adamw",
+    lr=3e-4,
+    warmup=steps // 20,
+    schedule="cosine",
+    final=0.1,
+  )
+  config.data = dict(
+    trajectories="runs/smollm2/distill/trajectories.jsonl",
+    steps=steps,
+    rows={"": 16, "cpu": 8, "tiny": 2}[arg],
+    length=512 if tiny else 1024,
+    validation=2 if tiny else 128,
+    validate_every=1 if tiny else 200,
+    seed=0,
+  )
+  config.checkpoint = dict(every=2 if tiny else 400, keep=1)
+  config.log = dict(wandb_project="")
+  return config
