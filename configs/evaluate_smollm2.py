@@ -9,7 +9,8 @@ Takes what configs/rl_smollm2.py writes; after SFT alone
 pass@8: --config.eval.greedy=False --config.eval.samples=8 --config.tasks.limit=256.
 What the model can do alone: --config.tools.enabled=False. Give each a workdir of its
 own. ":cpu" is for two cores.
-Expect: not measured yet.
+Expect on one H100, after SFT: greedy 0.100 (95 % interval 0.085 to 0.117), no malformed
+call, 217 tokens a question. After RL: not measured yet.
 """
 
 import ml_collections

@@ -4,8 +4,9 @@
 
 Learns from the questions of configs/distill_smollm2.py, dev plays those it holds out.
 Advantages are not divided by the group's deviation, and the answer alone counts.
-":cpu" is for two cores and takes an hour.
-Expect: not measured yet.
+":cpu" is for two cores: an hour by an estimate.
+Expect: the whole was not run. Two updates on one H100 had reward 0.11 and 0.13 and half
+of their groups mixed; an update takes 6 s, compiling before it a minute and a half.
 """
 
 import ml_collections

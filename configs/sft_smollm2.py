@@ -6,9 +6,10 @@
     --workdir=runs/smollm2/sft
 
 All weights: float32 parameters, on one GPU with products in bfloat16. Rows of 1,024
-tokens hold four or five trajectories. ":cpu" is for two cores and takes 1.7 hours of
-the three that configs/rl_smollm2.py:cpu ends.
-Expect: not measured yet.
+tokens hold four or five trajectories. ":cpu" is for two cores: by an
+estimate 1.7 hours, and an hour more for configs/rl_smollm2.py:cpu.
+Expect on one H100: loss 0.17, validation loss 0.54 after 600 updates, 2 minutes; greedy
+0.100 of GSM8K's test questions (configs/evaluate_smollm2.py).
 """
 
 import ml_collections
@@ -19,7 +20,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if arg not in ("", "cpu", "tiny"):
     raise ValueError(f"sft_smollm2 answers '', 'cpu' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"
-  steps = {"": 1700, "cpu": 240, "tiny": 2}[arg]
+  steps = {"": 600, "cpu": 240, "tiny": 2}[arg]
   config = ml_collections.ConfigDict()
   config.init = "models/SmolLM2-135M-Instruct"
   config.model = dict(

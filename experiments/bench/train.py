@@ -224,7 +224,7 @@ def run() -> dict[str, Any]:
 NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
 
 if __name__ == "__main__":
-  # Not on import: `bench.mfu`, which imports this file, has no such flag.
+  # Not on import: `bench.gpu_work`, which imports this file, has no such flag.
   flags.DEFINE_string(
     "settings",
     "{}",

@@ -1,4 +1,4 @@
-"""What the contestants of `bench.train` and `bench.mfu` do: train on the same rows.
+"""What the contestants of `bench.train` and `bench.gpu` do: train on the same rows.
 
   PYTHON -m experiments.bench.train_work CONTESTANT FOLDER   (the benchmark starts it)
 

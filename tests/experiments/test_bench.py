@@ -7,8 +7,8 @@ other work. What a peer's process may do wrong is in test_bench_peers.
 from __future__ import annotations
 
 import json
-import math
 import pathlib
+import sys
 
 import ml_collections
 import pytest
@@ -21,8 +21,8 @@ from experiments.bench import (
   agentic,
   algorithms,
   async_rl,
-  decode,
-  mfu,
+  gpu_work,
+  peers,
   rl,
   rollout,
   train,
@@ -55,18 +55,8 @@ SMALLEST = {
     lambda: rl.measure("tiny", FIELDS, {}, [False], rounds=1, prompts=1, new=2),
     {"tools": "0 s"},
   ),
-  "decode": (
-    lambda: decode.measure(
-      "tiny 2", *decode.TINY["tiny 2"], {}, bandwidth=1e9, rounds=1, new=8
-    ),
-    {"case": "tiny 2"},
-  ),
-  "mfu": (
-    lambda: mfu.measure("tiny", mfu.TINY["tiny LoRA 1k"], {}, peak=1e12, rounds=1),
-    {"first_loss": pytest.approx(math.log(512), abs=0.3)},
-  ),
 }
-_SLOW = ("rollout", "uneven", "agentic", "rl", "decode", "mfu")
+_SLOW = ("rollout", "uneven", "agentic", "rl")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +71,18 @@ def test_our_worker_is_measured(name: str):
   rates = [v for k, v in row.items() if k.endswith("_per_second")]
   assert rates and all(rate > 0 for rate in rates)
   json.dumps(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["rates", "window", "train", "compile"])
+def test_a_stage_of_the_gpu_benchmark_writes_its_figures(stage, tmp_path, monkeypatch):
+  monkeypatch.setattr(peers, "available", lambda pythons: {})
+  figures = gpu_work.Figures(stage, str(tmp_path))
+  gpu_work.STAGES[stage](figures, sys.executable, ["tiny"])
+  assert figures.rows
+  assert json.loads((tmp_path / f"{stage}.json").read_text()) == figures.rows
+  numbers = [v for row in figures.rows for v in row.values() if isinstance(v, float)]
+  assert numbers and all(number > 0 for number in numbers)
 
 
 @pytest.mark.parametrize(

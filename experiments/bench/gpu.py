@@ -1,0 +1,99 @@
+"""What one GPU does with this project, torch measured in the same run.
+
+  python -m experiments.bench.gpu --out=DIR [--stages=rates,train] [--models=0.5b]
+    [--quick] [--torch_python=python3]   pip install torch transformers
+
+Stages, the most valuable first; each is a process of its own with a time limit, and
+writes DIR/STAGE.json after every figure, so a lost machine loses only what is left.
+
+  rates    Bytes/s of a copy, FLOP/s of products in bfloat16, TF32 and float32.
+  window   Decoding steps of Qwen2.5 0.5B and 1.5B sizes over 1,024 cached tokens:
+           time, and the share of it in which memory could have read the step's bytes.
+  train    SFT steps of the same sizes at 4,096 tokens beside transformers under
+           torch.compile: tokens/s, model FLOP utilisation (MFU), memory.
+  decode   Prompts of 128 tokens continued by 256: the scheduler as rollouts use it,
+           beside transformers' `generate` with a static cache.
+  compile  Every program of a 0.5B run's sampler, compiled from nothing.
+  correct  tests/test_gpu.py, each test by name.
+
+Weights are random, drawn on the device. MFU is the model's own arithmetic
+(`coa_jax.model.flops`) over the measured rate of a bfloat16 product. Without a GPU, and
+with --quick, models are tiny: their figures show only that the script works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import rich
+from absl import flags
+
+from coa_jax.report.tables import Table, rich_table
+from experiments.bench import peers
+from experiments.launch import run_program
+
+# Seconds that each stage may take by default.
+LIMITS = {
+  "rates": 40,
+  "window": 150,
+  "train": 240,
+  "decode": 240,
+  "compile": 200,
+  "correct": 240,
+}
+
+_OUT = flags.DEFINE_string("out", None, "Folder for the figures.", required=True)
+_STAGES = flags.DEFINE_list("stages", list(LIMITS), "Which, in this order.")
+_LIMIT = flags.DEFINE_integer("limit_s", 0, "Seconds that each stage may take.", 0)
+_QUICK = flags.DEFINE_bool("quick", False, "Tiny models, one round.")
+_MODELS = flags.DEFINE_list("models", [], "Sizes, 0.5b or 1.5b; both by default.")
+_TORCH = flags.DEFINE_string("torch_python", sys.executable, "Runs torch's worker.")
+
+
+@flags.validator("stages", message=f"accepted: {', '.join(LIMITS)}")
+def _known(stages: list[str]) -> bool:
+  return set(stages) <= set(LIMITS)
+
+
+def run_stage(stage: str, out: pathlib.Path) -> dict[str, Any]:
+  """Runs a stage in a process of its own; its figures, and how it ended."""
+  command = [sys.executable, "-m", "experiments.bench.gpu_work", stage, str(out)]
+  sizes = ["tiny"] if _QUICK.value else _MODELS.value or ["0.5b", "1.5b"]
+  command += [_TORCH.value, *sizes]
+  env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  limit = _LIMIT.value or LIMITS[stage]
+  began = time.monotonic()
+  with open(out / f"{stage}.log", "w") as log:
+    process = subprocess.Popen(
+      command, cwd=peers.ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+      ended = f"status {process.wait(limit)}"
+    except subprocess.TimeoutExpired:
+      os.killpg(process.pid, 9)
+      process.wait()
+      ended = f"stopped after {limit} s"
+  file = out / f"{stage}.json"
+  rows = json.loads(file.read_text()) if file.exists() else []
+  return {"ended": ended, "seconds": time.monotonic() - began, "rows": rows}
+
+
+def main() -> None:
+  out = pathlib.Path(_OUT.value)
+  out.mkdir(parents=True, exist_ok=True)
+  for stage in _STAGES.value:
+    result = run_stage(stage, out)
+    rows = result["rows"]
+    columns = {name: name for row in rows for name in row} or {"": "no figures"}
+    note = f"{result['ended']}, {result['seconds']:.0f} s; log: {stage}.log"
+    rich.print(rich_table(Table(stage, rows, columns, note)), flush=True)
+
+
+if __name__ == "__main__":
+  run_program(main)
