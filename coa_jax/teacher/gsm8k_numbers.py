@@ -3,6 +3,7 @@
 The numbers that a solution's notes calculate with and that stand in the question once
 are drawn anew, the notes are calculated again, and the text of question and solution is
 written with the new numbers. What a question says in words ("half", "a week") stays.
+A question is left out if its notes use a constant that it does not state.
 A draw is refused where a result is not positive any more, or no longer an integer.
 """
 
@@ -15,7 +16,7 @@ import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.backend import Unsolvable
@@ -68,7 +69,7 @@ def _copies(task: Task, copies: int) -> list[Task]:
   found: dict[str, Task] = {}
   for draw in range(_DRAWS):
     numbers = _drawn(changing, task.question, random.Random(f"{task.id} {draw}"))
-    numbers = _recalculated(solution, numbers, _asked(task.question))
+    numbers = _recalculated(solution, numbers, task.question)
     if numbers is not None:
       copy = _rewritten(task, numbers, changing, len(found) + 1)
       if copy.question != task.question:
@@ -126,27 +127,14 @@ def _drawn(
   return numbers
 
 
-def _asked(question: str) -> set[fractions.Fraction | None]:
-  """The numbers that a question has; with a percentage 1 and 100, too."""
-  asked = {value_of(number) for number in NUMBER.findall(question)}
-  if "%" in question or "percent" in question:
-    asked |= {fractions.Fraction(1), fractions.Fraction(100)}
-  return asked
-
-
 def _recalculated(
-  solution: Solution, numbers: _Numbers, asked: Collection[fractions.Fraction | None]
+  solution: Solution, numbers: _Numbers, question: str
 ) -> _Numbers | None:
   """Adds the new results of all notes; None if a result or a constant will not do.
 
   Every number has one new value, so that text can be rewritten number by number. A
-  constant that is neither in the question nor an earlier result may be a result that
-  has no note: with other numbers it would be wrong.
-
-  Args:
-    solution: of the task.
-    numbers: the drawn ones.
-    asked: the numbers of the question.
+  constant that is neither in the question, in digits or words, nor an earlier result
+  may be a result without a note: with other numbers it would be wrong.
   """
   numbers = dict(numbers)
   kept: set[fractions.Fraction] = set()
@@ -163,7 +151,8 @@ def _recalculated(
     if (new * (1 if old.denominator == 1 else 100)).denominator != 1:
       return None
     results.add(old)
-  if not kept.issubset(asked):
+  asked = {value_of(number) for number in NUMBER.findall(question)}
+  if not all(value in asked or said_in_words(value, question) for value in kept):
     return None
   # A number that stays and one that changes must not be written alike.
   if any(numbers.get(value, value) != value for value in kept):

@@ -177,6 +177,7 @@ def test_new_numbers_stand_in_question_solution_and_answer():
     ("7 days a week", "7*3=21"),  # a week has 7
     ("3.5 of 9", "9/3.5=2.57"),  # rounded
     ("5 and 5.0", "5-5=0"),
+    ("9 a day", "9+40=49"),  # the 40 may be a result without a note
   ],
 )
 def test_numbers_that_may_mean_something_else_stay(question, note):
