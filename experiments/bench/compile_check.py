@@ -3,7 +3,8 @@ r"""Compiles an RL run's programs for a TPU slice without one: do they fit, how 
   pip install 'jax[tpu]'   (the compiler, libtpu, in the version that this jax reads)
   python -m experiments.bench.compile_check --config=configs/rl_qwen.py \
     --slice=v5p:2x2x4 --config.algo.batch.rows=16 [--slices=2 --config.mesh.data=2] \
-    [--model=qwen2.5-7b] [--config.SECTION.FIELD=VALUE] [--list] [--top=N] [--text=FOLDER]
+    [--model=qwen2.5-7b] [--config.SECTION.FIELD=VALUE] [--list] [--top=N]
+    [--text=FOLDER]
   python -m experiments.bench.compile_check [--cases=REGEX] [--out=FILE]
 
 With a config: the programs of that run, as `rl.run` builds them, and one replica's as
