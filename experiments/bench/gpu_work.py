@@ -141,6 +141,7 @@ def window_step(
     length: cached tokens of each.
     steps: of the window.
   """
+  # --- The model and a full cache of random keys and values.
   cfg = decode_params.architecture(dataclasses.replace(cfg, **_HALF))
   (params,) = decode_params.decoding_views(cfg, init_params(cfg, 0))
   blocks = -(-(length + steps) // _PAGE)
@@ -149,6 +150,7 @@ def window_step(
   draw = jax.jit(lambda key, x: jax.random.normal(key, x.shape, x.dtype))
   cache = jax.tree.map(lambda x: draw(next(keys), x), cache)
   table_BC = jnp.arange(rows * blocks, dtype=jnp.int32).reshape(rows, blocks)
+  # --- Slots in the middle of their trajectories.
   zero_B = jnp.zeros(rows, jnp.int32)
   state = sampler.SamplerState(
     length_B=zero_B + length,
@@ -174,6 +176,7 @@ def window_step(
     )
     return out
 
+  # --- The first call compiles.
   began = time.perf_counter()
   assert int(sample().count_B.sum()) == rows * steps
   compiling = time.perf_counter() - began
