@@ -20,7 +20,7 @@ from coa_jax.model.variants import variant
 from configs import rl_qwen
 from experiments.bench import (
   algorithms,
-  decode,
+  gpu_work,
   hlo_text,
   pages,
   peers,
@@ -84,10 +84,10 @@ def test_micro_batches_are_all_rows_and_the_loss_is_the_librarys(tmp_path):
 def test_a_step_of_decoding_reads_the_weights_once_and_every_sequences_cache():
   # Published: 7.6B parameters, of which 0.54B are the input embedding.
   cfg = variant("qwen2.5-7b")
-  empty = decode.step_bytes(cfg, 1, 0)
+  empty = gpu_work.step_bytes(cfg, 1, 0)
   assert empty == pytest.approx(2 * (7.616e9 - 0.545e9), rel=0.01)
   # 28 layers of 4 kv heads of 128: 56 kB a token.
-  cached = decode.step_bytes(cfg, 32, 100) - decode.step_bytes(cfg, 32, 0)
+  cached = gpu_work.step_bytes(cfg, 32, 100) - gpu_work.step_bytes(cfg, 32, 0)
   assert cached == 32 * 100 * 57_344
 
 
