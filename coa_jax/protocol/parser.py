@@ -226,7 +226,8 @@ class _Rules:
       if roles.has_poor_grade(span.content):
         self.required = "plan"
     elif span.role == roles.DOUBLE_CHECK:
-      passed = roles.check_score(span.content) >= roles.PASS_SCORE
+      score = roles.check_score(span.content)
+      passed = score is not None and score >= roles.PASS_SCORE
       self.required = "answer" if passed else "redo"
 
   def finish(self, offset: int) -> None:

@@ -195,7 +195,7 @@ class Variant:
 def _follows(call: tuple[str, ...], **table: str) -> Mapping[str, frozenset[str]]:
   """A table of space-separated names, in which `tools` stands for each of `call`."""
 
-  rows = {}
+  rows: dict[str, frozenset[str]] = {}
   for state, names in table.items():
     after = set(names.split())
     if "tools" in after:

@@ -223,13 +223,11 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
 
 def _columns(row: str | dict[str, Any]) -> dict[str, Any]:
   """A row as its columns: those of any JSON become text. The inverse of `decoded`."""
-  if isinstance(row, str):
-    row = json.loads(row)
-  row = dict(row)
+  columns = json.loads(row) if isinstance(row, str) else dict(row)
   for name in _TEXT_COLUMNS:
-    if name in row:
-      row[name] = json.dumps(row[name])
-  return row
+    if name in columns:
+      columns[name] = json.dumps(columns[name])
+  return columns
 
 
 def _schema(row: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, AnyStr
+from typing import IO, Any, AnyStr, cast
 
 from coa_jax.disk import atomic_write
 from coa_jax.json_io import parse_object, to_dataclass
@@ -213,7 +213,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
   begin = gzip.open if path.endswith(".gz") else open
   # As bytes: what is not UTF-8 is then refused with its line, like what is not JSON.
   with begin(path, "rb") as f:
-    for number, line in enumerate(bounded_lines(f, path), 1):
+    for number, line in enumerate(bounded_lines(cast(IO[bytes], f), path), 1):
       if line.strip():
         where = f"{path}:{number}"
         yield where, parse_object(line, where)

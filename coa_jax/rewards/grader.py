@@ -68,8 +68,8 @@ class RewardConfig:
   """
 
   graders: dict[str, str] = dataclasses.field(default_factory=dict)
-  match: str = choice("every", of=MATCHES)
-  match_eval: str = choice("first", of=MATCHES)
+  match: str = choice("every", of=tuple(MATCHES))
+  match_eval: str = choice("first", of=tuple(MATCHES))
   shaping: ShapingConfig = dataclasses.field(default_factory=ShapingConfig)
   code: CodeConfig = dataclasses.field(default_factory=CodeConfig)
   judge: JudgeConfig | None = None
@@ -297,8 +297,9 @@ class Grader:
     if name == "math_verify":
       return functools.partial(_math, math.math_verify_says)
     if name == "code":
-      service = CodeGrader(self.config.code)
+      service: CodeGrader | Judge = CodeGrader(self.config.code)
     elif name == "judge":
+      assert self.config.judge is not None  # GraderConfig has checked it
       service = Judge(self.config.judge, self._other_verdicts)
     else:
       return _Custom(name)

@@ -109,7 +109,7 @@ def read_verdict(reply: str) -> bool | None:
 
 def _json_objects(reply: str) -> tuple[list[dict], str]:
   """The JSON objects of a reply, and the text around them."""
-  objects = []
+  objects: list[dict] = []
   text = ""
   for _ in range(_MAX_BRACES):
     before, brace, rest = reply.partition("{")
@@ -207,11 +207,8 @@ class Judge:
     key = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
     # --- The first thread with this answer asks; all others wait for its verdict.
     with self._lock:
-      verdict = self._verdicts.get(key)
-      is_first = verdict is None
-      if is_first:
-        verdict = concurrent.futures.Future()
-        self._verdicts[key] = verdict
+      is_first = key not in self._verdicts
+      verdict = self._verdicts.setdefault(key, concurrent.futures.Future())
     if is_first:
       self._settle(key, verdict, ask)
     return Graded(float(verdict.result()))

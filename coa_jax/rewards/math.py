@@ -166,12 +166,14 @@ class _Verifier:
 
   def _exchange(self, request: str) -> bytes:
     """The child's reply; b"" where it died over the request."""
-    if self._child is None or self._child.poll() is not None:
+    child = self._child
+    if child is None or child.poll() is not None:
       self._stop()
-      self._start()
+      child = self._start()
+    assert child.stdin is not None  # a pipe
     try:
-      self._child.stdin.write(request.encode() + b"\n")
-      return _read_line(self._child)
+      child.stdin.write(request.encode() + b"\n")
+      return _read_line(child)
     except BrokenPipeError:
       return b""
     except TimeoutError:
@@ -183,13 +185,13 @@ class _Verifier:
     with self._lock:
       self._stop()
 
-  def _start(self) -> None:
+  def _start(self) -> subprocess.Popen[bytes]:
     # The child must find this package wherever the parent found it.
     program = (
       f"import sys; sys.path[:] = {sys.path!r}; "
       f"from coa_jax.rewards import math_inside; math_inside.serve({self._bare})"
     )
-    self._child = subprocess.Popen(
+    child = self._child = subprocess.Popen(
       [sys.executable, "-c", program],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
@@ -197,7 +199,7 @@ class _Verifier:
       bufsize=0,
     )
     try:
-      ready = _read_line(self._child)
+      ready = _read_line(child)
     except TimeoutError:
       ready = b""
     if not ready:
@@ -206,6 +208,7 @@ class _Verifier:
         "the math-verify process did not start; is math-verify 0.8 or later installed "
         f"for {sys.executable}?"
       )
+    return child
 
   def _stop(self, grace: float = 0.0) -> int | None:
     """Ends the child after `grace` seconds; its return code, None where none ran."""
@@ -218,8 +221,9 @@ class _Verifier:
     except subprocess.TimeoutExpired:
       child.kill()
       code = child.wait()
-    child.stdin.close()
-    child.stdout.close()
+    for pipe in (child.stdin, child.stdout):
+      assert pipe is not None
+      pipe.close()
     return code
 
 
@@ -227,6 +231,7 @@ def _read_line(child: subprocess.Popen[bytes]) -> bytes:
   """The child's next line; b"" where it is dead. Raises TimeoutError."""
   # A reply is one short write, so once something can be read the whole line can.
   poll = select.poll()  # not select: a host has descriptors above 1023
+  assert child.stdout is not None  # a pipe
   poll.register(child.stdout, select.POLLIN)
   if not poll.poll(_WALL_SECONDS * 1000):
     raise TimeoutError

@@ -13,6 +13,7 @@ import json
 import re
 import resource
 import sys
+from typing import Any
 
 import math_verify
 import sympy
@@ -131,7 +132,7 @@ def _is_variable(symbol: sympy.Symbol, formulas: list) -> bool:
   return False
 
 
-def _with_letters(part: object, letters: dict) -> object:
+def _with_letters(part: Any, letters: dict) -> Any:
   if not letters or not isinstance(part, sympy.Basic):
     return part
   # `args` of these has lost the order.

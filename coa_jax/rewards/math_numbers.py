@@ -8,6 +8,7 @@ digits, and decimals by `notation.same_decimal`.
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import sympy
 from math_verify import grader
@@ -58,7 +59,7 @@ def _solve(*args: object) -> list:
   return found
 
 
-def _same_value(gold: object, prediction: object, *_: object) -> bool:
+def _same_value(gold: Any, prediction: Any, *_: object) -> bool:
   """Whether two values are equal, term by term; False also if that is not known."""
   try:
     if isinstance(gold, sympy.MatrixBase | sympy.MatrixExpr):

@@ -8,6 +8,7 @@ accept a right one that it would refuse.
 
 from __future__ import annotations
 
+import fractions
 import re
 
 from coa_jax.rewards import notation
@@ -152,15 +153,22 @@ def _minutes(clock: re.Match) -> int:
 
 def _ratio(prediction: str, gold: str) -> bool | None:
   """1:2:3 is 2:4:6 but not 1:3:2, though the quotients are equal."""
-  ours = list(map(notation.number, prediction.split(":")))
-  theirs = list(map(notation.number, gold.split(":")))
+  ours = _terms(prediction)
+  theirs = _terms(gold)
   # Two terms are a quotient, which math-verify compares rightly.
-  if max(len(ours), len(theirs)) < 3 or None in ours + theirs:
+  if ours is None or theirs is None or max(len(ours), len(theirs)) < 3:
     return None
   if len(ours) != len(theirs):
     return False
   pairs = zip(ours, theirs, strict=True)
   return all(a * theirs[0] == b * ours[0] for a, b in pairs)
+
+
+def _terms(text: str) -> list[fractions.Fraction] | None:
+  """The numbers of a ratio; None if a term is not a number."""
+  numbers = [notation.number(term) for term in text.split(":")]
+  known = [number for number in numbers if number is not None]
+  return known if len(known) == len(numbers) else None
 
 
 def _date(prediction: str, gold: str) -> bool | None:

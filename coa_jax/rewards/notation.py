@@ -14,6 +14,7 @@ import fractions
 import re
 import unicodedata
 from collections.abc import Iterable
+from typing import Any
 
 # An honest final answer is short; what is longer is refused, not searched.
 MAX_CHARS = 1000
@@ -195,7 +196,7 @@ def _condition(match: re.Match) -> str:
 
 _SINGLE_LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
-_SPELLINGS = [
+_SPELLINGS: list[tuple[re.Pattern[str], Any]] = [
   (re.compile(r"^\*\*(.*)\*\*$", re.DOTALL), r"\1"),
   (re.compile(r"^(?:the )?(?:final )?answer\s*:\s*", re.IGNORECASE), ""),
   (_CJK_LABEL, ""),

@@ -25,7 +25,7 @@ from coa_jax import capacity
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.code_session import CodeSession
-from coa_jax.tools.tools import TOOLS, Tool, ToolsConfig, open_tool, run_tool
+from coa_jax.tools.tools import TOOLS, CodeTool, Tool, ToolsConfig, open_tool, run_tool
 from coa_jax.tools.types import CallFuture, CallRequest, Tools
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import NoJail
@@ -260,6 +260,7 @@ class Toolbox(Tools):
         status, result = self.answer(call.name, call.arguments, call.seconds)
       else:
         code = self._tools[call.name]
+        assert isinstance(code, CodeTool)  # no other tool has sessions
         status, result = code.in_session(call.session, call.arguments, call.seconds)
       # Half of a surrogate pair (JSON can hold one) is no character.
       result = result.encode("utf-8", "replace").decode()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol import roles
@@ -297,7 +298,7 @@ class CodeTool(Tool):
     return status, note + text
 
   def _open(self, seconds: float) -> SandboxSession:
-    options = {"timeout_s": seconds, "memory_mb": self._memory_mb}
+    options: dict[str, Any] = {"timeout_s": seconds, "memory_mb": self._memory_mb}
     if self._local:  # services have a time of their own for it
       options["wait_s"] = seconds
     return self._sandbox.session(**options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 
@@ -43,12 +42,10 @@ def unread(config: ToolsConfig) -> Iterator[str]:
   wanted = {tag for tag in own_tags if TOOLS[tag].reads_corpus(config)}
   if config.corpus is not None and not wanted:
     yield f"tools.corpus is read by no tool of this run (tools.tools: {tags})"
-  defaults = {field.name: field for field in dataclasses.fields(config)}
+  defaults = ToolsConfig()
   for name, readers in _READERS.items():
-    default = defaults[name].default
-    if default is dataclasses.MISSING:
-      default = defaults[name].default_factory()
-    if getattr(config, name) != default and not own_tags.intersection(readers):
+    changed = getattr(config, name) != getattr(defaults, name)
+    if changed and not own_tags.intersection(readers):
       yield (
         f"tools.{name} is read by {' and '.join(readers)} alone, which this run does "
         f"not have (tools.tools: {tags})"

@@ -26,16 +26,18 @@ class Language:
 
   Attributes:
     kind: bytes, row, choice or many.
-    of: the set for bytes; the parts otherwise (one of them for many).
+    parts: of a row or a choice; the one part of many.
+    among: the set for bytes.
   """
 
   kind: str
-  of: tuple[Language, ...] | frozenset[int]
+  parts: tuple[Language, ...] = ()
+  among: frozenset[int] = frozenset()
 
 
 def byte(among: Iterable[int]) -> Language:
   """One byte among these."""
-  return Language("bytes", frozenset(among))
+  return Language("bytes", among=frozenset(among))
 
 
 def row(*parts: Language) -> Language:
@@ -86,7 +88,7 @@ class ByteTable:
 class _Nfa:
   """A nondeterministic automaton, built part by part (Thompson's construction)."""
 
-  def __init__(self):
+  def __init__(self) -> None:
     self.edges: list[list[tuple[frozenset[int], int]]] = []  # state -> (bytes, target)
     self.free: list[list[int]] = []  # state -> targets that are reached without a byte
 
@@ -99,10 +101,10 @@ class _Nfa:
     """Adds `part` from `start` on; returns the state in which it ends."""
     if part.kind == "bytes":
       end = self.add_state()
-      self.edges[start].append((part.of, end))
+      self.edges[start].append((part.among, end))
       return end
     if part.kind == "row":
-      for inner in part.of:
+      for inner in part.parts:
         start = self.add(inner, start)
       return start
     end = self.add_state()
@@ -110,10 +112,10 @@ class _Nfa:
       # A state of its own, so that what leads to `start` can not enter the loop late.
       loop = self.add_state()
       self.free[start].append(loop)
-      self.free[self.add(part.of[0], loop)].append(loop)
+      self.free[self.add(part.parts[0], loop)].append(loop)
       self.free[loop].append(end)
       return end
-    for inner in part.of:
+    for inner in part.parts:
       begin = self.add_state()
       self.free[start].append(begin)
       self.free[self.add(inner, begin)].append(end)

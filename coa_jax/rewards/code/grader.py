@@ -393,9 +393,7 @@ class _Grading:
       key, _, reply = rest.partition(" ")
       if head != nonce:
         continue
-      if key in answers:
-        reply = None
-      answers[key] = reply
+      answers[key] = None if key in answers else reply
     # --- In order, up to the call that it did not survive.
     for key in calls:
       replies[key] = answers.get(key)

@@ -74,8 +74,8 @@ def read_tests(task: Task) -> HiddenTests:
   if "stdin" in row:
     first = "stdin"
     second = "expected_output"
-  inputs = row.get(first)
-  outputs = row.get(second)
+  inputs: Any = row.get(first)
+  outputs: Any = row.get(second)
   for name, value in ((first, inputs), (second, outputs)):
     if not isinstance(value, list | tuple) or not value:
       raise ValueError(f"{where}.{name} must be a list of at least one value")
