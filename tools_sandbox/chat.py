@@ -1,4 +1,4 @@
-"""An OpenAI-compatible chat endpoint: the one place that talks to language models.
+"""An OpenAI-compatible chat endpoint: the only module that calls language models.
 
 It answers a teacher's agents, grades answers, shortens pages and looks at images.
 """
@@ -16,21 +16,22 @@ from tools_sandbox.text import clean
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig:
-  """Where and how a language model is asked.
+  """Address and parameters of a language model's endpoint.
 
   Attributes:
     base_url: up to and without /chat/completions, e.g. "http://localhost:8000/v1".
-    model: the name that the endpoint knows it by.
-    key_file: a file that holds the API key, sent as a bearer token; None for none.
+    model: the model's name at the endpoint.
+    key_file: a file with the API key, sent as a bearer token; None for none.
     max_tokens: the longest reply.
-    temperature: of sampling.
+    temperature: the sampling temperature.
     timeout_s: seconds to wait for one reply.
-    retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut
-      connections and replies that are not chat completions.
+    retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
+      and replies that are not chat completions.
     backoff_s: seconds before the first retry; doubled for each one after it.
-    max_pause_s: the longest pause; an endpoint that asks for more is given up.
-    prices: US dollars for a million tokens: prompt, cached prompt, completion; () where
-      nobody is billed.
+    max_pause_s: the longest pause; if the endpoint asks for a longer one, the request
+      fails.
+    prices: US dollars for a million tokens: prompt, cached prompt, completion; () if
+      calls are free.
   """
 
   base_url: str
@@ -45,7 +46,7 @@ class ChatConfig:
   prices: tuple[float, ...] = ()
 
   def __post_init__(self):
-    # --- Where the model is.
+    # --- The model's address.
     if not self.base_url.startswith(("http://", "https://")):
       raise ValueError(
         f"base_url {self.base_url!r} must start with http:// or https://"
@@ -66,7 +67,7 @@ class ChatConfig:
 
   @property
   def url(self) -> str:
-    """Where requests go."""
+    """The URL for requests."""
     return self.base_url.rstrip("/") + "/chat/completions"
 
   def usd(self, prompt: int, cached: int, completion: int) -> float | None:
@@ -88,13 +89,13 @@ class ChatModel:
 
     Args:
       config: the endpoint.
-      api_key: its key, where the config names no file of one; never logged.
+      api_key: the API key if the config names no key file; never logged.
       use_proxies: see `Service`.
 
     Raises:
       ValueError: the key file cannot be used.
     """
-    # A file goes before the argument: it is what the config names.
+    # The config's key file takes precedence over the argument.
     key = read_key(config.key_file) or api_key
     self.config = config
     self._service = Service(
@@ -118,7 +119,7 @@ class ChatModel:
     """Gives the model's answer to one message, without control characters.
 
     Args:
-      system: what it is to do.
+      system: the system message.
       content: the user's message: text, or parts of text and images.
       seconds: for the answer, retries included.
 
@@ -135,7 +136,7 @@ class ChatModel:
   def send(
     self, messages: list[dict[str, Any]], read: Callable[[bytes], Any]
   ) -> tuple[Any, tuple[Fault, ...]]:
-    """Gives the first reply that `read` can use; see `Service.send`."""
+    """Returns the first reply that `read` accepts; see `Service.send`."""
     return self._service.send(self._body(messages), read=read)
 
   def _body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class ChatModel:
 
 
 def _read_text(data: bytes) -> str:
-  # BadReply has the service asked again: for JSON that is no chat completion too.
+  # BadReply makes the service retry, also for JSON without a chat completion.
   reply = read_json(data)
   try:
     text = reply["choices"][0]["message"]["content"]
@@ -156,5 +157,5 @@ def _read_text(data: bytes) -> str:
     text = None
   if not isinstance(text, str) or not text.strip():
     raise BadReply("not a chat completion")
-  # What a model writes may repeat a stranger's page, control characters and all.
+  # A model may copy a web page's text, control characters included.
   return clean(text).strip()

@@ -38,26 +38,27 @@ class Sandbox:
     """Loads the corpus, if there is one; programs' processes start when first needed.
 
     Args:
-      slots: programs that may run at once; not for `remote`, whose services say it.
-      timeout_s: wall and CPU seconds of a run that does not say otherwise.
-      memory_mb: MiB of such a run (see `wire.Limits`).
+      slots: the number of concurrent programs; not for `remote` (the services set it).
+      timeout_s: wall and CPU seconds the default for a run.
+      memory_mb: the default MiB for a run (see `wire.Limits`).
       output_bytes: bytes kept of each of a run's two streams.
       preload: modules imported ahead of every program, if installed; not for `remote`.
-      corpus: a file that `search.read_corpus` reads, or None for no search.
-      index_cache: a directory where the corpus's index is kept under the hash of its
-        bytes and mapped from then on; None to build it in memory each time.
-      backend: "jail", "subprocess" for programs that are trusted (README.md), "remote"
-        for services over HTTP, or None for a sandbox that only searches.
+      corpus: a file for `search.read_corpus`, or None to disable search.
+      index_cache: a directory for the corpus's index, named by the hash of the corpus
+        and memory-mapped after the first build; None to build it in memory each time.
+      backend: "jail", "subprocess" for trusted programs (README.md), "remote" for
+        services over HTTP, or None for search only.
       remote: the services of back-end `remote`.
 
     Raises:
-      ValueError: a limit is out of range, the corpus is malformed, there is an
-        index_cache without a corpus, or a back-end without what it needs.
-      FileNotFoundError: there is no such corpus.
-      NoJail: this machine cannot build jails; the message says what is missing.
+      ValueError: a limit is out of range, the corpus is malformed, index_cache has no
+        corpus, or a back-end's required argument is missing.
+      FileNotFoundError: the corpus file does not exist.
+      NoJail: this machine cannot build jails; the message names the missing
+        requirement.
       RuntimeError: no service answers; the message says why.
     """
-    # --- What does not fit together is refused before anything starts.
+    # --- Refuse conflicting arguments before anything starts.
     if (backend == "remote") != (remote is not None):
       raise ValueError(
         f"backend {backend!r} and remote={remote!r}: one needs the other"
@@ -65,7 +66,7 @@ class Sandbox:
     if index_cache is not None and corpus is None:
       raise ValueError("index_cache needs a corpus")
 
-    # --- The limits of runs that do not say otherwise, the corpus, the back-end.
+    # --- Default limits, corpus, back-end.
     self._limits = wire.Limits(
       wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb, output_bytes=output_bytes
     )
@@ -91,11 +92,11 @@ class Sandbox:
 
     Args:
       program: Python source, run as `__main__`.
-      stdin: what it reads on standard input.
+      stdin: its standard input.
       timeout_s: its wall and CPU seconds; None for the sandbox's.
       memory_mb: its MiB; None for the sandbox's.
-      seed: of its random numbers; None for one made of `program` and `stdin`.
-      clock_s: Unix seconds at which its clock stands still; None for the real one (see
+      seed: the seed of its random numbers; None derives it from `program` and `stdin`.
+      clock_s: Unix seconds for its stopped clock; None for the real one (see
         `wire.Limits`).
 
     Returns:
@@ -126,28 +127,28 @@ class Sandbox:
     seed: int | None = None,
     clock_s: float | None = None,
   ) -> Session | RemoteSession:
-    """Opens a session: programs that share one process, and so their variables.
+    """Opens a session: programs share one process and its variables.
 
     Args:
       timeout_s: wall seconds of each cell; None for the sandbox's.
       memory_mb: MiB of the session; None for the sandbox's.
       cpu_s: CPU seconds of the session; None for ten times `timeout_s`.
-      wait_s: seconds to wait for a slot, which it holds until it ends; None for as long
-        as it takes; not for `remote`, whose config says it.
-      lease_s: seconds without a cell after which it is closed.
-      seed: as of `run`, at its beginning.
-      clock_s: as of `run`.
+      wait_s: seconds to wait for a slot (held until the session ends); None waits
+        without a limit; not for `remote` (set in its config).
+      lease_s: idle seconds before the session is closed.
+      seed: as in `run`, set once at the start.
+      clock_s: as in `run`.
 
     Raises:
       ValueError: a limit is out of range, or the back-end has no sessions: "jail" has,
         and "remote" with our own services.
-      TimeoutError: no slot came free in time.
+      TimeoutError: no slot became free in time.
       RuntimeError: the sandbox is closed, or the service failed.
     """
     if self._pool is None:
       raise ValueError("only back-ends 'jail' and 'remote' have sessions")
 
-    # --- What the caller leaves open is the sandbox's; CPU time is all cells' together.
+    # --- Defaults come from the sandbox; CPU time covers all cells together.
     if timeout_s is None:
       timeout_s = self._limits.wall_s
     if cpu_s is None:
@@ -169,10 +170,10 @@ class Sandbox:
     return self._pool.session(limits, wait_s, lease_s)
 
   def search(self, query: str, k: int = 5) -> list[Hit]:
-    """Finds the at most k pages that match best, best first; [] where none matches.
+    """Finds at most k matching pages, best first; [] if none matches.
 
     Raises:
-      ValueError: k is below 1, or the sandbox was given no corpus.
+      ValueError: k is below 1, or the sandbox has no corpus.
     """
     if self._index is None:
       raise ValueError("this sandbox has no corpus to search")
@@ -194,7 +195,8 @@ def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
   documents = search.read_corpus(corpus)
   if cache is None:
     return search.SearchIndex.build(documents, corpus)
-  # By the bytes, not by name and time: a corpus that changed is another one.
+  # The key is the hash of the bytes, not name and time: a changed corpus gets a new
+  # index.
   with open(corpus, "rb") as f:
     key = hashlib.file_digest(f, "blake2b").hexdigest()[:32]
   # The suffix decides how the bytes are read, so it is part of the key too.
@@ -202,15 +204,15 @@ def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
   directory = os.path.join(cache, f"{key}{suffix}-{search.FORMAT}")
   if not os.path.isdir(directory):
     os.makedirs(cache, exist_ok=True)
-    # Written aside and renamed: another process sees a whole index or none.
-    # Not by `tempfile`, whose folders other users of the cache can not read.
+    # Build in a temporary folder, then rename: another process sees a complete index or
+    # none. `tempfile` would create folders that other users of the cache cannot read.
     partial = os.path.join(cache, f"building-{secrets.token_hex(8)}")
     os.mkdir(partial)
     try:
       search.SearchIndex.build(documents, corpus).save(partial)
       os.rename(partial, directory)
     except OSError:
-      if not os.path.isdir(directory):  # else another process was faster
+      if not os.path.isdir(directory):  # if this fails, another process was faster
         raise
     finally:
       shutil.rmtree(partial, ignore_errors=True)

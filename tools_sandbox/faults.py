@@ -1,10 +1,10 @@
-"""Whose fault a failure is: what tools and sandboxes raise."""
+"""Errors of tools and sandboxes, by their cause."""
 
 from __future__ import annotations
 
 
 class BadCall(ValueError):
-  """The call itself is wrong: the model's fault. The message says what to write."""
+  """The call itself is wrong: the model's fault. The message says how to correct it."""
 
 
 class ToolFault(Exception):
@@ -20,4 +20,4 @@ class Unavailable(Exception):
 
 
 class SessionEnded(RuntimeError):
-  """A program was given to a session that has ended; a new one can be opened."""
+  """A program was sent to an ended session; the caller can open a new one."""

@@ -1,7 +1,7 @@
-"""JSON over HTTP to a service that we run or pay for: retries, pace, one deadline.
+"""JSON over HTTP to a trusted service: retries, rate limit, one deadline.
 
-Unlike pages, a service is trusted to be who the config says; it may still be down, slow
-or broken, and that is never the model's fault.
+Unlike a web page, the service is trusted; it may still be down, slow or broken, and
+that is never the model's fault.
 
 budget: retries, pace and deadline of a request depend on each other.
 """
@@ -29,7 +29,7 @@ _JSON = {"content-type": "application/json"}
 
 
 class Fault(NamedTuple):
-  """What was wrong with one attempt: in our words, and in those of the service."""
+  """One attempt's failure: our message, and the service's text."""
 
   message: str
   detail: str = ""
@@ -46,9 +46,9 @@ class NoReply(Exception):
   """No usable reply came.
 
   Attributes:
-    faults: of all attempts, in order; at least one.
-    refusal: the last one's status, where trying again cannot change it, or 0.
-    text: the body that came with it.
+    faults: the faults of all attempts, in order; at least one.
+    refusal: the last status if a retry cannot change it, else 0.
+    text: the body of that reply.
   """
 
   def __init__(self, faults: Sequence[Fault], refusal: int = 0, text: str = ""):
@@ -60,11 +60,11 @@ class NoReply(Exception):
 
 
 def read_key(path: str | None, field: str = "key_file") -> str:
-  """Reads a key from a file, so that no config or log holds it; "" for no file.
+  """Reads a key from a file, to keep it out of configs and logs; "" for no file.
 
   Args:
-    path: of the file.
-    field: what a message calls the option that names it.
+    path: the file.
+    field: the option's name, for messages.
 
   Raises:
     ValueError: the file cannot be read, or holds no single word.
@@ -83,10 +83,10 @@ def read_key(path: str | None, field: str = "key_file") -> str:
 
 
 def read_json(data: bytes) -> Any:
-  """Reads the value that a reply's body holds.
+  """Reads the JSON value in a reply's body.
 
   Raises:
-    BadReply: it is no JSON.
+    BadReply: it is not JSON.
   """
   try:
     return json.loads(data)
@@ -95,7 +95,7 @@ def read_json(data: bytes) -> Any:
 
 
 class Retries:
-  """The attempts at one request: their faults, and whether and when to try again.
+  """The attempts at one request: their faults, and when to retry.
 
   `Service` makes them in its caller's thread. Who has many requests under way at once,
   and calls some of them off, makes them on an event loop, by the same rules.
@@ -134,8 +134,8 @@ class Retries:
     """Notes a fault; returns seconds to wait before the next attempt.
 
     Args:
-      fault: what was wrong.
-      requested_s: seconds that the service asks to wait.
+      fault: the attempt's failure.
+      requested_s: the pause requested by the service, in seconds.
 
     Raises:
       NoReply: no attempt is left, or the service asks to wait for too long.
@@ -172,17 +172,18 @@ class Service:
     """Opens a connection pool; sends nothing yet.
 
     Args:
-      name: what messages call it.
-      url: where requests go.
-      headers: of every request, keys among them; never logged or repeated in errors.
+      name: the service's name in messages.
+      url: the URL for requests.
+      headers: headers of every request, keys included; never logged or repeated in
+        errors.
       retries: attempts beyond the first on 408, 409, 429, 5xx, timeouts, cut
-        connections and replies that cannot be used.
+        connections and unusable replies.
       per_second: requests sent per second at most; 0 for no limit.
       backoff_s: seconds before the first retry; doubled for each one after it.
-      max_pause_s: the longest pause; a service that asks for more is given up.
+      max_pause_s: the longest pause; if the service asks for a longer one, the request
+        fails.
       timeout_s: for one attempt.
-      use_proxies: whether to go through the proxies that the environment names; to
-        loopback never.
+      use_proxies: whether to use the environment's proxies; never used for loopback.
 
     Raises:
       ValueError: the URL is not http or https.
@@ -213,13 +214,12 @@ class Service:
   def ask(
     self, body: Any, seconds: float, read: Callable[[bytes], Any] = read_json
   ) -> Any:
-    """Sends a request for a tool: gives the reply, or an error that names the culprit.
+    """Sends a tool's request: returns the reply, or raises an error with its cause.
 
     Raises:
-      ToolFault: the service refuses what this request asks for (status 400, 413, 415
-        or 422).
+      ToolFault: the service refuses this request (status 400, 413, 415 or 422).
       Unavailable: no usable reply; the message names the service and the last fault,
-        and repeats nothing that the service wrote.
+        and does not repeat the service's text.
     """
     try:
       return self.send(body, seconds, read)[0]
@@ -248,7 +248,7 @@ class Service:
     deadline = time.monotonic() + seconds
     retries = Retries(self._retries, self._backoff_s, self._max_pause_s)
     while True:
-      # --- One attempt: when it is its turn, in what is left of the time.
+      # --- One attempt: wait for the rate limit, then use the remaining time.
       try:
         self._wait_turn(deadline)
         left = min(deadline - time.monotonic(), self._timeout_s)
@@ -258,7 +258,7 @@ class Service:
         text = data.decode("utf-8", "replace")
         pause = retries.refused(status, headers, text)
 
-      # --- What went wrong, and how long to pause; NoReply where it was the last.
+      # --- The fault, and the pause before a retry; NoReply if it was the last attempt.
       except (httpx.TimeoutException, TimeoutError):
         limit = min(seconds, self._timeout_s)
         pause = retries.failed(Fault(f"no reply within {limit:.3g} s"))
@@ -271,7 +271,7 @@ class Service:
       time.sleep(pause)
 
   def broken(self, message: str) -> Unavailable:
-    """Makes the error for a reply that is JSON but not the service's own."""
+    """Makes the error for a JSON reply without the service's fields."""
     return Unavailable(f"{self._name} gives no usable reply: {message}")
 
   def _wait_turn(self, deadline: float) -> None:
@@ -298,11 +298,11 @@ def exchange(
 
   Args:
     client: sends it.
-    method: of HTTP.
-    url: where to.
+    method: the HTTP method.
+    url: the address.
     body: sent as JSON.
-    seconds: for all of it, however slowly it drips.
-    connect_s: for the connection.
+    seconds: for the whole exchange, slow bodies included.
+    connect_s: for the connection alone.
     most: bytes of the response.
 
   Raises:
@@ -316,8 +316,8 @@ def exchange(
   # httpx says None for "without end".
   waits = [None if s == math.inf else s for s in (seconds, min(connect_s, seconds))]
   timeout = httpx.Timeout(waits[0], connect=waits[1])
-  # httpx's time limit is that of one read: a body that drips never reaches it, and
-  # unpacked it may be much longer than its header says. So both are counted here.
+  # httpx's timeout applies to one read: a slow body never reaches it, and a body can be
+  # much longer unpacked than its header says. So total time and size are counted here.
   data = bytearray()
   with client.stream(
     method, url, content=content, headers=_JSON, timeout=timeout
@@ -333,7 +333,7 @@ def exchange(
 
 def retry_after(header: str) -> float:
   """Reads the seconds of a Retry-After header: a number or an HTTP date; 0 if none."""
-  # --- A number; NaN and what is below 0 are no pause.
+  # --- A number; NaN and negative values mean no pause.
   try:
     seconds = float(header)
     if seconds > 0:
@@ -351,7 +351,7 @@ def retry_after(header: str) -> float:
 
 
 def _is_loopback(url: str) -> bool:
-  # By what the URL says: nothing is looked up for it.
+  # Decided from the URL alone, without a look-up.
   host = httpx.URL(url).host
   try:
     return ipaddress.ip_address(host).is_loopback

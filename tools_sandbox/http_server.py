@@ -1,16 +1,16 @@
-"""uvicorn, hardened: what every HTTP server of this project is served with.
+"""A hardened uvicorn for every HTTP server of this project.
 
-uvicorn waits for ever for a head or a body that has begun, and for a client that does
-not read, so that a few hundred idle sockets use up the descriptors of a process. Here
-each wait for a client has an end, and where connections grow too many, the one that has
-waited longest for its client is closed: a client that goes on with its request is
-served however many others only hold connections open.
+uvicorn waits without a limit for an unfinished head or body and for a client that does
+not read, so a few hundred idle sockets can use up a process's descriptors. Here each
+wait for a client has a timeout, and if there are too many connections, the one with the
+longest wait is closed: an active client is served, however many others hold connections
+open.
 
-Beside it stand the checks that keep a web page's scripts out: of the header Host (a
-page can give our address a name of its own) and of the content type (a browser sends
-JSON to another site only after asking).
+This module also has the checks against web pages' scripts: the header Host (a page can
+give our address its own name) and the content type (a browser asks before sending JSON
+to another site).
 
-budget: each wait for a client that has an end, in one place.
+budget: the timeouts of all waits for a client, in one place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 _CONNECTIONS = 4096  # at once; each may hold a head of 16 KiB
-_QUEUE = 2048  # connections that the kernel keeps until they are accepted
+_QUEUE = 2048  # pending connections in the kernel's queue
 _ACCEPTED = 16  # of them at a time, before any other can be closed
 _NEVER = 1e9  # seconds: uvicorn's own timer is not used
 
@@ -49,9 +49,9 @@ class Waits:
   Attributes:
     head: for a request's head, from the connection or the head's first byte on.
     body: for the rest of the request.
-    idle: for the next request, after an answer; longer than our clients keep a
-      connection that they do not use.
-    reading: for a client that does not read what it is sent.
+    idle: for the next request, after an answer; longer than our clients keep an unused
+      connection.
+    reading: for a client that does not read its response.
   """
 
   head: float = 15.0
@@ -66,16 +66,16 @@ class Server(uvicorn.Server):
   def __init__(
     self, app: ASGIApp, grace_s: float, capacity: int = 0, waits: Waits | None = None
   ):
-    """Raises the limit of descriptors where it is low; starts nothing yet.
+    """Raises the descriptor limit if it is low; starts nothing yet.
 
     Args:
-      app: what answers.
-      grace_s: seconds that requests have left when the server is told to stop.
-      capacity: requests that the application may hold at once, each with a connection.
+      app: the ASGI application.
+      grace_s: seconds for running requests after the signal to stop.
+      capacity: the application's concurrent requests, each with a connection.
       waits: for clients; None for `Waits()`.
 
     Raises:
-      ValueError: this process may not have the descriptors that `capacity` needs.
+      ValueError: `capacity` needs more descriptors than this process may have.
     """
     # uvicorn makes a protocol of its own arguments: ours are bound before.
     protocol = functools.partial(
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-  """uvicorn's connection, which knows what it waits for and since when.
+  """A uvicorn connection with the kind and start of its current wait.
 
   Attributes:
     since: the event loop's time since which it waits for its client; infinity while the
@@ -123,8 +123,8 @@ class _Connection(H11Protocol):
   def connection_made(self, transport: asyncio.Transport) -> None:
     super().connection_made(transport)
     self._look()
-    # One too many: the one that has waited longest for its client goes. Where the
-    # client waits for us `since` is infinite, and it goes last of all.
+    # Too many: close the connection with the longest wait for its client. While the
+    # client waits for us, `since` is infinite, so it is closed last.
     if len(self.connections) > self._most:
       last = min(self.connections, key=lambda c: c.since)
       self.connections.discard(last)  # now: others may come before it is lost
@@ -153,7 +153,7 @@ class _Connection(H11Protocol):
       self._timer.cancel()
 
   def _look(self) -> None:
-    """Sets the timer anew where it now waits for something else."""
+    """Resets the timer if the kind of wait has changed."""
     phase = self._waits_for()
     if phase == self._phase:
       return
@@ -168,7 +168,7 @@ class _Connection(H11Protocol):
 
   def _waits_for(self) -> str:
     """A field of `Waits`; "" while the client waits for us."""
-    # Ours is still on the way out: whatever else comes, the client has to read first.
+    # Our response is still being sent: the client has to read first.
     if self.transport.is_closing() or self.flow.write_paused:
       return "reading"
     if self.conn.their_state is h11.IDLE:
@@ -180,7 +180,8 @@ class _Connection(H11Protocol):
     if self._phase != "body" or self.conn.our_state is not h11.SEND_RESPONSE:
       self.transport.abort()
       return
-    # The application still reads: it is told that the client is gone, the client why.
+    # The application still reads: tell it the client is gone, and tell the client the
+    # reason.
     self.cycle.disconnected = True
     self.cycle.message_event.set()
 
@@ -223,7 +224,7 @@ def _room_for_connections(capacity: int) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-  """Binds a socket that does not listen yet.
+  """Binds a socket without listening yet.
 
   Raises:
     ValueError: the address can not be had.
@@ -233,8 +234,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
       sock.bind((host, port))
     except OSError:
-      # Connections of a server that has ended may linger there. Not asked for at once:
-      # two that both do may share a port until one of them listens.
+      # Connections of an ended server may linger on the port. Set after the first
+      # attempt: two servers that both set it could share a port until one listens.
       sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       sock.bind((host, port))
   except (OSError, OverflowError) as e:
@@ -251,15 +252,15 @@ def listen(sock: socket.socket, host: str) -> str:
 
 
 def open_hosts(host: str, allowed: list[str], risk: str) -> list[str]:
-  """Lists the names that a server without a key may be called by, in the header Host.
+  """Lists the accepted Host headers of a server without a key.
 
-  On loopback those of loopback; elsewhere any, and a line on standard error that says
-  so; `allowed` adds names, and elsewhere stands in place of "any".
+  On loopback, loopback's names; elsewhere any name, with a warning on standard error;
+  `allowed` adds names, and elsewhere replaces "any".
 
   Args:
-    host: where it listens.
-    allowed: names that its user gives.
-    risk: what strangers can do, for the line.
+    host: the address it listens on.
+    allowed: names from the user.
+    risk: the risk, for the warning.
   """
   if host not in LOOPBACK:
     print(
@@ -285,15 +286,15 @@ class Body(pydantic.BaseModel):
 
 
 class BadField(ValueError):
-  """A request that its `Body` does not take.
+  """A request's body does not fit its `Body`.
 
   Attributes:
-    field: where, as "messages[0].role"; "" for all of it.
+    field: the field's path, like "messages[0].role"; "" for the whole body.
     is_unknown: whether there is no such field.
   """
 
   def __init__(self, message: str, field: str, is_unknown: bool = False):
-    """Takes the attributes, and the line that says what is wrong."""
+    """Takes the attributes, and a one-line message."""
     super().__init__(message)
     self.field = field
     self.is_unknown = is_unknown
@@ -306,18 +307,18 @@ def read_fields(cls: type[_Model], value: Any) -> _Model:
   """Builds the model from a decoded request.
 
   Raises:
-    BadField: one line on the first field that is wrong, with its value.
+    BadField: one line on the first wrong field, with its value.
   """
   try:
     return cls.model_validate(value)
   except pydantic.ValidationError as e:
     fault = e.errors(include_url=False)[0]
 
-  # --- Where: a path of names and positions, as ("messages", 0, "role").
+  # --- The path: names and positions, like ("messages", 0, "role").
   steps = (f"[{x}]" if isinstance(x, int) else f".{x}" for x in fault["loc"])
   field = "".join(steps).removeprefix(".")
 
-  # --- What: in this project's words where pydantic's speak of inputs.
+  # --- The message: in this project's words instead of pydantic's.
   if fault["type"] == "extra_forbidden":
     accepted = ", ".join(sorted(cls.model_fields))
     message = f"unknown field {field!r:.100}; there are {accepted}"
@@ -331,16 +332,16 @@ def read_fields(cls: type[_Model], value: Any) -> _Model:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-  """Reads the body of a request, which must say that it is JSON.
+  """Reads a request's body; its content type must be JSON.
 
   Args:
-    request: as it came.
-    most: bytes of it.
+    request: the request.
+    most: the limit in bytes.
 
   Raises:
     HTTPException: 415 of another content type, 413 too long, 499 the client has gone.
   """
-  # --- What it says of itself: kind and length, before any of it is read.
+  # --- Check the headers' type and length before reading the body.
   kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
   if kind != "application/json":
     raise HTTPException(415, "content-type must be application/json")
@@ -350,7 +351,7 @@ async def read_body(request: Request, most: int) -> bytes:
   if length.isdigit() and int(length[:20]) > most:
     raise too_long
 
-  # --- What it holds: the header may have lied, or there was none.
+  # --- Check the body's length too: the header may be false or missing.
   data = bytearray()
   try:
     async for part in request.stream():

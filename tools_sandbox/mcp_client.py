@@ -2,14 +2,13 @@
 
 The official SDK (`pip install 'coa-jax[mcp]'`, version 2) speaks the protocol, over
 stdio or streamable HTTP. It is asynchronous, so each server has a thread with an event
-loop (anyio's portal) that holds one session; a session that broke is opened again by
-the next call.
+loop (anyio's portal) that holds one session; the next call reopens a broken session.
 
-A server is trusted as little as a page: whatever it sends is bounded in size and time,
-and its schemas are only read for names, and for what a call that failed had wrong. (A
-`command` is a program of the user's own.)
+A server is trusted as little as a page: its output is bounded in size and time, and its
+schemas are read only for names and for the errors of failed calls. (A `command` is the
+user's own program.)
 
-budget: one protocol, whose faults are met in one place.
+budget: one protocol, with its error handling in one place.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from tools_sandbox.text import clean
 
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*[\r\n](.*?)```\s*", re.DOTALL)
 
-_END_S = 5.0  # that a server may take to end
+_END_S = 5.0  # seconds for a server to end
 _DEPTH = 64  # of a call's parameters; the SDK fails on some hundreds
-_PAGES = 100  # of the list of tools
-_MAX_BYTES = 16_000_000  # of a line over stdio, or of a response over HTTP
+_PAGES = 100  # seconds for the list of tools
+_MAX_BYTES = 16_000_000  # bytes of a line over stdio, or of a response over HTTP
 _DESCRIPTION = 10_000  # characters of a tool's, which may go into a prompt
-_NAMED = 20  # tools or parameters that a message names
-# JSON Schema's types -> whether a value is of one.
+_NAMED = 20  # tools or parameters named in a message
+# JSON Schema's types -> whether a value has this type.
 _KINDS: dict[str, Callable[[Any], bool]] = {
   "string": lambda v: isinstance(v, str),
   "integer": lambda v: _is_number(v) and v % 1 == 0,
@@ -58,25 +57,25 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 _RELAY = pathlib.Path(__file__).with_name("mcp_relay.py")
 
-# It tells of a server's faults with tracebacks; here they are told by who met them.
+# It logs a server's faults with tracebacks; the caller reports them here.
 logging.getLogger("mcp").setLevel(logging.CRITICAL)
 
 
 @dataclasses.dataclass(frozen=True)
 class McpConfig:
-  """Where a tool is, and which.
+  """A tool's server and name.
 
   Attributes:
     tool: its name on the server.
     command: a program and its arguments, started and spoken to over stdio. It runs as
-      this user and is trusted; only the SDK's few variables are in its environment.
-    env: variables that are there too. They stand in the config: a key is better put in
-      a file that the command reads.
-    url: or, the URL of a streamable HTTP server.
-    key_file: a file with the bearer token that it wants to see.
-    argument: the parameter that a plain-text call fills; None for the only required
-      one. A call that is a JSON object gives all parameters by name.
-    start_s: seconds that the server may take to start and greet.
+      this user and is trusted; its environment has only the SDK's few variables.
+    env: additional variables. The config stores them: put a key in a file for the
+      command instead.
+    url: or the URL of a streamable HTTP server.
+    key_file: a file with the server's bearer token.
+    argument: the parameter filled by a plain-text call; None for the only required one.
+      A JSON object gives all parameters by name.
+    start_s: seconds for the server's start and greeting.
   """
 
   tool: str
@@ -107,15 +106,15 @@ class McpTool:
     """Opens a session and reads the tool's parameters.
 
     Raises:
-      ValueError: the SDK is missing, the key file cannot be used, or the server has no
-        such tool.
+      ValueError: the SDK is missing, the key file cannot be used, or the server lacks
+        the tool.
       Unavailable: the server does not start, greet or list its tools.
     """
     try:
       import mcp  # here, for it is an extra
     except ImportError as e:
       raise ValueError(f"MCP tools need `pip install 'coa-jax[mcp]'`: {e}") from e
-    # --- The thread that the session lives in.
+    # --- The session's thread.
     self._key = read_key(config.key_file)
     self._config = config
     self._mcp = mcp
@@ -145,7 +144,7 @@ class McpTool:
         self._session.end()
         self._session = None
     with contextlib.suppress(RuntimeError):  # it was closed before
-      self._portal.call(self._portal.stop, True)  # calls that hang are cancelled
+      self._portal.call(self._portal.stop, True)  # hanging calls are cancelled
     self._thread.close()
 
   def __call__(self, content: str, seconds: float) -> str:
@@ -153,17 +152,17 @@ class McpTool:
 
     Args:
       content: a JSON object of parameters, bare or in a fence, or plain text.
-      seconds: for the call; a session that has to be opened again has `start_s` more.
+      seconds: for the call; reopening a session adds `start_s`.
 
     Raises:
       BadCall: the parameters do not fit the tool.
-      ToolFault: the tool says that it failed, or takes too long.
+      ToolFault: the tool reports a failure, or takes too long.
       Unavailable: the server is gone and cannot be started again.
     """
     arguments = self._arguments(content)
     session = self._open()  # before the clock of the call begins
 
-    # --- Make the call; what goes wrong is told by whose fault it is.
+    # --- Make the call; raise errors by their cause.
     try:
       result = self._run(
         seconds,
@@ -189,8 +188,8 @@ class McpTool:
       self._drop(session)
       raise Unavailable(f"the MCP server fails ({type(e).__name__})") from None
 
-    # --- Its text; a tool may answer that it failed. Servers say so of wrong
-    # parameters, too, each in its own words: whose fault it is, its schema tells.
+    # --- Its text; a tool may report a failure. Servers also report wrong parameters
+    # like this, in their own words: the schema tells whether the call was wrong.
     text = _text(result)
     if result.is_error and not _fits(arguments, self._schema):
       raise BadCall(text or f"write a JSON object with {self._parameters}")
@@ -204,7 +203,7 @@ class McpTool:
     if match:
       text = match[1]
     text = text.strip()
-    # What only begins as JSON is plain text: a query may start with a brace.
+    # Text that only begins like JSON is plain text: a query may start with a brace.
     value = None
     if text.startswith("{"):
       with contextlib.suppress(ValueError, RecursionError):
@@ -216,7 +215,7 @@ class McpTool:
     return _sendable({self._plain: text})
 
   def _server(self) -> Any:
-    """What the SDK connects to; a transport serves for one session."""
+    """Returns the SDK's transport; it serves one session."""
     config = self._config
     if config.url is None:
       args = ["-I", str(_RELAY), str(_MAX_BYTES), *config.command]
@@ -253,7 +252,7 @@ class McpTool:
     except Exception as e:
       why = type(e).__name__
 
-    # --- It is not there, or that will never be known.
+    # --- It is not there, or its state is unknown.
     if why:
       raise Unavailable(f"the MCP server does not list its tools ({why})")
     others = ", ".join(names[:_NAMED]) or "none"
@@ -263,7 +262,7 @@ class McpTool:
     with self._lock:
       if self._session is not None and not self._session.ended:
         return self._session
-      # Under the lock: callers that meet a broken session share one that is new.
+      # Under the lock: callers with a broken session share one new session.
       self._session = None
       session = _ClientSession(self._mcp.Client(self._server()), self._portal)
       if not session.is_greeted(self._config.start_s):
@@ -276,7 +275,7 @@ class McpTool:
 
   def _drop(self, session: _ClientSession) -> None:
     with self._lock:
-      if self._session is session:  # else another caller has opened a new one
+      if self._session is session:  # otherwise another caller has opened a new one
         self._session = None
     session.end()
 
@@ -300,7 +299,7 @@ async def _over_http(url: str, key: str) -> AsyncIterator[Any]:
   import httpx2  # here, for they are extras
   from mcp.client import streamable_http
 
-  # --- A stream that counts: the SDK reads a body to its end.
+  # --- A stream that counts bytes: the SDK reads a body to its end.
   class Bounded(httpx2.AsyncByteStream):
     def __init__(self, stream: Any):
       self._stream = stream
@@ -321,7 +320,7 @@ async def _over_http(url: str, key: str) -> AsyncIterator[Any]:
       raise httpx2.ReadError("a compressed response, which was not asked for")
     response.stream = Bounded(response.stream)
 
-  # --- The client that the SDK is to use.
+  # --- The client for the SDK.
   headers = {"accept-encoding": "identity"}
   if key:
     headers["authorization"] = f"Bearer {key}"
@@ -334,13 +333,13 @@ async def _over_http(url: str, key: str) -> AsyncIterator[Any]:
 
 
 def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str | None]:
-  """A tool's parameters for a message, and the one that plain text fills, if any.
+  """Returns a tool's parameters for a message, and the plain-text one, if any.
 
   Args:
-    schema: JSON Schema as the server wrote it: any value may stand anywhere.
-    argument: the one that the config names.
+    schema: JSON Schema as the server wrote it: any value may be anywhere.
+    argument: the config's parameter.
   """
-  # --- What there is, and what a call must have.
+  # --- The known and the required parameters.
   known = schema.get("properties")
   if not isinstance(known, dict):
     known = {}
@@ -349,7 +348,7 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
   if not argument and len(required) == 1:
     plain = required[0]
 
-  # Plain text is a string: a parameter that takes none cannot be filled with it.
+  # Plain text is a string: it cannot fill a parameter of another type.
   rule = known.get(plain)
   kinds = "string"
   if isinstance(rule, dict):
@@ -361,14 +360,13 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
 
 
 def _fits(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
-  """Whether parameters are all there, known, and of the kinds that a schema says.
+  """Whether parameters are complete, known, and of the schema's types.
 
-  Looked at one level deep, in what nearly every server gives; rules that it does not
-  know are taken to hold.
+  Checks one level, which covers nearly every server; unknown rules are assumed to hold.
 
   Args:
-    arguments: of a call.
-    schema: JSON Schema as the server wrote it: any value may stand anywhere.
+    arguments: a call's parameters.
+    schema: JSON Schema as the server wrote it: any value may be anywhere.
   """
   known = schema.get("properties")
   if not isinstance(known, dict):
@@ -402,7 +400,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _sendable(arguments: dict[str, Any]) -> dict[str, Any]:
-  """The arguments; what the SDK cannot send would end the session that others use.
+  """The arguments; a value that the SDK cannot send would end the shared session.
 
   Raises:
     BadCall: they hold half of a surrogate pair, NaN or Infinity, or are too deep.
@@ -443,26 +441,26 @@ class _ClientSession:
   async def _live(self) -> None:
     with self._scope:
       async with self.client:
-        # A result is not held against the schema that the server itself gives: a
-        # pattern in it can take for ever, and holds up every thread of the process.
+        # Results are not validated against the server's own schema: a pattern in it can
+        # take for ever and would block every thread of the process.
         self.client.session.validate_tool_result = _accept
         self._greeted.set_result(None)
         await self._leave.wait()
 
   @property
   def ended(self) -> bool:
-    """Whether it is over, on whichever side."""
+    """Whether the session is over, on either side."""
     return self._task.done()
 
   @property
   def fault(self) -> BaseException | None:
-    """What ended it, if it ended by itself."""
+    """The error that ended it, if it was not closed."""
     if not self._task.done() or self._task.cancelled():
       return None
     return self._task.exception()
 
   def is_greeted(self, seconds: float) -> bool:
-    """Waits for the server's greeting; whether it came in time."""
+    """Waits for the server's greeting; returns whether it came in time."""
     concurrent.futures.wait((self._greeted, self._task), seconds, "FIRST_COMPLETED")
     return self._greeted.done()
 
@@ -470,7 +468,7 @@ class _ClientSession:
     """Leaves the session, and waits until a server on stdio has ended with it."""
     if self.ended:
       return
-    # Politely, where there is a session to leave; then by cancelling it.
+    # Close politely if there is a session; then cancel it.
     if self._greeted.done():
       self._portal.start_task_soon(self._leave.set)
       concurrent.futures.wait((self._task,), _END_S)
@@ -484,5 +482,5 @@ async def _accept(*unused: Any) -> None:
 
 
 def _text(result: Any) -> str:
-  """The text of a result, of which `as_text` has made all blocks text."""
+  """Joins a result's text; `as_text` has converted all blocks to text."""
   return clean("\n".join(block.text for block in result.content)).strip()

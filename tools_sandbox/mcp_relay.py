@@ -1,4 +1,4 @@
-"""Runs an MCP server over stdio, and ends it where it writes a line without an end.
+"""Runs an MCP server over stdio, and kills it if it writes an endless line.
 
   python mcp_relay.py MOST_BYTES PROGRAM ARGUMENT...
 
@@ -16,11 +16,11 @@ from typing import IO
 
 _CHUNK = 65536
 _LINE = 1000  # bytes of a line of its standard error
-_LOG = 65536  # bytes of all of it
+_LOG = 65536  # bytes of its whole standard error
 
 
 def main() -> int:
-  """Passes on what the server writes; its exit status, or 1 where it is ended here."""
+  """Passes on the server's output; returns its exit status, or 1 if it was killed."""
   most = int(sys.argv[1])
   command = sys.argv[2:]
   try:
@@ -30,9 +30,9 @@ def main() -> int:
     return 127
   log = threading.Thread(target=_log, args=(server.stderr, command[0]), daemon=True)
   log.start()
-  os.close(0)  # the server's alone, so that its end is seen by whoever writes to it
+  os.close(0)  # the server's alone, so that writers to it see its end
   # Passed on as it comes: only the length of its last line is kept.
-  length = 0  # of the line that has no end yet
+  length = 0  # of the unfinished line
   while data := os.read(server.stdout.fileno(), _CHUNK):
     _, ended, rest = data.rpartition(b"\n")
     if ended:
@@ -43,15 +43,15 @@ def main() -> int:
       server.kill()
       server.wait()
       return 1
-    while data:  # a pipe may take less than it is given
+    while data:  # a pipe may accept only a part
       data = data[os.write(1, data) :]
   code = server.wait()
-  log.join(1.0)  # what it started may hold its standard error open
+  log.join(1.0)  # its descendants may hold its standard error open
   return code
 
 
 def _log(stream: IO[bytes], name: str) -> None:
-  """Copies the beginning of a server's standard error to ours; reads all of it."""
+  """Copies the beginning of a server's standard error to ours; reads it to its end."""
   left = _LOG
   while line := stream.readline(_LINE):
     if left <= 0:

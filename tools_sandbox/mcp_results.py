@@ -1,8 +1,8 @@
 """Results of MCP tools as text, before the SDK reads them.
 
 A result is a list of blocks: text, pictures, sounds, resources and links to them. The
-SDK refuses all of it for one block that it does not know, so every block becomes text
-on its way to the SDK.
+SDK refuses the whole result for one unknown block, so every block is converted to text
+before it reaches the SDK.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _WORD = 2000  # characters of a block's name, address or description
 
 @contextlib.asynccontextmanager
 async def as_text(transport: Any) -> AsyncIterator[Any]:
-  """A transport whose results of calls hold nothing but text.
+  """A transport that converts the blocks of results to text.
 
-  The SDK refuses a whole result for one block that it does not know.
+  The SDK refuses a whole result for one unknown block.
   """
   async with transport as (read, write):
     yield _Results(read), write
@@ -47,7 +47,7 @@ class _Results:
 
   async def __anext__(self) -> Any:
     item = await self._stream.__anext__()
-    # Of what is asked of a server, only the result of a call has these.
+    # Only the result of a call has these fields.
     result = getattr(getattr(item, "message", None), "result", None)
     if isinstance(result, dict):
       structure = result.pop("structuredContent", None)
@@ -60,7 +60,7 @@ class _Results:
 
 def _join(blocks: list[Any], structure: Any) -> str:
   """The blocks of a result as text; its structure, if no block has a text."""
-  # Cut part by part, so that nothing longer than the limit is ever put together.
+  # Cut part by part, so that no longer text is ever built.
   parts = []
   room = _MAX_CHARS
   for block in blocks:
@@ -76,13 +76,14 @@ def _join(blocks: list[Any], structure: Any) -> str:
 
 
 def _inner(block: Any) -> dict[str, Any]:
-  """What holds a block's text or data: the block, or the resource in it."""
+  """Returns the holder of a block's text or data: the block, or its resource."""
   inner = block.get("resource", block) if isinstance(block, dict) else {}
   return inner if isinstance(inner, dict) else {}
 
 
 def _of_block(block: Any) -> str:
-  """A block's text; of another kind of block, what it is: type, name, address, size."""
+  """Returns a block's text; for other kinds its description: type, name, address,
+  size."""
   inner = _inner(block)
   text = inner.get("text")
   embedded = inner is not block

@@ -6,10 +6,10 @@ import re
 
 # Nothing printable is control.
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff9-\uffff]")
-# What is not seen can hide text or turn it around: Unicode's default-ignorable
+# Invisible characters can hide text or reverse it: Unicode's default-ignorable
 # characters and other controls of layout. The visible ones of category Cf stay (Arabic
-# number signs), and a joiner between letters of the scripts that are spelt with it
-# (Persian, those of India), but not in emoji, which are read without.
+# number signs), and a joiner between letters of scripts that need it (Persian, Indian
+# scripts), but not in emoji, which are readable without it.
 _INVISIBLE = re.compile(
   "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f"
   "\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8"

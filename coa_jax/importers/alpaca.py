@@ -1,10 +1,10 @@
 """Released Chain-of-Agents trajectories, as this project's own.
 
 The released Chain-of-Agents SFT data (arXiv 2508.13167) are alpaca records: a JSON list
-of objects with `instruction`, `input` and `output`, where the output is a whole
-trajectory, observations included, as one string. Observations are not escaped there, so
-this is the one place that must find authorship by reading text. It does so strictly:
-what has more than one reading is dropped, with the reason.
+of objects with `instruction`, `input` and `output`, with a whole trajectory,
+observations included, as one string in `output`. Observations are not escaped there, so
+this module must infer authorship from text. It does so strictly: an ambiguous record is
+dropped, with the reason.
 """
 
 from __future__ import annotations
@@ -47,23 +47,22 @@ def read_alpaca(
 ) -> Trajectory:
   """One alpaca record.
 
-  Observation segments are the tool's: both tags and the white space after them too. All
-  else is the policy's, one segment per span with the white space after it. White space
-  is verbatim: the segments' texts join to the record's `output`, but for tags inside
-  observations, which are escaped.
+  Observation segments are the tool's: both tags and the white space after them too. The
+  rest is the policy's, one segment per span with its trailing white space. White space
+  is verbatim: the segments' texts join to the record's `output`, except for escaped
+  tags inside observations.
 
   Args:
     row: `instruction`, `output`, and perhaps `input`, `system` and `history`, earlier
-      turns as pairs of question and reply, which its question then begins with; and
-      what it tells of its task, e.g. `answer`. `meta["lost"]` names the fields beyond.
-    task_id: what to call the task.
-    variant: the dialect whose tags the record uses.
-    keep_illegal: keep a record whose spans can be told apart but break the variant's
-      rules (what follows what, what a span must hold), with the fault in
-      `meta["fault"]`.
+      turns as pairs of question and reply, put before its question; and its task's
+      fields, e.g. `answer`. `meta["lost"]` names all other fields.
+    task_id: the task's id.
+    variant: the dialect of the record's tags.
+    keep_illegal: True keeps a record with separable spans that break the variant's
+      rules (order, content), with the fault in `meta["fault"]`.
 
   Returns:
-    The trajectory: status ended, or truncated where there is no answer; ungraded.
+    The trajectory: status ended, or truncated if there is no answer; ungraded.
 
   Raises:
     RowRefused: it has no single reading, or (without `keep_illegal`) breaks a rule.
@@ -74,8 +73,8 @@ def read_alpaca(
     if not isinstance(value, str):
       raise RowRefused("bad_field", f"{field!r} must be a string, got {value!r:.80}")
   trajectory = _trajectory(row, task_id, variant)
-  # Its spans can be told apart by now; whether they may follow each other is another
-  # question, which records that a model wrote do not always answer with yes.
+  # The spans are separated by now; their order is another question: records written by
+  # a model often violate it.
   fault = parse(trajectory.text, variant)
   if not fault.ok and not keep_illegal:
     raise RowRefused(fault.verdict.value, fault.detail)
@@ -85,11 +84,11 @@ def read_alpaca(
 
 
 def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Trajectory:
-  # The loader that the records were written for joins the two with a line break.
+  # The records' own loader joins the two with a line break.
   prompt = "\n".join(filter(None, (row["instruction"], row["input"])))
   asked = question_below(prompt) or prompt
-  # What was said before stands where a chat's importer puts it: before the question,
-  # below the prompt's head.
+  # Earlier turns go to the same place as in a chat: before the question, after the
+  # prompt's head.
   before = _before(row.get("history"), variant)
   at = prompt.rindex(asked)
   prompt = prompt[:at] + before + prompt[at:]
@@ -99,7 +98,7 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
   calls = _calls(segments, variant)
   ended = segments[-1].role == ANSWER
 
-  # --- What is known of the task; only what there is, so that equal rows stay equal.
+  # --- The task's fields; only those present, so that equal rows stay equal.
   question = question_of(row, asked)
   if isinstance(question, str):
     question = before + question
@@ -128,7 +127,7 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
 
 
 def _before(history: Any, variant: Variant) -> str:
-  """Earlier turns as a question begins with them; "" where there are none."""
+  """Formats earlier turns for the question's beginning; "" if there are none."""
   if not history:
     return ""
   if not isinstance(history, list):
@@ -146,7 +145,7 @@ def _before(history: Any, variant: Variant) -> str:
 
 
 def _segments(output: str, variant: Variant) -> list[Segment]:
-  """The output cut at its observations, and what lies between cut into spans."""
+  """Cuts the output at its observations, and the text between them into spans."""
   if not output.strip():
     raise RowRefused("empty", "the output is empty")
   segments: list[Segment] = []
@@ -156,7 +155,8 @@ def _segments(output: str, variant: Variant) -> list[Segment]:
     opening = roles.open_tag(OBSERVATION)
     closing = roles.close_tag(OBSERVATION)
     content = output[start + len(opening) : end - len(closing)]
-    # The white space after it belongs to it: the policy goes on with its next tag.
+    # Trailing white space belongs to the observation: the policy continues with its
+    # next tag.
     after = output[end:]
     space = after[: len(after) - len(after.lstrip())]
     text = f"{opening}{roles.escape(content)}{closing}{space}"
@@ -166,13 +166,13 @@ def _segments(output: str, variant: Variant) -> list[Segment]:
 
 
 def _observations(output: str) -> list[tuple[int, int]]:
-  """Where each observation starts and ends; refuses what does not alternate."""
+  """Finds each observation's start and end; refuses tags that do not alternate."""
   spans: list[tuple[int, int]] = []
   start: int | None = None
   for match in _OBSERVATION_TAG.finditer(output):
     closing = bool(match[1])
-    # Observations stand side by side: a tag inside one is what a tool printed, and then
-    # nobody can tell where it ends.
+    # Observations must not nest: a tag inside one was printed by a tool, and then the
+    # observation's end is unknown.
     if closing != (start is not None):
       detail = "closed but not open" if closing else "opened inside another"
       raise RowRefused("nested", f"observation {detail} at character {match.start()}")
@@ -190,7 +190,7 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
   """The policy's text as one segment per span.
 
   Args:
-    text: what stands between two observations, or before the first or after the last.
+    text: the text between two observations, or before the first or after the last.
     variant: the dialect.
     observed: whether an observation follows.
   """
@@ -224,13 +224,13 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
       end += 1
     segments.append(Segment(Author.POLICY, role, text[position:end]))
     position = end
-  if position < len(text):  # white space alone, before an observation that comes first
+  if position < len(text):  # only white space before an initial observation
     segments.append(Segment(Author.POLICY, "", text[position:]))
   return segments
 
 
 def _calls(segments: list[Segment], variant: Variant) -> list[ToolCall]:
-  """A call for each tool span that an observation follows at once."""
+  """Makes a call of each tool span directly before an observation."""
   calls = []
   # A call without an observation never ran: the record ends there, or breaks a rule.
   for call, result in itertools.pairwise(segments):

@@ -8,8 +8,8 @@ from typing import Any
 
 CALL_OPEN = "<tool_call>"
 _CALL_CLOSE = "</tool_call>"
-_LITERAL = 100_000  # longest Python literal that is read
-_CLOSINGS = 8  # closing tags that are tried as the end of a Python literal
+_LITERAL = 100_000  # the longest Python literal to parse
+_CLOSINGS = 8  # the maximum of closing tags tried as a Python literal's end
 _JSON = json.JSONDecoder(strict=False)  # takes raw line breaks in strings
 
 
@@ -25,17 +25,17 @@ def read_value(text: str, python: bool = True) -> Any:
   if not python or len(text) > _LITERAL:
     return None
   try:
-    # Through JSON: a set, bytes or the like is no argument of a call.
+    # Through JSON: a set, bytes or the like is not a valid argument.
     return json.loads(json.dumps(ast.literal_eval(text)))
   except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
     return None
 
 
 def parse_calls(text: str) -> list[Any]:
-  """The calls that a text holds: one or a list, as JSON or as a Python literal.
+  """Reads the calls in a text: one or a list, as JSON or as a Python literal.
 
   Raises:
-    ValueError: it holds something else.
+    ValueError: the text is not a call.
   """
   text = text.strip()
   if text.startswith(CALL_OPEN):
@@ -75,7 +75,7 @@ def take_blocks(text: str) -> tuple[str, list[Any]]:
 
 
 def _block(text: str, start: int) -> tuple[Any, int]:
-  """The value of a call block, and where its closing tag ends."""
+  """Reads a call block's value, and the end of its closing tag."""
   # A closing tag inside a JSON string ends nothing.
   try:
     value, end = _JSON.raw_decode(text, start)

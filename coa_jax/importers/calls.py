@@ -1,7 +1,7 @@
 """Tool calls of other systems as this protocol's: names and bodies by the tag's row.
 
-A call elsewhere is a name and named arguments; here it is a tag and one body of text.
-What the body has no place for is reported, never dropped in silence.
+A foreign call is a name and named arguments; here it is a tag and one text body.
+Arguments without a place in the body are reported, never dropped silently.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def _tags_by_name() -> dict[str, str]:
   tags = {}
   for spec in SPECS.values():
     if spec.tag == FUNCTION_TAG:
-      continue  # has no names of its own: `--tools` says what is such a function
+      continue  # has no default names: `--tools` lists such functions
     for name in (spec.tag, *spec.aliases):
       tags[name] = spec.tag
-  # `answer` and `suggested_answer` are no tools here, but in OAgents a candidate and
+  # `answer` and `suggested_answer` are not tools here, but in OAgents a candidate and
   # the end are calls (arXiv 2508.13167).
   for name in ("final_answer", "finish", "answer", "submit"):
     tags[name] = roles.ANSWER
@@ -35,7 +35,7 @@ def _tags_by_name() -> dict[str, str]:
 
 # Their name, lower case -> our tag.
 TOOLS: Mapping[str, str] = _tags_by_name()
-# What an answer's text is called among the arguments, the most telling name first.
+# Argument names of an answer's text, the most specific first.
 _ANSWER_NAMES = ("answer", "final_answer", "result", "output", "text")
 
 
@@ -45,8 +45,8 @@ class Call:
 
   Attributes:
     tag: a tool's tag, or `answer` or `suggested_answer`.
-    body: what stands in the span.
-    lost: arguments that the body has no place for, as `name=value`.
+    body: the span's content.
+    lost: arguments without a place in the body, as `name=value`.
   """
 
   tag: str
@@ -57,7 +57,7 @@ class Call:
 def translate_and_note(
   recorder: Recorder, where: str, name: str, arguments: Any, table: Mapping[str, str]
 ) -> Call:
-  """Translates a call, and notes each argument that is lost; see `translate`."""
+  """Translates a call, and notes each lost argument; see `translate`."""
   recorder.calls_read += 1
   call = translate(name, arguments, table)
   for argument in call.lost:
@@ -69,14 +69,14 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
   """Puts one call into this protocol's terms.
 
   Args:
-    name: what they call the tool; case does not count.
+    name: the foreign tool name; case is ignored.
     arguments: an object, a JSON string of one, or a plain string.
-    table: names beyond `TOOLS`, or in place of its; lower case.
+    table: names that extend or override `TOOLS`; lower case.
 
   Raises:
     RowRefused: no table has the name, or the arguments hold no body for the tag.
   """
-  # --- Which tag it is. The user's table goes first, so that it can correct ours.
+  # --- Its tag. The user's table comes first, so that it can override ours.
   tag = table.get(name.lower()) or TOOLS.get(name.lower())
   if tag is None:
     raise RowRefused(
@@ -94,7 +94,7 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
 
   # --- Which argument is the body.
   keys = SPECS[tag].argument_names if tag in SPECS else _ANSWER_NAMES
-  if fields is None:  # a plain string: all that the call says
+  if fields is None:  # a plain string: the call's only argument
     if not isinstance(arguments, str):
       raise RowRefused("bad_arguments", f"{name}: {arguments!r:.80}")
     fields = {keys[0]: arguments}
@@ -103,7 +103,7 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
     raise RowRefused("bad_arguments", f"{name}: none of {', '.join(keys)} is given")
   value = fields[main]
 
-  # --- The body, which may hold other arguments too; what it does not hold is lost.
+  # --- The body, which may include other arguments; the remaining ones are lost.
   others = {key: other for key, other in fields.items() if key != main}
   body, also = _body(tag, value, others)
   if body is None:
@@ -116,7 +116,8 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
 
 
 def _main_argument(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
-  """The first of these names that an argument has; of one argument, whatever it has."""
+  """Returns the first of these names among the arguments; a single argument under any
+  name."""
   for name in names:
     if fields.get(name) is not None:
       return name
@@ -126,7 +127,7 @@ def _main_argument(fields: Mapping[str, Any], names: Sequence[str]) -> str | Non
 
 
 def _object(arguments: Any, tag: str) -> dict[str, Any] | None:
-  """Arguments as an object; None where they are a plain string or another value."""
+  """Reads arguments as an object; None for a plain string or another value."""
   if isinstance(arguments, str):
     # A program may be a Python literal.
     arguments = read_value(arguments, python=tag != "code")
@@ -142,7 +143,7 @@ def _object(arguments: Any, tag: str) -> dict[str, Any] | None:
 
 
 def _body(tag: str, value: Any, others: Mapping[str, Any]) -> Body:
-  """What stands in the span, None where nothing can; and the others it holds too."""
+  """Returns the span's body, None if impossible; and the other arguments in it."""
   if tag in SPECS:
     return SPECS[tag].body_of_call(value, others)
   if value is None or isinstance(value, str):

@@ -1,10 +1,10 @@
 """Chat messages with tool calls as runs.
 
-`shapes` brings a row into this form: `messages` of perhaps a system message, one user
+`shapes` converts a row to this form: `messages` of perhaps a system message, one user
 message, then assistant messages with `tool_calls`, a tool message for each call, and at
-last an assistant message without calls, the answer. Text beside a call is a thought.
-Calls made at once are written one after the other, each with its result. A think block
-that content begins with is the thought that it is.
+last an assistant message without calls, the answer. Text next to a call is a thought.
+Parallel calls are written one after the other, each with its result. A think block at
+the start of the content is a thought.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROW = TASK_FIELDS | fields("messages conversation tools")
 _MESSAGE = fields(
   "role content tool_calls reasoning_content reasoning tool_call_id name id is_error"
 )
-# Parts of a message that are no text: a trajectory has no place for them.
+# Non-text parts of a message: a trajectory cannot represent them.
 _MEDIA = fields(
   "image image_url input_image audio input_audio video video_url document file "
   "input_file redacted_thinking"
@@ -45,14 +45,14 @@ def read_chat(
   """Reads one row as a run.
 
   Args:
-    row: of any shape in `shapes`; `answer` or `answers` where they are known.
-    task_id: what to call the task.
-    table: names of tools beyond `calls.TOOLS`.
+    row: a row in any shape of `shapes`; with `answer` or `answers` if known.
+    task_id: the task's id.
+    table: tool names that extend `calls.TOOLS`.
 
   Raises:
-    RowRefused: the messages do not have that shape, or a call cannot be translated.
+    RowRefused: the messages do not have this form, or a call cannot be translated.
   """
-  # --- The row: its messages, and what it has beside them.
+  # --- The row: its messages, and its other fields.
   row = as_chat(row)
   messages = row["messages"]
   recorder = Recorder(task_id)
@@ -62,7 +62,8 @@ def read_chat(
   if row.get("tools"):
     recorder.note("row", "the list of tools; ours takes its place")
 
-  # --- The question, then replies: each with calls, whose results follow, or the last.
+  # --- The question, then replies: each with calls, followed by their results, or the
+  # last one.
   pending = iter(enumerate(messages))  # one iterator: whoever reads on takes it along
   question = _question(pending, recorder)
   answer = None
@@ -79,7 +80,7 @@ def read_chat(
     text = _think(message, where, recorder)
     if calls:
       recorder.think(text)
-      # A call that ends the work needs no result, and mostly has none.
+      # A call that ends the work needs no result, and usually has none.
       results = itertools.islice(pending, len(calls))
       answer = _record_calls(calls, results, recorder, where, table)
     else:
@@ -89,7 +90,7 @@ def read_chat(
 
 
 def _question(pending: Iterator[tuple[int, dict]], recorder: Recorder) -> str:
-  # System messages may stand before it; anything else means that the start is missing.
+  # System messages may come before it; any other message means a missing start.
   for at, message in pending:
     text = _text(message.get("content"), f"message {at}", recorder)
     note_unread(recorder, f"message {at}", message, _MESSAGE)
@@ -103,7 +104,7 @@ def _question(pending: Iterator[tuple[int, dict]], recorder: Recorder) -> str:
 
 
 def _think(message: Mapping[str, Any], where: str, recorder: Recorder) -> str:
-  """Records what an assistant message thinks; the text that is left.
+  """Records an assistant message's thoughts; returns the remaining text.
 
   Templates of reasoning models open the block in the prompt: a closing tag is enough.
   """
@@ -115,22 +116,22 @@ def _think(message: Mapping[str, Any], where: str, recorder: Recorder) -> str:
     if thought != thoughts[0]:
       recorder.note(where, f"reasoning {thought!r:.80} beside another")
 
-  # --- A block that the content begins with.
+  # --- A block at the content's start.
   text = _text(message.get("content"), where, recorder)
   opening = roles.open_tag(roles.THINK)
   closing = roles.close_tag(roles.THINK)
   head, closed, rest = text.partition(closing)
   head = head.lstrip().removeprefix(opening)
   if not closed or opening in head:
-    return text  # no block, or one that stands further on: part of the text
-  # A server that has the field may leave the block in the content as well.
+    return text  # no block, or a later one: part of the text
+  # A server with this field may also leave the block in the content.
   if head.strip() not in (str(t).strip() for t in thoughts):
     recorder.think(head)
   return rest.strip()
 
 
 def _text(content: Any, where: str, recorder: Recorder) -> str:
-  """A message's text; of a list of parts, the text parts."""
+  """Returns a message's text; for a list of parts, its text parts."""
   if content is None:
     return ""
   if isinstance(content, str):
@@ -147,7 +148,7 @@ def _text(content: Any, where: str, recorder: Recorder) -> str:
       texts.append(part["text"])
     elif kind == "refusal" and isinstance(part.get("refusal"), str):
       texts.append(part["refusal"])
-    else:  # it may hold what the model wrote or was shown
+    else:  # it may be the model's text or input
       raise RowRefused("bad_content", f"{where}: a part of kind {kind!r:.40}")
   return "".join(texts)
 
@@ -159,7 +160,8 @@ def _calls(message: Mapping[str, Any], where: str) -> list[tuple[Any, str, Any]]
     function = call["function"]
     out.append((call["id"] or None, function["name"], function["arguments"]))
   ids = [key for key, _, _ in out]
-  # All have one, each its own, or none has: then results are told apart by order.
+  # Ids must be complete and unique, or all missing: then results follow the calls'
+  # order.
   if any(ids) and len(set(ids) - {None}) < len(ids):
     raise RowRefused("mixed_ids", f"{where}: its calls have the ids {ids!r:.80}")
   return out
@@ -178,7 +180,7 @@ def _record_calls(
   for (_, name, arguments), (result, failed) in zip(calls, results, strict=True):
     call = translate_and_note(recorder, where, name, arguments, table)
     if call.tag == roles.ANSWER:
-      # Nothing reads what a tool says to the end of the work.
+      # A tool's result after the end of the work is never read.
       answer = call.body
       if result:
         recorder.note(where, f"the result {result!r:.80} of {name}")
@@ -202,7 +204,7 @@ def _results(
   recorder: Recorder,
   where: str,
 ) -> list[tuple[str | None, bool]]:
-  """The result of each call, None where it has none, and whether the call failed."""
+  """Returns each call's result (None if missing), and whether the call failed."""
   ids = [key for key, _, _ in calls]
   by_id: dict[Any, tuple[str | None, bool]] = {}
   in_order: list[tuple[str | None, bool]] = []
@@ -222,6 +224,6 @@ def _results(
       )
     by_id[key] = (text, bool(message.get("is_error")))
     in_order.append(by_id[key])
-  if None in ids:  # no call has an id (see `_calls`): results stand in their order
+  if None in ids:  # no call has an id (see `_calls`): results are in call order
     return in_order + [(None, False)] * (len(calls) - len(in_order))
   return [by_id.get(key, (None, False)) for key in ids]

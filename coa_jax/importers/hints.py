@@ -1,6 +1,6 @@
-"""What may help with rows that were dropped, reason by reason.
+"""Hints for dropped rows, by reason.
 
-Flags that a hint names were tried on a dropped row: with them it gives a trajectory.
+A hint's flags were tried on a dropped row and give a trajectory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.tasks.task import Kind
 from coa_jax.teacher.convert import Dropped
 
-THINK = "Go on."  # what hints say in the place of a missing thought
-# Formats whose records stay as they stand; others are converted.
+THINK = "Go on."  # a hint's text for a missing thought
+# Formats with records kept verbatim; others are converted.
 VERBATIM = ("alpaca", "trajectories")
 _TWO_READINGS = (
   "the text is damaged or holds the format's own marks, so nobody can tell who wrote "
@@ -31,7 +31,7 @@ _RESULTS = (
   "results are told apart by tool_call_id, or by their order where no call has an id: "
   "each call needs exactly one, right after it"
 )
-# Reason -> what to do where no flag was found that reads the row.
+# Reason -> advice if no flag makes the row readable.
 HINTS: Mapping[str, str] = {
   "ambiguous": _TWO_READINGS,
   "bad_arguments": "--tools=NAME=tool writes a call with any arguments, as one object",
@@ -76,20 +76,20 @@ _TAG = re.compile(r"<(\w+)> is no span")
 
 
 def hint(importer: Importer, dropped: Dropped, record: Record) -> str:
-  """What helps with a row, in one line: flags that read it, or what stands in the way.
+  """Returns a row's hint, in one line: flags that make it readable, or the obstacle.
 
   Args:
-    importer: what dropped it.
-    dropped: what it said.
+    importer: the importer that dropped it.
+    dropped: its reason.
     record: the row.
   """
-  # --- A tool that the dialect has, but not this run of it.
+  # --- A tool in the dialect, but not in this run.
   tag = _TAG.search(dropped.detail)
   base = get_variant(importer.variant.name)
   if tag and tag[1] in base.tools and tag[1] not in importer.variant.tools:
     return f"add --described_tools={tag[1]}, which the run that plays needs, too"
 
-  # --- Names of tools that no table has: functions of yours, until you say otherwise.
+  # --- Tool names in no table: treated as the user's functions by default.
   flags = []
   tried, names = _with_functions(importer, dropped, record)
   if names:
@@ -129,10 +129,10 @@ def _with_functions(
 
 
 def _settings(importer: Importer, reason: str) -> Iterator[tuple[Importer, list[str]]]:
-  """Importers to try, from the nearest to the one that was asked for, and their flags.
+  """Lists importers to try, from the nearest to the requested one, with their flags.
 
-  The same dialect with thoughts filled in, then without agents that a run may lack;
-  then the dialect of all tools, likewise.
+  The same dialect with thoughts filled in, then without optional agents; then the
+  dialect of all tools, likewise.
   """
   if importer.format in VERBATIM:
     if reason == "unknown_tool":
@@ -159,7 +159,7 @@ def _settings(importer: Importer, reason: str) -> Iterator[tuple[Importer, list[
 
 
 def _without_some(variant: Variant) -> Iterator[Variant]:
-  """The dialect, and those without some of its agents, fewest first."""
+  """Lists the dialect, and its reductions by some agents, fewest first."""
   check = (roles.SUGGESTED_ANSWER, roles.DOUBLE_CHECK)
   groups = ((roles.REFLECTION,), check, (roles.PLAN,))
   groups = [[role for role in group if role in variant.roles] for group in groups]
@@ -177,7 +177,7 @@ def _name(variant: Variant) -> str:
 
 
 def _uses_all(settings: Importer, asked: Importer, trajectory: Trajectory) -> bool:
-  """Whether a trajectory uses the agents of a dialect that nobody asked for."""
+  """Whether a trajectory uses the agents of a dialect tried by the hint."""
   if settings.variant == asked.variant or settings.format in VERBATIM:
     return True
   agents = set(settings.variant.roles) - {roles.THINK, roles.ANSWER}

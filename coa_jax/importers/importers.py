@@ -1,22 +1,22 @@
 """Traces of other people's systems as this project's trajectories, row by row.
 
-Every row becomes a trajectory, or is dropped with the reason; what a kept row has that
-ours has no place for stands in its `meta["lost"]`, line by line. Formats:
+Every row becomes a trajectory, or is dropped with the reason; a kept row's unmapped
+fields are listed in its `meta["lost"]`, line by line. Formats:
 
   trajectories  our own trajectories, checked against the variant's rules
-  runs          our own runs (`distill`'s runs.jsonl); their tasks are given beside them
+  runs          our own runs (`distill`'s runs.jsonl); their tasks are passed separately
   alpaca        the released Chain-of-Agents SFT records (`alpaca`)
   oagents       OAgents and smolagents, JSON lines (`oagents`)
   chat          conversations with tool calls (`chat`): messages of OpenAI, Anthropic,
                 Hermes, LangChain or LLaMA-Factory v1
-  sharegpt, atif, verifiers, responses
-                conversations under other fields, read as chat messages (`shapes`)
+  sharegpt, atif, verifiers, responses conversations in other fields, read as chat
+                messages (`shapes`)
   react         ReAct text (`react`)
   search_r1     Search-R1 text (`search_r1`)
 
-A conversation of several questions is a row for each of them (`turns`).
+A conversation with several questions is split into a row for each (`turns`).
 
-budget: everything that names the formats one by one.
+budget: every list of formats, in one place.
 
 The released RL rows hold no trajectory: they are tasks, which `tasks.sources` reads.
 """
@@ -61,7 +61,7 @@ FORMATS = (
   "react",
   "search_r1",
 )
-RL = "rl"  # what `detect` says of rows that are tasks
+RL = "rl"  # the result of `detect` for task rows
 
 
 _CONVERSATIONS = tuple(shape.name for shape in SHAPES)
@@ -76,9 +76,9 @@ Record = tuple[int, str, dict[str, Any]]  # number, "FILE:LINE", row
 
 
 def detect(row: Mapping[str, Any]) -> str:
-  """The format of a row, by its fields; one of FORMATS, or RL.
+  """Detects a row's format, by its fields; one of FORMATS, or RL.
 
-  A table gives every row all of its columns: those that hold something go first.
+  A table's row has all of the table's columns: non-empty ones are tried first.
 
   Raises:
     ValueError: it has the fields of none.
@@ -87,12 +87,12 @@ def detect(row: Mapping[str, Any]) -> str:
   name = _format(filled)
   if name:
     return name
-  # These have no fields of their own: they are told by the text in one of them.
+  # These have no fields of their own: they are recognised by the text in a field.
   if is_react(row):
     return "react"
   if is_search_r1(row):
     return "search_r1"
-  name = _format(dict.fromkeys(row, True))  # all empty: that format says why not
+  name = _format(dict.fromkeys(row, True))  # all empty: that format gives the reason
   if name:
     return name
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
@@ -125,18 +125,18 @@ def _format(row: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Importer:
-  """Reads the rows of one file; a value, so that worker processes can have it.
+  """Reads the rows of one file; a value, so that it can be sent to worker processes.
 
   Attributes:
     format: one of FORMATS.
     variant: the dialect of the trajectories.
     prompt: their prompt's style (`protocol.prompts`); alpaca records and trajectories
       keep their own.
-    stem: what the ids of tasks begin with, where rows have none.
-    tools: names of tools -> our tags, beyond `calls.TOOLS`.
-    convert: what may be shortened and filled in.
-    keep_illegal: keep what can be read but breaks the variant's rules; alpaca only.
-    tasks: by id, for runs.
+    stem: the prefix of task ids, if rows have none.
+    tools: foreign tool name -> our tag, extending `calls.TOOLS`.
+    convert: the allowed changes.
+    keep_illegal: True keeps readable rows that break the variant's rules; alpaca only.
+    tasks: id -> task, for runs.
   """
 
   format: str
@@ -169,7 +169,7 @@ class Importer:
       sample = 0  # theirs is read with the rest
     else:
       row = dict(row)
-      del row["sample"]  # a reader would note that it does not read it
+      del row["sample"]  # otherwise a reader would note it as unread
 
     # --- Read it. Whatever a foreign row holds, it is refused and nothing crashes.
     try:
@@ -221,14 +221,14 @@ class Importer:
   def _imported(
     self, row: dict[str, Any], task_id: str, where: str, sample: int
   ) -> ImportedRun:
-    # --- Somebody else's record: a reader of its format.
+    # --- A foreign record: use its format's reader.
     if self.format != "runs":
       # A model writes a name as it likes: case does not count.
       tools = {name.lower(): tag for name, tag in self.tools.items()}
       imported = _READERS[self.format](row, task_id, tools)
       imported.run.sample = sample
       return imported
-    # --- A run of ours, whose task stands in a file of its own.
+    # --- Our own run; its task is in another file.
     try:
       run = Run.from_json(row, where)
     except ValueError as e:
@@ -252,7 +252,7 @@ class Importer:
 
 
 def _id(row: Mapping[str, Any]) -> str:
-  """What a row calls its task; "" where it does not."""
+  """Returns a row's task id; "" if it has none."""
   for name in ("task_id", "id", "example_id"):
     if row.get(name) not in (None, ""):
       return str(row[name])
@@ -260,7 +260,7 @@ def _id(row: Mapping[str, Any]) -> str:
 
 
 def _task(trajectory: Trajectory) -> Task:
-  """What a trajectory says of its task."""
+  """Returns a trajectory's task fields."""
   meta = trajectory.meta
   try:
     kind = Kind(meta.get("kind", Kind.QA))
@@ -279,17 +279,17 @@ def _task(trajectory: Trajectory) -> Task:
 def records(uri: str, chosen: str = "") -> tuple[str, Iterator[Record]]:
   """The format of a source, and all its rows, numbered from 0.
 
-  A conversation is a row for each of its questions, of the same number. A row whose
-  task has come before, and that has no `sample`, is given its number among the task's:
-  what is drawn by task and sample must tell attempts apart.
+  A conversation is a row for each question, all with the same number. A row of an
+  earlier row's task, without `sample`, gets its number among the task's rows: draws by
+  task and sample must distinguish attempts.
 
   Args:
-    uri: a file or a source that `tasks.rows.read_rows` reads.
-    chosen: the format; "" for that of the first row.
+    uri: a file or source for `tasks.rows.read_rows`.
+    chosen: the format; "" for the first row's.
 
   Raises:
-    FileNotFoundError, ValueError: as `read_rows`; or there is no row, or the first one
-      has no known format.
+    FileNotFoundError, ValueError: as `read_rows`; or there are no rows, or the first
+      one's format is unknown.
   """
   rows = _numbered(uri)
   first = next(rows, None)
@@ -330,7 +330,7 @@ def _turns(rows: Iterable[Record], name: str) -> Iterator[Record]:
 
 
 def stem(uri: str) -> str:
-  """What to call the rows of a source that have no ids."""
+  """Returns the id prefix of a source's rows without ids."""
   # Without the query and the scheme: hf:owner/name?split=x is `name`.
   name = uri.partition("?")[0].rstrip("/").rpartition(":")[2]
   return os.path.splitext(os.path.basename(name).removesuffix(".gz"))[0] or "row"

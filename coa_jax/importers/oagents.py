@@ -1,17 +1,17 @@
-"""Runs of OAgents, smolagents and LangChain's agents as runs of ours.
+"""Converts runs of OAgents, smolagents and LangChain's agents to our runs.
 
-A row holds the question, the prediction, the true answer and `intermediate_steps` of
-four kinds: task, planning {facts, plan}, action {model_output, tool_calls,
-observations, error, ...} and, in smolagents, a system prompt. Facts and rationales are
-thoughts, plans plans, a critique that grades all three criteria a reflection (arXiv
-2508.13167). LangChain's steps are pairs of an action {tool, tool_input, log} and its
-observation; the question is `input`, the prediction `output`.
+A row has the question, the prediction, the true answer and `intermediate_steps` of four
+kinds: task, planning {facts, plan}, action {model_output, tool_calls, observations,
+error, ...} and, in smolagents, a system prompt. Facts and rationales are thoughts,
+plans plans, a critique that grades all three criteria a reflection (arXiv 2508.13167).
+LangChain's steps are pairs of an action {tool, tool_input, log} and its observation;
+the question is `input`, the prediction `output`.
 
-A step of the manager whose program calls the search agent is no tool call of ours: the
-search agent's own calls (`search_agent_actions`: sub-task -> {answer, tool_calls})
-stand in its place, and its answer, which a model wrote, is the thought that follows. A
-step's error is what the agent was shown after the observations: part of the result.
-Programs call tools as functions: they stay programs, and what they call is noted.
+A manager's step with a program that calls the search agent is not a tool call here: it
+is replaced by the search agent's own calls (`search_agent_actions`: sub-task ->
+{answer, tool_calls}), and by its answer, written by a model, as the next thought. A
+step's error was shown to the agent after the observations, so it is part of the result.
+Programs call tools as functions: they stay programs, and their calls are noted.
 
 budget: a row is read step by step, and each step can hold all of this.
 """
@@ -52,7 +52,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Status
 from coa_jax.teacher import runs
 
-# What is read, or says nothing of the trajectory (times, counts, what was sent).
+# Fields that are read, or are irrelevant to the trajectory (times, counts, requests).
 _ROW = TASK_FIELDS | fields(
   "agent_name augmented_question prediction intermediate_steps steps start_time "
   "end_time iteration_limit_exceeded agent_error parsing_error task judgment_result "
@@ -67,16 +67,16 @@ _STEP = fields(
 )
 _SUBTASK = fields("task answer tool_calls")
 _SUBCALL = fields("name args arguments observation observations id type")
-_Subtask = tuple[str, Mapping[str, Any]]  # what was asked, and what was done about it
-# Where a reply goes over from its rationale to its call; the rationale's heading; and
-# what of a call in words is not worth a note.
+_Subtask = tuple[str, Mapping[str, Any]]  # the question, and the steps
+# The boundary between a reply's rationale and its call; the rationale's heading; and
+# parts of a written call not worth a note.
 _CALLED = re.compile(r"```|<code>|<end_code>|^[ \t]*(?:Code|Action):", re.MULTILINE)
 _THOUGHT = re.compile(r"^\s*Thoughts?:\s*")
 _BLOCK = re.compile(
   r"(?ms)```.*?(?:```|\Z)|<code>.*?(?:</code>|\Z)|<end_code>|^[ \t]*Code:"
 )
 _INVOKING = re.compile(r"^\s*Invoking: `.*?` with `.*?`\s*(?:responded: )?", re.DOTALL)
-# What a step may have of a plan, and of an action.
+# Fields of a plan in a step, and of an action.
 _PLANNED = fields("facts plan")
 _DONE = fields("tool_calls model_output observations error action_output")
 
@@ -87,12 +87,12 @@ def read_oagents(
   """Reads one row as a run.
 
   Args:
-    row: as above.
-    task_id: what to call the task.
-    table: names of tools beyond `calls.TOOLS`.
+    row: a row in the form above.
+    task_id: the task's id.
+    table: tool names that extend `calls.TOOLS`.
 
   Raises:
-    RowRefused: the steps do not have that shape, a call cannot be translated, several
+    RowRefused: the steps do not have this form, a call cannot be translated, several
       calls share one observation, or a sub-task belongs to no step.
   """
   steps = _with_pairs(row.get("intermediate_steps") or row.get("steps"))
@@ -111,7 +111,7 @@ def read_oagents(
     # A table gives every step the fields of all kinds: a null one says nothing.
     filled = {name for name, value in step.items() if value is not None}
     if filled & _PLANNED:
-      reading.planning(step)  # in a step of its own, or beside a call
+      reading.planning(step)  # in a separate step, or next to a call
     if filled & _DONE:
       reading.action(step, where)
     elif isinstance(step.get("task"), str):
@@ -135,7 +135,7 @@ def read_oagents(
   prediction = row.get("prediction", row.get("output"))
   if row.get("iteration_limit_exceeded"):
     return recorder.end(task, None)
-  # The row's prediction goes first: systems word it anew after their last step.
+  # The row's prediction takes precedence: systems reword it after their last step.
   text = reading.answer if prediction in (None, "") else _text(prediction)
   if reading.answer not in (None, text):
     recorder.note("row", f"the run's own answer {reading.answer!r:.80}")
@@ -143,7 +143,7 @@ def read_oagents(
 
 
 def _with_pairs(steps: Any) -> Any:
-  """Steps, with those that are pairs as objects."""
+  """Converts steps that are pairs to objects."""
   if not isinstance(steps, list):
     return steps
   return [_of_pair(step) if isinstance(step, list) else step for step in steps]
@@ -164,7 +164,8 @@ def _of_pair(pair: list[Any]) -> Any:
 
 
 def _subtasks(records: Any) -> list[_Subtask]:
-  """(sub-task, its record) in order; also of a list of records with their `task`."""
+  """Lists (sub-task, its record) in order; also from a list of records with their
+  `task`."""
   if not isinstance(records, list):
     return list((records or {}).items())
   out = []
@@ -199,8 +200,8 @@ class _Reading:
     name, arguments = calls[0] if calls else ("", "")
     texts = _texts(arguments)
 
-    # --- What the model wrote: a rationale, and the call in words; of these only what
-    # the call does not say is noted.
+    # --- The model's text: a rationale, and the call in words; parts of it missing from
+    # the call are noted.
     thought, rest = _rationale(step.get("model_output"))
     recorder.think(thought)
     if rest and rest not in "\n".join(texts):
@@ -209,7 +210,7 @@ class _Reading:
     if code and _text(code).strip() not in map(str.strip, texts):
       recorder.note(where, f"code_action {code!r:.80} beside the call")
 
-    # --- The call, or why there is none; what it ends; what was thought of it.
+    # --- The call, or the reason for its absence; its ending; the thoughts about it.
     program: Program = ()
     if texts and self._tag(name) == "code":
       program = parse_program(texts[0])
@@ -235,8 +236,8 @@ class _Reading:
     recorder = self.recorder
     result = _result(step)
 
-    # --- A delegation: the sub-task's own calls stand in its place. The search agent is
-    # called as a tool, or by the functions of a program.
+    # --- A delegation is replaced by the sub-task's own calls. The search agent is
+    # called as a tool, or by a program's functions.
     subtasks: Sequence[str | None] = delegated_texts(program)
     if name == AGENT:
       subtasks = (_texts(arguments) or [None])[:1]
@@ -260,7 +261,7 @@ class _Reading:
       return
     functions = set(map(callee, nodes_in_order(program, ast.Call))) - {None}
     theirs = sorted(f for f in functions if f == AGENT or self._tag(f))
-    if theirs:  # our sandbox has no such functions; the program stays as it is
+    if theirs:  # our sandbox lacks such functions; the program stays unchanged
       recorder.note(where, f"the program calls their {', '.join(theirs)}")
     ours = translate_and_note(recorder, where, name, arguments, self.table)
     if ours.tag == roles.ANSWER:
@@ -277,21 +278,22 @@ class _Reading:
       self.recorder.note(where, f"the {label}: {result!r:.80}")
 
   def _ending(self, step: Mapping[str, Any], program: Program, where: str) -> None:
-    """Reads the answer of a step that ends the run, notes another step's output."""
+    """Reads the answer of a final step, notes another step's output."""
     output = step.get("action_output")
     argument = final_argument(program)
     is_final = step.get("is_final_answer")
     if is_final is None:  # an older version does not say
       is_final = argument is not None
     if is_final and not step.get("error"):
-      # What ran knows best; a step without output may still write its answer out.
+      # The executed output is the most reliable; a step without output may still
+      # contain its answer.
       answer = output
       if answer is None:
         answer = literal(argument)
       if answer is not None:
         self.answer = _text(answer)
         return
-    # Mostly the output is what the observation shows, or the answer read before.
+    # Usually the output equals the observation, or the answer read before.
     shown = f"{self.answer}\n{_result(step)}"
     if output is not None and _text(output) not in shown and str(output) not in shown:
       self.recorder.note(where, f"action_output {output!r:.80} beside the observation")
@@ -301,15 +303,15 @@ class _Reading:
   ) -> bool:
     """Records the sub-tasks of a program's delegations, in order; False for none.
 
-    A sub-task that its call does not write out (None) may stand elsewhere in the
-    program; where it is put together as that runs, it is the next record, as runs write
-    them.
+    If the call does not contain its sub-task (None), it may be elsewhere in the
+    program; if the program builds it at run time, it is the next record, in the order
+    of the runs.
     """
     # --- Which records the calls without a text mean.
     if not texts:
       return False
     others = [name for name, _ in self.subtasks if name not in texts]
-    elsewhere: list[str] = []  # sub-tasks that the program names, if not in a call
+    elsewhere: list[str] = []  # sub-tasks in the program outside calls
     for node in nodes_in_order(program, ast.Constant):
       if node.value in others and node.value not in elsewhere:
         elsewhere.append(node.value)
@@ -336,7 +338,8 @@ class _Reading:
     return any_record
 
   def _take_subtask(self, name: str | None) -> Mapping[str, Any] | None:
-    """Removes the first sub-task of that name; its record, None where there is none."""
+    """Removes the first sub-task of this name; returns its record, None if there is
+    none."""
     for at, (other, record) in enumerate(self.subtasks):
       if other == name:
         del self.subtasks[at]
@@ -382,7 +385,7 @@ class _Reading:
 
 
 def _rationale(output: Any) -> tuple[str, str]:
-  """What a model wrote before its call, and what it wrote after it."""
+  """Splits a model's text into the parts before and after its call."""
   if isinstance(output, list):  # parts, as a chat message has them
     output = "".join(str(p.get("text", "")) for p in output if isinstance(p, dict))
   if not isinstance(output, str):
@@ -391,7 +394,7 @@ def _rationale(output: Any) -> tuple[str, str]:
   if called is None:
     return _THOUGHT.sub("", output), ""
   thought = _THOUGHT.sub("", output[: called.start()])
-  if "Action" in called[0]:  # below it stands the call itself, as no block
+  if "Action" in called[0]:  # the rest is the call itself, without a block
     return thought, ""
   return thought, _BLOCK.sub("", output[called.start() :]).strip()
 
@@ -405,7 +408,7 @@ def _name_and_arguments(call: Any, where: str) -> tuple[str, Any]:
 
 
 def _result(step: Mapping[str, Any]) -> str:
-  """The observations as they are, and the error that was shown below them."""
+  """Joins the observations, unchanged, and the error shown after them."""
   observations = step.get("observations")
   error = step.get("error")
   texts = []
@@ -419,7 +422,7 @@ def _result(step: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-  """A string as it is, anything else as JSON."""
+  """Returns a string unchanged, other values as JSON."""
   return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

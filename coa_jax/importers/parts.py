@@ -1,4 +1,4 @@
-"""Values of rows that were dealt to shards by turns, and are put in order again."""
+"""Reassembles the rows' values in order, after rows were dealt to shards in turn."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def write_part(
   """Writes one value for each row of a shard; the file appears when it is complete.
 
   Args:
-    path: of the file, JSON lines.
-    values: of every `shard.count`-th row, from number `shard.index` on.
-    shard: whose rows they are.
+    path: a file of JSON lines.
+    values: values of every `shard.count`-th row, from number `shard.index` on.
+    shard: the rows' shard.
 
   Returns:
     The number of rows.
@@ -49,7 +49,7 @@ def read_parts(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   Raises:
     ValueError: a row is missing, or there twice: the shards read different files.
   """
-  # --- Where each row's line begins: 16 bytes a row are in memory.
+  # --- The offset of each row's line: 16 bytes a row in memory.
   places = array.array("q")
   begins = array.array("q")
   begin = 0

@@ -1,9 +1,10 @@
-"""Rows of traces in, filtered trajectories out: streamed, by any number of processes.
+"""Turns rows of traces into filtered trajectories: streamed, by any number of
+processes.
 
-What looks at one row alone (reading, conversion, the filters' verdict, token ids) is
-`RowPipeline.work`, which worker processes share; what must see all rows in order (near
-duplicates, copies, counts) is `ImportJob`'s. The result is the same for any number of
-processes, and at most a few chunks of rows are in memory at once.
+`RowPipeline.work` handles a single row (reading, conversion, the filters' verdict,
+token ids) and is shared by worker processes; `ImportJob` handles all rows in order
+(near duplicates, copies, counts). The result is the same for any number of processes,
+and at most a few chunks of rows are in memory at once.
 
 budget: one pass, by processes of one machine or by shards of several.
 """
@@ -34,16 +35,16 @@ from coa_jax.teacher.filters import FilterResult, FiltersConfig, Funnel, examine
 from coa_jax.teacher.novelty import Benchmarks
 from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
 
-CHUNK = 16  # rows that travel together
+CHUNK = 16  # rows in one chunk
 
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryStats:
-  """What statistics need of a trajectory.
+  """A trajectory's data for statistics.
 
   Attributes:
-    length: its tokens where it has ids, else its characters without the prompt.
-    roles: number of spans of each role.
+    length: its tokens if it has ids, else its characters without the prompt.
+    roles: number of spans by role.
   """
 
   length: int
@@ -52,16 +53,16 @@ class TrajectoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class ImportedRow:
-  """A row that gave a trajectory.
+  """A row converted to a trajectory.
 
   Attributes:
     task_id: its task.
-    line: the trajectory as a line of JSON; "" where a filter that looks at it alone
-      drops it.
+    line: the trajectory as a line of JSON; "" if a filter of single trajectories drops
+      it.
     stats: its length and spans.
-    lost: what the row has that the trajectory has no place for.
-    augmented: lines of the copies under other tool names and formats.
-    fault: as `filters.FilterResult` has it, and likewise the next four.
+    lost: the row's unmapped fields.
+    augmented: lines of the copies with other tool names and formats.
+    fault: as in `filters.FilterResult`, and likewise the next four.
   """
 
   task_id: str
@@ -84,7 +85,7 @@ class ImportedRow:
 
   @classmethod
   def from_json(cls, value: dict[str, Any]) -> ImportedRow:
-    """Reads what `to_json` gave."""
+    """Reads the output of `to_json`."""
     signature = value["signature"]
     if signature is not None:
       signature = np.array(signature, np.uint32)
@@ -104,14 +105,14 @@ class ImportedRow:
 
 @dataclasses.dataclass(frozen=True)
 class RowPipeline:
-  """What is done to every row; a value, so that worker processes can have it.
+  """The processing of every row; a value, so that it can be sent to worker processes.
 
   Attributes:
     importer: reads and converts.
     filters: thresholds and ratios; None keeps every trajectory.
-    benchmarks: as from `filters.load_benchmarks`; None without filters.
-    tokenizer: folder of the tokenizer that writes ids; "" writes none.
-    formats: how many copies of each trajectory under other tool names and formats.
+    benchmarks: the result of `filters.load_benchmarks`; None without filters.
+    tokenizer: the tokenizer's folder, for ids; "" writes none.
+    formats: the copies of each trajectory with other tool names and formats.
   """
 
   importer: Importer
@@ -134,7 +135,7 @@ class RowPipeline:
     task, trajectory = imported
     variant = self.importer.variant
 
-    # --- Filter. What is dropped here needs no copies, but its figures are counted.
+    # --- Filter. A row dropped here needs no copies, but is counted.
     result = FilterResult(trajectory, None)
     if self.filters is not None and self.benchmarks is not None:
       result = examine(
@@ -174,14 +175,14 @@ def trajectory_stats(trajectory: Trajectory) -> TrajectoryStats:
 
 
 class ImportJob:
-  """One pass over a source: `lines` runs it, `counts` says what came of it.
+  """One pass over a source: `lines` runs it, `counts` has its statistics.
 
-  Where the rows are shared among shards, `write_part` is the work of each, and
-  `joined_lines` yields then what `lines` would have.
+  If rows are divided among shards, each shard calls `write_part`, and `joined_lines`
+  then yields the same lines as `lines`.
   """
 
   def __init__(self, pipeline: RowPipeline, workers: int = 0):
-    """Takes what is done to a row, and a number of worker processes; 0 uses none."""
+    """Takes the row pipeline, and a number of worker processes; 0 uses none."""
     self._pipeline = pipeline
     self._workers = workers
     self._funnel: Funnel | None = None
@@ -210,12 +211,12 @@ class ImportJob:
   def write_part(
     self, path: str | os.PathLike[str], records: Iterable[Record], shard: Shard
   ) -> int:
-    """Imports a shard's rows, each alone, and writes what came of them to a file.
+    """Imports a shard's rows, each alone, and writes the results to a file.
 
     Args:
-      path: of the file; the files of all are read one after the other.
+      path: the file; the files of all shards are read one after the other.
       records: all rows.
-      shard: which of them.
+      shard: the shard.
 
     Returns:
       The number of its rows.
@@ -241,12 +242,12 @@ class ImportJob:
     on_dropped: Callable[[Dropped, Record], None] = lambda *_: None,
     on_imported: Callable[[ImportedRow, int], None] = lambda *_: None,
   ) -> Iterator[str]:
-    """Yields as `lines` does, from what all shards have written.
+    """Yields the lines of `lines`, from all shards' files.
 
     Args:
       path: their files, one after the other.
-      on_dropped: as of `lines`; a record is empty unless its reason is new.
-      on_imported: as of `lines`.
+      on_dropped: as in `lines`; a record is empty unless its reason is new.
+      on_imported: as in `lines`.
 
     Raises:
       ValueError: it is not all of the parts.
@@ -284,7 +285,8 @@ class ImportJob:
       if not copies:
         continue
 
-      # --- The trajectory itself, its numbered copies, those in other tool formats.
+      # --- The trajectory itself, its numbered copies, the copies in other tool
+      # formats.
       yield result.line
       for number in range(1, copies):
         yield _numbered_line(result.line, number)
@@ -307,7 +309,7 @@ class ImportJob:
   def _results(
     self, records: Iterable[Record]
   ) -> Iterator[tuple[Record, Dropped | ImportedRow]]:
-    # --- Chunks, read as they are needed; in this process where there is no other.
+    # --- Chunks, read as needed; in this process if there are no workers.
     rows = iter(records)
     chunks = iter(lambda: list(itertools.islice(rows, CHUNK)), [])
     if not self._workers:
@@ -326,9 +328,9 @@ class ImportJob:
     pending = collections.deque()
     try:
       for chunk in chunks:
-        # A chunk with a slow row holds up those behind it, not the workers.
+        # A chunk with a slow row delays the chunks after it, not the workers.
         pending.append((chunk, pool.submit(_work, chunk)))
-        if len(pending) > 2 * self._workers:  # bounds what is in memory
+        if len(pending) > 2 * self._workers:  # bounds the memory
           chunk, results = pending.popleft()
           yield from zip(chunk, results.result(), strict=True)
       while pending:
@@ -346,7 +348,7 @@ def _numbered_line(line: str, number: int) -> str:
 
 # --- In a worker process.
 
-_worker_pipeline: list[RowPipeline] = []  # what this process was started with
+_worker_pipeline: list[RowPipeline] = []  # the process's pipeline, set at its start
 
 
 def _start_worker(pipeline: RowPipeline) -> None:

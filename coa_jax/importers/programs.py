@@ -1,4 +1,4 @@
-"""What a program of smolagents calls: its syntax tree, read and never run."""
+"""Finds the calls in smolagents programs: parses the syntax tree, never runs it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 Program = Sequence[ast.stmt]
-# In OAgents and smolagents, managed agents stand among the functions of a program.
+# In OAgents and smolagents, managed agents are functions of a program.
 AGENT = "search_agent"  # the function by which a program delegates a task
-# Nodes of a statement that hands a task on, keeps what came back or prints it.
+# Nodes of a statement that delegates a task, keeps the result or prints it.
 _PLAIN = (
   ast.Expr,
   ast.Assign,
@@ -24,7 +24,7 @@ _PLAIN = (
 
 
 def parse_program(program: str) -> list[ast.stmt]:
-  """Parses a program into statements; none where it is not Python."""
+  """Parses a program into statements; returns none if it is not Python."""
   try:
     return ast.parse(program).body
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -32,14 +32,14 @@ def parse_program(program: str) -> list[ast.stmt]:
 
 
 def callee(node: ast.AST) -> str | None:
-  """Returns the plain name that a node calls."""
+  """Returns the plain name of a call's function."""
   if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
     return node.func.id
-  return None  # a method, or what another call returned
+  return None  # a method, or the result of another call
 
 
 def nodes_in_order(program: Program, kind: type) -> list[Any]:
-  """Lists nodes of a kind by where they end: a call's arguments before the call."""
+  """Lists nodes of a kind by their end: a call's arguments before the call."""
   nodes = []
   for statement in program:
     nodes += [node for node in ast.walk(statement) if isinstance(node, kind)]
@@ -47,11 +47,11 @@ def nodes_in_order(program: Program, kind: type) -> list[Any]:
 
 
 def delegated_texts(program: Program) -> list[str | None]:
-  """Lists the text that each call of the search agent gets; None where it gets none."""
+  """Lists the text in each call of the search agent; None if it has none."""
   out = []
   for call in nodes_in_order(program, ast.Call):
     if callee(call) == AGENT:
-      # Others may stand beside the task, such as a dict of what is known already.
+      # The task may have other arguments next to it, such as a dict of known facts.
       values = map(literal, _arguments(call))
       texts = [value for value in values if isinstance(value, str)]
       out.append(texts[0] if texts else None)
@@ -59,7 +59,7 @@ def delegated_texts(program: Program) -> list[str | None]:
 
 
 def other_statements(program: Program) -> list[ast.stmt]:
-  """Lists statements that do more than hand tasks on and keep or print the reports."""
+  """Lists statements that do more than delegate tasks and keep or print the reports."""
   out = []
   for statement in program:
     calls = set(map(callee, nodes_in_order([statement], ast.Call)))
@@ -70,7 +70,7 @@ def other_statements(program: Program) -> list[ast.stmt]:
 
 
 def final_argument(program: Program) -> ast.expr | None:
-  """Returns what a program gives to `final_answer` at its end."""
+  """Returns the argument of `final_answer` at a program's end."""
   if not program:
     return None
   last = program[-1]
@@ -81,7 +81,7 @@ def final_argument(program: Program) -> ast.expr | None:
 
 
 def literal(node: ast.expr | None) -> Any:
-  """Returns a value that is written out; None where there is none or it is computed."""
+  """Returns a literal value; None if it is missing or computed."""
   if node is None:
     return None
   try:
@@ -91,7 +91,7 @@ def literal(node: ast.expr | None) -> Any:
 
 
 def only_answers(program: Program) -> bool:
-  """Says whether a program only gives `final_answer` something plain."""
+  """Whether a program only calls `final_answer` with a plain value."""
   calls = nodes_in_order(program, ast.Call)
   return len(program) == len(calls) == 1 and final_argument(program) is not None
 

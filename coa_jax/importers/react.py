@@ -6,11 +6,11 @@
   Thought: ...                        Observation 1: Paris is on the ...
   Final Answer: Seine                 Action 2: Finish[Seine]
 
-Observations are not escaped there, so authorship is read from text, strictly: every
-action needs a thought before it and an observation after it, and numbers, where there
-are any, must count up. A marker at the start of a line of an observation breaks that
-order, and the row is refused. What no reader of unnumbered text can tell is an
-observation that prints a whole round of it, thought to observation.
+Observations are not escaped, so authorship is inferred from text, strictly: every
+action needs a thought before it and an observation after it, and numbers, if present,
+must count up. A marker at the start of a line of an observation breaks that order, and
+the row is refused. In unnumbered text, an observation that prints a whole round
+(thought to observation) cannot be detected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MARK = re.compile(
 )
 # An action with its input: Search[Paris].
 _INLINE = re.compile(r"\s*([\w.-]+)\[(.*)\]\s*", re.DOTALL)
-# What may follow what; "" is the start and the end.
+# Allowed successors; "" is the start and the end.
 _ORDER = {
   "": {"Thought"},
   "Thought": {"Action", "Final Answer"},
@@ -52,12 +52,12 @@ _ORDER = {
 
 
 def is_react(row: Mapping[str, Any]) -> bool:
-  """Whether some field of a row holds text in this layout."""
+  """Whether some field of a row has text in this layout."""
   return any(_marks(row.get(name)) for name in TEXT_FIELDS)
 
 
 def _marks(text: Any) -> bool:
-  # One marker alone may stand in anybody's text: both a thought and what it leads to.
+  # One marker alone may occur in any text: require a thought and its successor.
   return isinstance(text, str) and bool(
     re.search(r"^Thought(?: \d+)?:", text, re.MULTILINE)
     and re.search(r"^(Action(?: \d+)?|Final Answer):", text, re.MULTILINE)
@@ -72,14 +72,15 @@ def read_react(
   Of several texts the first in this layout is read.
 
   Raises:
-    RowRefused: the text has not exactly that order, or a call cannot be translated.
+    RowRefused: the text does not have exactly this order, or a call cannot be
+      translated.
   """
   recorder = Recorder(task_id)
   texts = [k for k in TEXT_FIELDS if isinstance(row.get(k), str)]
   if not texts:
     raise RowRefused("no_text", f"none of {', '.join(TEXT_FIELDS)} is a string")
-  # A row may hold other texts beside it. Where none has the layout, reading the first
-  # says what is wrong with it.
+  # A row may have other texts besides. If none has the layout, reading the first gives
+  # the error.
   in_layout = [name for name in texts if _marks(row[name])]
   used = (in_layout or texts)[0]
   note_unread(recorder, "row", row, TASK_FIELDS | {used})
@@ -112,7 +113,7 @@ def _blocks(text: str) -> list[tuple[str, str, str]]:
 
 
 def _check(blocks: list[tuple[str, str, str]]) -> None:
-  """Refuses markers that an observation may have printed: out of order, or miscounted.
+  """Refuses markers possibly printed by an observation: out of order, or miscounted.
 
   A final answer ends the text whatever the round, so it may go without a number.
   """
@@ -127,7 +128,7 @@ def _check(blocks: list[tuple[str, str, str]]) -> None:
         "ambiguous", f"{name} after {last or 'the start'}: {content!r:.40}"
       )
     if number:
-      # An observation that prints markers of its own does not know the round it is in.
+      # An observation that prints markers does not know its round's number.
       if name == "Thought":  # begins a round
         count += 1
       if int(number) != count:
@@ -140,7 +141,7 @@ def _check(blocks: list[tuple[str, str, str]]) -> None:
 def _record_blocks(
   blocks: list[tuple[str, str, str]], recorder: Recorder, table: Mapping[str, str]
 ) -> str | None:
-  """Records every block; the answer, where one is given."""
+  """Records every block; returns the answer, if there is one."""
   at = 0
   while at < len(blocks):
     name, content, _ = blocks[at]
@@ -162,11 +163,11 @@ def _record_blocks(
         arguments = match[2]
       call = translate_and_note(recorder, where, tool, arguments, table)
 
-      # --- Its result. `_check` has seen to it that nothing else follows.
+      # --- Its result. `_check` has excluded any other successor.
       observation = blocks[at][1] if at < len(blocks) else None
       at += 1
       if call.tag == roles.ANSWER:
-        # --- An action that ends the work (Finish[...]).
+        # --- A final action (Finish[...]).
         if observation is not None and at < len(blocks):
           raise RowRefused("ambiguous", f"{where}: the answer is not the end")
         if observation:

@@ -1,4 +1,4 @@
-"""What importers share: a row's task and run, and a record of what was lost."""
+"""Common code of importers: a row's task and run, and a record of losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coa_jax.teacher.runs import Event, Run
 
 
 class RowRefused(Exception):
-  """A row that cannot be read: a short reason, and what exactly was wrong."""
+  """An unreadable row: a short reason, and the exact problem."""
 
   def __init__(self, reason: str, detail: str):
     super().__init__(reason, detail)
@@ -26,10 +26,10 @@ class ImportedRun:
   """One row, read.
 
   Attributes:
-    task: what was asked; without answers where the row tells none.
-    run: what was done about it, tools named as here.
-    lost: what the run has no place for, one line each.
-    calls_read: how many calls of the row were read.
+    task: the task; without answers if the row has none.
+    run: the run, with our tool names.
+    lost: unmapped parts of the row, one line each.
+    calls_read: the number of the row's calls read.
   """
 
   task: Task
@@ -39,7 +39,7 @@ class ImportedRun:
 
 
 class Recorder:
-  """Writes a run event by event, and notes what is lost on the way."""
+  """Writes a run event by event, and notes losses."""
 
   def __init__(self, task_id: str):
     self.run = Run(task_id)
@@ -47,7 +47,7 @@ class Recorder:
     self.calls_read = 0
 
   def say(self, agent: str, kind: str, content: str, detail: str = "") -> None:
-    """Adds what an agent wrote."""
+    """Adds an agent's text."""
     self.run.events.append(Event(agent, kind, content, detail))
 
   def think(self, content: Any) -> None:
@@ -56,7 +56,7 @@ class Recorder:
       self.say(runs.ORCHESTRATOR, runs.DECISION, content.strip())
 
   def call(self, tag: str, body: str, result: str, failed: bool = False) -> None:
-    """Adds a tool call and what it gave."""
+    """Adds a tool call and its result."""
     status = CallStatus.OK
     if failed:
       status = CallStatus.MODEL
@@ -69,7 +69,7 @@ class Recorder:
     self.say(tag, runs.OBSERVATION, result, tag)
 
   def note(self, where: str, text: str) -> None:
-    """Notes something that the run has no place for."""
+    """Notes a part of the row without a place in the run."""
     self.lost.append(f"{where}: {text}")
 
   def end(self, task: Task, prediction: str | None) -> ImportedRun:
@@ -80,23 +80,23 @@ class Recorder:
       run.prediction = prediction
       run.status = Status.ENDED
       self.say(runs.ORCHESTRATOR, runs.FINAL, prediction)
-    elif run.status == Status.UNGRADED:  # nobody has said what ended it
+    elif run.status == Status.UNGRADED:  # the cause of the end is unknown
       run.status = Status.TURN_LIMIT
     return ImportedRun(task, run, tuple(self.lost), self.calls_read)
 
 
 def fields(names: str) -> frozenset[str]:
-  """Splits a string of words into names of fields."""
+  """Splits a string of words into field names."""
   return frozenset(names.split())
 
 
-# Fields of any foreign row that are read for its task, or that name it.
+# Fields of any foreign row that describe or name its task.
 TASK_FIELDS = fields(
   "question task_question problem answers answer true_answer golden_answer "
   "golden_answers ground_truth target kind data_source source family id task_id "
   "example_id"
 )
-# Of several the first that holds something is read.
+# The first non-empty one is read.
 ANSWER_FIELDS = (
   "answers",
   "answer",
@@ -106,18 +106,18 @@ ANSWER_FIELDS = (
   "golden_answers",
   "target",
 )
-# Fields that may hold a run as one text.
+# Fields that may contain a run as one text.
 TEXT_FIELDS = ("trajectory", "react", "output", "text", "completion", "scratchpad")
 QUESTION_FIELDS = ("question", "task_question", "problem")
 
 
 def are_objects(value: Any) -> bool:
-  """Whether a value is a list of objects, as the messages or steps of a row are."""
+  """Whether a value is a list of objects, like a row's messages or steps."""
   return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def question_of(row: Mapping[str, Any], default: Any) -> Any:
-  """Returns what a row itself gives as its question, else the default."""
+  """Returns a row's own question, else the default."""
   for name in QUESTION_FIELDS:
     if row.get(name):
       return row[name]
@@ -136,10 +136,10 @@ def _answers_of(row: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) -> Task:
-  """Makes the task of a foreign row; its answers come from the field that has them.
+  """Makes a foreign row's task; its answers come from the first field with answers.
 
   Raises:
-    RowRefused: there is no question, or the row's `kind` is none.
+    RowRefused: there is no question, or the row's `kind` is unknown.
   """
   if not isinstance(question, str) or not question.strip():
     raise RowRefused("no_question", f"the question is {question!r:.80}")
@@ -152,7 +152,7 @@ def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) ->
     question=question,
     answers=tuple(map(str, _answers_of(row))),
     kind=kind,
-    # Rewards and reports group by it: a mixed file keeps its sources apart.
+    # Rewards and reports group by it: a mixed file keeps its sources separate.
     source=str(row.get("data_source") or row.get("source") or source),
     family=str(row.get("family") or ""),
   )
@@ -161,7 +161,7 @@ def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) ->
 def note_unread(
   recorder: Recorder, where: str, row: Mapping[str, Any], read: frozenset[str]
 ) -> None:
-  """Notes the fields of a row that no line of the importer reads."""
+  """Notes the row's fields that the importer does not read."""
   for name, value in row.items():
     # A table gives every row all of its columns: an empty one says nothing.
     if name not in read and value not in (None, "", [], {}, False):

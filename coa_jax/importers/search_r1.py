@@ -4,10 +4,10 @@
   <information>Doc 1(Title: "Seine") ...</information>
   <think>That is it.</think> <answer>Seine</answer>
 
-What is searched there is Wikipedia, so a search is `wiki_search`; `--tools=search=TAG`
-says otherwise. Information is not escaped, so authorship is read from text, strictly:
-spans of these four stand one after the other, none inside another, and each search is
-followed by its information. The paper's prompt may stand before it all.
+Searches there use Wikipedia, so a search becomes `wiki_search`; `--tools=search=TAG`
+overrides it. Information is not escaped, so authorship is inferred from text, strictly:
+these four spans follow one another without nesting, and each search is followed by its
+information. The paper's prompt may come first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coa_jax.importers.row import (
 _TEXT = (*TEXT_FIELDS, "response", "sequences_str")
 _SPAN = re.compile(r"\s*<(think|search|information|answer)>(.*?)</\1>", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|search|information|answer)>")
-# The prompt that the released data are made with begins and ends so.
+# The beginning and the end of the released data's prompt.
 _PROMPT = "Answer the given question."
 _QUESTION = re.compile(
   r"Question: ([^\n]+)\n*(?:<\|im_end\|>\s*<\|im_start\|>assistant|Assistant:)?"
@@ -40,7 +40,7 @@ _AFTER = re.compile(r"\s*(?:<\|im_end\|>|<\|endoftext\|>)?\s*")
 
 
 def is_search_r1(row: Mapping[str, Any]) -> bool:
-  """Whether some field of a row holds text in this layout."""
+  """Whether some field of a row has text in this layout."""
   return bool(_texts(row))
 
 
@@ -60,10 +60,10 @@ def read_search_r1(
   """Reads one row (`question`, and the text in one of `_TEXT`) as a run.
 
   Raises:
-    RowRefused: the text has not exactly that order.
+    RowRefused: the text does not have exactly this order.
   """
-  # --- Its text, below the prompt if that is there, and its question.
-  # A run that never searched is told by its row's question and format alone.
+  # --- Its text, without the prompt if present, and its question. A run without a
+  # search is identified only by its row's question and format.
   names = _texts(row) or [name for name in _TEXT if isinstance(row.get(name), str)]
   if not names:
     raise RowRefused("no_text", f"none of {', '.join(_TEXT)} is a string")
@@ -80,7 +80,7 @@ def read_search_r1(
   # --- The spans, one after the other.
   table = {"search": "wiki_search", **table}
   answer = None
-  query: str | None = None  # of a search whose information has not come yet
+  query: str | None = None  # of a search still without its information
   position = 0
   while not _AFTER.fullmatch(text, position):
     role, content, position = _span(text, position)
@@ -106,7 +106,7 @@ def read_search_r1(
 
 
 def _span(text: str, position: int) -> tuple[str, str, int]:
-  """(role, content, where it ends) of the span at a position."""
+  """Returns (role, content, end) of the span at a position."""
   match = _SPAN.match(text, position)
   if match is None:
     excerpt = text[position:].strip()[:40]

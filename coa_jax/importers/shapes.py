@@ -1,7 +1,7 @@
 """Recorded conversations of many systems as OpenAI chat messages.
 
-A shape says where a row holds its turns; each turn then becomes messages by its own
-form, so one row may mix forms:
+A shape locates a row's turns; each turn is then converted to messages by its own form,
+so one row may mix forms:
 
   role, content               OpenAI; Hermes and Qwen (<tool_call> and <tool_response>
                               blocks in text); Anthropic (tool_use, tool_result and
@@ -11,9 +11,8 @@ form, so one row may mix forms:
                               `data`, or as `dumpd` writes them)
   source, message             steps of ATIF, Harbor's interchange format
 
-The result has `messages` of role, content, reasoning_content, tool_calls and
-tool_call_id, and `is_error` for a tool that failed. A second conversion
-changes nothing.
+The result has `messages` with role, content, reasoning_content, tool_calls and
+tool_call_id, and `is_error` for a failed tool. The conversion is idempotent.
 
 budget: one function for each form of a turn.
 """
@@ -35,7 +34,7 @@ from coa_jax.protocol import roles
 
 Message = dict[str, Any]
 
-_CALL = "call"  # a turn that is a call and nothing else
+_CALL = "call"  # a turn with only a call
 # Who speaks -> the role of a chat message; a call is the assistant's.
 _SPEAKERS: Mapping[str, str] = {
   "system": "system",
@@ -74,12 +73,12 @@ _METADATA = fields(
 
 
 class Shape(NamedTuple):
-  """Where a kind of row holds its turns.
+  """The location of turns in a kind of row.
 
   Attributes:
-    name: of the format.
-    fields: what the shape reads of a row, and metadata.
-    turns: returns the turns of a row; None where it has another shape.
+    name: the format's name.
+    fields: the shape's fields of a row, and metadata.
+    turns: returns a row's turns; None for another shape.
   """
 
   name: str
@@ -119,7 +118,7 @@ def _atif_turns(row: Mapping[str, Any]) -> Any:
   return steps if named or all("source" in step for step in steps) else None
 
 
-# The first that has turns is taken.
+# The first shape with turns is used.
 SHAPES = (
   Shape(
     "atif",
@@ -146,15 +145,15 @@ _SYSTEM = ("system", "instructions", "system_prompt")
 
 
 def shape_of(row: Mapping[str, Any]) -> str:
-  """The name of the shape that a row has; "" for none."""
+  """Returns the name of a row's shape; "" for none."""
   return next((shape.name for shape in SHAPES if shape.turns(row)), "")
 
 
 def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
-  """A row of any shape as one of format chat.
+  """Converts a row of any shape to format chat.
 
   Args:
-    row: as above. A field that no shape reads stays as it is.
+    row: a row in a shape above. Other fields stay unchanged.
 
   Raises:
     RowRefused: it has no turns, or a turn has none of the forms above.
@@ -177,7 +176,7 @@ def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
 
   messages = _with_own_results(messages)
 
-  # --- The row as one of chat; an empty list of tools is often written as text.
+  # --- The row in format chat; an empty list of tools is often written as text.
   chat["messages"] = messages
   if chat.get("conversation") == turns:
     del chat["conversation"]
@@ -190,7 +189,7 @@ def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(turn: Mapping[str, Any], where: str) -> list[Message]:
-  """The messages of one turn, of whatever form."""
+  """Returns one turn's messages, for any form."""
   turn = _unwrapped(turn, where)
   kind = turn.get("type")
   if "source" in turn and "role" not in turn:
@@ -204,7 +203,7 @@ def _messages(turn: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _speaker(name: str) -> str:
-  """A key of `_SPEAKERS`; a streamed message of LangChain is one of its class."""
+  """Returns a key of `_SPEAKERS`; a streamed LangChain message counts as its class."""
   return name.lower().removesuffix("chunk")
 
 
@@ -233,7 +232,7 @@ def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
   if role != "assistant":
     message["role"] = role
 
-  # --- Calls beside the content; LangChain repeats those of the model's own API.
+  # --- Calls next to the content; LangChain repeats the calls of the model's own API.
   also = turn.get("additional_kwargs")
   also = also if isinstance(also, dict) else {}
   if turn.get("invalid_tool_calls"):
@@ -271,7 +270,7 @@ def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
 def _parts(
   content: list[Any], where: str
 ) -> tuple[Any, list[Any], list[str], list[Message]]:
-  """(content, calls, thoughts, tool messages) of the parts of a message."""
+  """Returns (content, calls, thoughts, tool messages) of a message's parts."""
   left: list[Any] = []
   calls: list[Any] = []
   thoughts: list[str] = []
@@ -315,7 +314,7 @@ def _of_sharegpt(turn: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _of_item(turn: Mapping[str, Any], kind: str, where: str) -> list[Message]:
-  """Of an item of OpenAI's Responses API that is no message."""
+  """Converts an item of OpenAI's Responses API other than a message."""
   if kind in ("function_call", "custom_tool_call"):
     rest = _rest(turn, "id call_id name arguments input")
     return [_assistant([{**turn, "type": "function"}], where, "", rest)]
@@ -331,7 +330,7 @@ def _of_item(turn: Mapping[str, Any], kind: str, where: str) -> list[Message]:
 
 
 def _of_step(turn: Mapping[str, Any], where: str) -> list[Message]:
-  """Of a step of ATIF: what was said, its calls and their results."""
+  """Converts a step of ATIF: its text, its calls and their results."""
   role = _SPEAKERS.get(str(turn["source"]).lower())
   if role not in ("system", "user", "assistant"):
     raise RowRefused("bad_turn", f"{where} is of source {turn['source']!r:.40}")
@@ -342,7 +341,7 @@ def _of_step(turn: Mapping[str, Any], where: str) -> list[Message]:
     message = _assistant(calls, where, message.pop("content"), message)
     calls = message["tool_calls"]
 
-  # --- Results name their calls, or stand in their order.
+  # --- Results name their calls, or are in their order.
   observation = turn.get("observation") or {}
   results = observation.get("results") or []
   unnamed = [not result.get("source_call_id") for result in results]
@@ -364,7 +363,7 @@ def _of_step(turn: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _rest(turn: Mapping[str, Any], read: str) -> Message:
-  """Fields of a turn that are not read here and are no metadata."""
+  """Lists a turn's unread fields, except metadata."""
   names = _METADATA | fields(read)
   return {key: value for key, value in turn.items() if key not in names}
 
@@ -406,7 +405,7 @@ def _parse(text: Any, where: str) -> list[Any]:
 
 
 def _checked(read: Callable[[str], Any], text: Any, where: str) -> Any:
-  """What a reader of calls makes of a text."""
+  """Reads calls in a text."""
   try:
     return read(text)
   except (ValueError, AttributeError) as e:  # not a text
@@ -417,13 +416,13 @@ def _checked(read: Callable[[str], Any], text: Any, where: str) -> Any:
 
 
 def _without_blocks(message: Message, where: str) -> list[Message]:
-  """A message whose call and result blocks are fields and messages of their own."""
+  """Moves a message's call and result blocks to fields and separate messages."""
   text = _joined(message.get("content"))
   if text is None:
     return [message]
   role = message.get("role")
   if role == "assistant" and CALL_OPEN in text:
-    # What a model thinks of calls is no call.
+    # A call inside a think block is not a call.
     closing = roles.close_tag(roles.THINK)
     head, closed, tail = text.partition(closing)
     if not closed:
@@ -442,7 +441,7 @@ def _without_blocks(message: Message, where: str) -> list[Message]:
 
 
 def _joined(content: Any) -> str | None:
-  """A message's text; None where it has other parts."""
+  """Returns a message's text; None if it has other parts."""
   if isinstance(content, str):
     return content
   if are_objects(content) and all(isinstance(p.get("text"), str) for p in content):
@@ -479,7 +478,7 @@ def _of_results(message: Message, text: str, where: str) -> list[Message]:
 
 
 def _add(messages: list[Message], message: Message) -> None:
-  """Adds a message; to the reply before it, where both are parts of one."""
+  """Adds a message; merges it with the reply before, if both are parts of one."""
   last = messages[-1] if messages else {}
   if last.get("role") != "assistant" or message.get("role") != "assistant":
     messages.append(message)
@@ -490,7 +489,7 @@ def _add(messages: list[Message], message: Message) -> None:
     return
   joined = {**last, **message}
   joined["content"] = last.get("content") or message.get("content") or ""
-  if message.get("reasoning_content"):  # what was said before it stands before it
+  if message.get("reasoning_content"):  # earlier text comes first
     thoughts = [last.get("reasoning_content"), last.get("content")]
     texts = [_joined(thought) for thought in (*thoughts, message["reasoning_content"])]
     joined["reasoning_content"] = "\n".join(text for text in texts if text)

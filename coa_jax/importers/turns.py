@@ -1,9 +1,9 @@
 """Conversations of several questions as one row for each question.
 
-A trajectory answers one question. So the n-th turn of a recorded conversation becomes
-a row of its own, whose question begins with what user and assistant said before, as
-`prompts.conversation_text` writes it and `serve --conversation` asks it. What tools
-gave in earlier turns stands in those turns' trajectories only.
+A trajectory answers one question. So the n-th turn of a recorded conversation becomes a
+separate row; its question begins with the earlier messages of user and assistant, in
+the format of `prompts.conversation_text` and `serve --conversation`. Tool results of
+earlier turns are only in those turns' trajectories.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from coa_jax.protocol.prompts import conversation_text
 
 
 def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
-  """One row for each question of a conversation; the row itself where it has one.
+  """Returns one row for each question in a conversation; the row itself if it has one.
 
   Args:
-    row: of any shape in `shapes`, whatever it holds.
-    task_id: what it is called; its turns are TASK_ID-turn1, -turn2 and so on. An answer
-      that the row gives beside its messages is the last turn's.
+    row: a row in any shape of `shapes`.
+    task_id: its id; its turns are TASK_ID-turn1, -turn2 and so on. An answer next to
+      the row's messages belongs to the last turn.
   """
-  # --- Where each turn begins: with a user's message after anything but another one.
+  # --- The start of each turn: a user's message after any other speaker's.
   try:
     chat = as_chat(row)
   except (RowRefused, TypeError, KeyError, AttributeError, RecursionError):
@@ -40,7 +40,7 @@ def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
   if len(starts) < 2:
     return [row]
 
-  # --- A row for each, with what was said before it.
+  # --- A row for each, with the earlier messages.
   out = []
   said: list[tuple[str, str]] = []
   for number, (start, end) in enumerate(
@@ -63,7 +63,7 @@ def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
 
 
 def _after(message: dict[str, Any], said: list[tuple[str, str]]) -> dict[str, Any]:
-  """A user's message that begins with what was said before."""
+  """Puts the earlier messages before a user's message."""
   content = message.get("content")
   if not said:
     return message
@@ -83,5 +83,5 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _without_thought(text: str) -> str:
-  """An answer without the think block that it may begin with."""
+  """Removes an answer's think block, if it begins with one."""
   return text.rpartition(roles.close_tag(roles.THINK))[2].strip()

@@ -1,7 +1,7 @@
-"""Finds calls that an importer left unread: in a text, or as objects of the row.
+"""Finds calls that an importer left unread: in a text, or in objects of the row.
 
-Every imported row passes here, whatever its format, so that a form of call that no
-importer knows drops its row instead of being trained on as an answer.
+Every imported row is checked here, in any format, so that an unknown form of call drops
+its row instead of being trained on as an answer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TAG = re.compile(
   r"antml:\w+)>",
   re.IGNORECASE,
 )
-# What stands after such a tag if it is a call, not a word about one.
+# The text after such a tag in a call, as opposed to a mention.
 _PAYLOAD = re.compile(r"[\s:]*[\[{(<'\"]|\s*\w+\s*[\[({<\n]")
-# Marks that stand in no other text than a call.
+# Marks found only in calls.
 _MARK = re.compile(
   r"(?<!`)(?:<(?:antml:)?invoke\b|<function=|<(?:function|tool)\s+name=|<parameter="
   r"|<\|python_tag\|>|<\|/?(?:tool|function|action)_?\w*\|>|<\|plugin\|>|<\|call\|>"
@@ -36,8 +36,8 @@ _MARK = re.compile(
   r"|^Action Input(?: \d+)?:",
   re.MULTILINE | re.IGNORECASE,
 )
-# A whole text that is a call: a JSON object with its name and arguments, perhaps in a
-# fence or a list, or Python's list of calls.
+# A text that is entirely a call: a JSON object with its name and arguments, perhaps in
+# a fence or a list, or Python's list of calls.
 _WHOLE = re.compile(
   r"\s*(?:```(?:json)?\s*)?\[?\s*"
   r"(?:\{\s*[\"'](?:name|function|function_name|tool|tool_name|action|type|id|"
@@ -49,7 +49,7 @@ _ARGUMENTS = re.compile(
   r"function_call)[\"']\s*:"
 )
 _CALL_LIST = re.compile(r"\s*\[\s*\w[\w.]*\(\w+\s*=.*\)\s*\]\s*", re.DOTALL)
-# Fields in which a row holds what was said and done; the first that holds calls counts.
+# A row's fields for messages and actions; the first with calls counts.
 _FIELDS = (
   "messages",
   "conversation",
@@ -64,9 +64,9 @@ _RESULTS = ("tool", "function", "tool_result", "function_call_output")
 
 
 def unread_text(trajectory: Trajectory) -> str:
-  """The first call that stands in what the policy says; "" where there is none.
+  """Returns the first call in the policy's text; "" if there is none.
 
-  An answer may hold no mark of a call at all; a thought or a plan may speak of one.
+  An answer may not contain any mark of a call; a thought or a plan may mention one.
   """
   for segment in trajectory.segments:
     if segment.author != Author.POLICY or segment.role not in roles.ROLES:
@@ -85,7 +85,7 @@ def unread_text(trajectory: Trajectory) -> str:
 
 
 def _is_call(text: str) -> bool:
-  """Whether a whole text is a call."""
+  """Whether a text is entirely a call."""
   if _CALL_LIST.fullmatch(text):
     return True
   return bool(_WHOLE.match(text) and _ARGUMENTS.search(text[:2000]))

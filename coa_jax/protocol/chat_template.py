@@ -1,9 +1,8 @@
-"""What a chat template writes before and after a user's message.
+"""A chat template's text before and after a user's message.
 
-A template is a program of the model's folder. It is rendered once, around a probe, by a
+A template is a program in the model's folder. It is rendered once, around a probe, by a
 process with bounded time and memory (`template_child`), before any work on a device. A
-template that fails, or that shows the message not at all, changed or several times, is
-refused.
+template is refused if it fails, or if the probe is missing, changed or repeated.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from typing import Any
 
 from coa_jax.protocol import template_child
 
-# No text of a template; with characters that escaping or splitting would change. White
-# space at its ends may be trimmed, so it has none.
+# Text that no template contains; its characters reveal escaping or splitting. White
+# space at the ends may be trimmed, so it has none.
 _PROBE = '\ue000 Who\'s <b>"it"</b> & \\n {{x}}?\n\n  \u00e9 \ue000'
-_SECONDS = 60  # of waiting; the processor time of the process is bounded further
+_SECONDS = 60  # wall-clock limit; the process's processor time has its own limit
 
 
 def frame(template: str, special_tokens: Mapping[str, Any]) -> tuple[str, str]:
   """Returns the text before a user's message and the text after it.
 
   Args:
-    template: in Jinja.
-    special_tokens: what a template may name, as `bos_token`.
+    template: a Jinja template.
+    special_tokens: variables for the template, like `bos_token`.
 
   Raises:
     ValueError: the template gives no prompt; says why.
@@ -48,7 +47,7 @@ def frame(template: str, special_tokens: Mapping[str, Any]) -> tuple[str, str]:
 
 @functools.cache
 def _render(template: str, special_tokens: str) -> str:
-  """The text of a template around the probe; asks a process of its own."""
+  """Renders a template around the probe, in a separate process."""
   variables = {
     **json.loads(special_tokens),
     "messages": [{"role": "user", "content": _PROBE}],

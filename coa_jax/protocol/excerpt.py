@@ -6,7 +6,7 @@ from __future__ import annotations
 def cut_middle(text: str, keep: int) -> str:
   """Returns `text`, or `keep` characters of its head and tail around a marker.
 
-  The marker says how many characters are gone; it is not among those that are kept.
+  The marker gives the number of removed characters; its own length is not counted.
   """
   gone = len(text) - keep
   if gone <= 0:

@@ -1,8 +1,8 @@
-"""An append-only log of JSON lines that a kill cannot spoil.
+"""An append-only log of JSON lines, safe against kills.
 
-A row is handed to the kernel at once, so it survives the process by SIGKILL too; a
-power cut may cost the last ones. The half line that a kill can leave is dropped when
-the log is opened again, and a row that the disk had no room for leaves nothing.
+A row goes to the kernel at once, so it also survives SIGKILL; a power cut may lose the
+last ones. A half line left by a kill is dropped when the log is opened again, and a row
+that does not fit on the disk leaves nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def read_rows(path: str, replay: Callable[[Any, str, Place], None]) -> int:
   """Reads the whole rows of a log and changes nothing: another process may write it.
 
   Args:
-    path: of the file; where it is missing there are no rows.
-    replay: as of `JsonLog`.
+    path: the file; a missing file has no rows.
+    replay: as in `JsonLog`.
 
   Returns:
-    Where the last whole row ends, in bytes.
+    The byte offset after the last whole row.
 
   Raises:
     ValueError: a line is not JSON; the message names file and line.
@@ -44,18 +44,18 @@ def read_rows(path: str, replay: Callable[[Any, str, Place], None]) -> int:
 
 
 class JsonLog:
-  """A file of JSON lines; the first row that is appended creates it.
+  """A file of JSON lines; the first append creates it.
 
   Threads may share one. No descriptor stays open, so there is nothing to close.
   """
 
   def __init__(self, path: str, replay: Callable[[Any, str, Place], None]):
-    """Reads the rows that are there and drops half a last line.
+    """Reads the existing rows and drops a half last line.
 
     Args:
-      path: of the file, in a folder that exists by the first append.
+      path: the file, in a folder that exists by the first append.
       replay: called with each row, its "FILE:LINE" for messages, and its place for
-        `read`. What it raises leaves the file as it is.
+        `read`. If it raises, the file stays unchanged.
 
     Raises:
       ValueError: a line is not JSON; the message names file and line.
@@ -63,14 +63,15 @@ class JsonLog:
     self.path = path
     self._lock = threading.Lock()
     end = read_rows(path, replay)
-    # What a kill left after the whole lines is cut off.
+    # Cut off a kill's remains after the whole lines.
     if os.path.exists(path):
       os.truncate(path, end)
 
   def append(self, row: Any) -> Place:
-    """Adds a row, anything that json.dumps takes, and returns its place."""
+    """Appends a row of JSON values, and returns its place."""
     line = json.dumps(row).encode() + b"\n"
-    # Unbuffered: what `write` returns from is the kernel's, and outlives this process.
+    # Unbuffered: when `write` returns, the data is in the kernel and outlives this
+    # process.
     with self._lock, open(self.path, "ab", buffering=0) as f:
       start = f.tell()
       left = memoryview(line)

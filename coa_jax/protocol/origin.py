@@ -1,8 +1,7 @@
 """How a model was trained: `coa.json` in its folder, for later runs to compare.
 
-A model that learnt one dialect under one prompt can be of no use under another: the
-quickstart's RL model falls from 0.88 to 0.00 with `rollout.style=full` in place of
-brief.
+A model trained on one dialect and prompt can fail on another: the quickstart's RL model
+falls from 0.88 to 0.00 with `rollout.style=full` instead of brief.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """What a prompt says, and what may be written after it.
+  """A model's prompt and allowed spans.
 
   Attributes:
     variant: its name.
-    style: of the prompt.
-    tools: tags of the tools.
-    functions: names of the tools that the tag `tool` calls.
-    tool_formats: protocol, and varied where copies in other formats were learnt.
+    style: the prompt's style.
+    tools: the tools' tags.
+    functions: names of the tools called by the tag `tool`.
+    tool_formats: protocol, and varied if the data had copies in other formats.
   """
 
   variant: str
@@ -49,18 +48,18 @@ class Dialect:
 
   @classmethod
   def of(cls, variant: Variant, style: str, varied: bool = False) -> Dialect:
-    """The dialect of a variant that is left with the tools of a run."""
+    """Returns the dialect of a variant reduced to a run's tools."""
     formats = ("protocol", "varied") if varied else ("protocol",)
     functions = tuple(sorted(variant.functions))
     return cls(variant.name, style, tuple(sorted(variant.tools)), functions, formats)
 
   def differences(self, other: Dialect) -> list[str]:
-    """Says in which fields a run's dialect is another than this one's."""
+    """Lists the fields in which a run's dialect differs from this one."""
     out = []
     for field, words in _WORDS.items():
       mine = getattr(self, field)
       others = getattr(other, field)
-      # Who has learnt several formats knows each of them.
+      # A model trained on several formats knows each of them.
       if mine != others and not (field == "tool_formats" and {*others} <= {*mine}):
         out.append(f"{words} {_shown(mine)} and not {_shown(others)}")
     return out
@@ -71,11 +70,11 @@ class Origin:
   """How a model was trained.
 
   Attributes:
-    dialects: of what it learnt from; none where that is not on record.
-    max_len: tokens that a trajectory had at most.
-    seed: of the run.
-    step: updates made.
-    commit: of the code that the run began with; None if unknown.
+    dialects: the dialects of its training data; none if not recorded.
+    max_len: the maximum of tokens in a trajectory.
+    seed: the run's seed.
+    step: the number of updates.
+    commit: the code's commit at the run's start; None if unknown.
   """
 
   dialects: tuple[Dialect, ...]
@@ -86,23 +85,24 @@ class Origin:
 
   @classmethod
   def of_run(cls, record: Mapping[str, Any] | None, step: int) -> Origin | None:
-    """That of a run after so many updates, from what `prepare_workdir` recorded.
+    """Returns a run's origin after `step` updates, from the record of
+    `prepare_workdir`.
 
-    None where nothing is on record.
+    None if there is no record.
     """
     if record is None:
       return None
     return to_dataclass({**record, "step": step}, cls, "config.json: field 'origin'")
 
   def write(self, folder: str | os.PathLike[str]) -> None:
-    """Writes `coa.json` into a model's folder, which is there."""
+    """Writes `coa.json` into a model's existing folder."""
     with atomic_write(os.path.join(folder, FILE)) as f:
       json.dump(dataclasses.asdict(self), f, indent=2)
       f.write("\n")
 
 
 def read_origin(folder: str | os.PathLike[str]) -> Origin | None:
-  """Reads `coa.json` of a model's folder; None where there is none.
+  """Reads `coa.json` in a model's folder; None if missing.
 
   Raises:
     ValueError: it is damaged.
@@ -120,12 +120,12 @@ def read_origin(folder: str | os.PathLike[str]) -> Origin | None:
 
 
 def warn_if_other(folder: str, variant: Variant, style: str) -> None:
-  """Says in one line how a run's dialect differs from that of the model's training.
+  """Warns in one line how a run's dialect differs from the model's training dialect.
 
   Args:
-    folder: of the model; one without `coa.json` is compared with nothing.
-    variant: of the run, left with its tools.
-    style: of its prompts.
+    folder: the model's folder; nothing is compared without `coa.json`.
+    variant: the run's variant, reduced to its tools.
+    style: the style of its prompts.
 
   Raises:
     ValueError: `coa.json` is damaged.
@@ -134,19 +134,19 @@ def warn_if_other(folder: str, variant: Variant, style: str) -> None:
   if origin is None or not origin.dialects:
     return
   ours = Dialect.of(variant, style)
-  # Of several the nearest: what differs from that is the least that has to change.
+  # The nearest dialect: its differences are the fewest that have to change.
   found = min((d.differences(ours) for d in origin.dialects), key=len)
   if found:
     _log.warning("%s was trained with %s as in this run", folder, ", ".join(found))
 
 
 def dialects_of_data(*files: str) -> tuple[Dialect, ...]:
-  """The dialects of files of trajectories, each once, by the manifests beside them.
+  """Collects the dialects of trajectory files, each once, from their manifests.
 
-  None is found of a file whose manifest is missing, or of an earlier version.
+  A file has none if its manifest is missing or has an earlier version.
 
   Raises:
-    ValueError: a manifest of ours names a dialect that cannot be read.
+    ValueError: a manifest of ours has an unreadable dialect.
   """
   out: dict[Dialect, None] = {}
   for file in files:
@@ -156,13 +156,13 @@ def dialects_of_data(*files: str) -> tuple[Dialect, ...]:
 
 
 def _manifest_rows(file: str) -> Iterator[tuple[Any, str]]:
-  """Yields the dialects that a file's manifest names, and where they stand."""
-  # Of `import_traces`, then of `distill`.
+  """Yields the dialects in a file's manifest, with their places."""
+  # Written by `import_traces`, then by `distill`.
   beside = os.path.join(os.path.dirname(file), "manifest.json")
   for path in (f"{file}.manifest.json", beside):
     try:
       manifest = read_object(path)
-    except (OSError, ValueError):  # none, or a manifest of somebody else's
+    except (OSError, ValueError):  # missing, or not our manifest
       continue
     hashes = manifest.get("sha256")
     rows = manifest.get("dialects")

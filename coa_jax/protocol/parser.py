@@ -19,14 +19,14 @@ from coa_jax.protocol.tools import SPECS
 
 
 class ParseVerdict(enum.StrEnum):
-  """What is wrong with a text; ok where nothing is."""
+  """A parse's verdict: ok, or the kind of its first fault."""
 
   OK = "ok"
-  MALFORMED = "malformed"  # content that the span's rules refuse, or stray text
-  UNKNOWN_TOOL = "unknown_tool"  # a span whose tag the variant does not have
-  UNCLOSED = "unclosed"  # a span that never ends, or a trajectory without an answer
-  NESTED = "nested"  # a tag inside a span, or a closing tag that closes nothing
-  ILLEGAL_TRANSITION = "illegal_transition"  # a span that may not follow the last
+  MALFORMED = "malformed"  # content against the span's rules, or stray text
+  UNKNOWN_TOOL = "unknown_tool"  # a span with a tag outside the variant
+  UNCLOSED = "unclosed"  # an unclosed span, or a trajectory without an answer
+  NESTED = "nested"  # a tag inside a span, or a closing tag without an opening one
+  ILLEGAL_TRANSITION = "illegal_transition"  # a span not allowed after the previous one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Span:
 
   Attributes:
     role: its tag.
-    content: what stands between the tags, without the one space that `roles.wrap` puts
-      first (unescaped for an observation).
+    content: the text between the tags, without the leading space of `roles.wrap`
+      (unescaped for an observation).
     start: offset of the opening tag in the text.
-    end: offset after the closing tag and the white space that follows it.
+    end: offset after the closing tag and its trailing white space.
     text: text[start:end]; the first span also owns leading white space.
   """
 
@@ -51,28 +51,28 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Parse:
-  """Spans of a text up to its first fault, and that fault."""
+  """A text's spans up to its first fault, and this fault."""
 
   spans: tuple[Span, ...]
   verdict: ParseVerdict
   detail: str = ""
-  offset: int = 0  # where the fault stands
+  offset: int = 0  # offset of the fault
 
   @property
   def ok(self) -> bool:
-    """True where the whole text is a well-formed trajectory."""
+    """True if the whole text is a well-formed trajectory."""
     return self.verdict == ParseVerdict.OK
 
   @property
   def answer(self) -> str | None:
-    """The content of the last `answer` span, stripped; None where there is none."""
+    """The content of the last `answer` span, stripped; None if there is none."""
     for span in reversed(self.spans):
       if span.role == ANSWER:
         return span.content.strip()
     return None
 
 
-# Anything that looks like a tag at the top level; only protocol tags count inside text.
+# Anything like a tag at the top level; inside text only protocol tags count.
 _TOP = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>", re.ASCII)
 
 
@@ -87,7 +87,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
 
   Args:
     text: the text view, observations escaped (`roles.escape`).
-    variant: the dialect it must obey.
+    variant: the dialect to check against.
     complete: True if the text must end with an `answer`; False to judge a prefix that
       ends at a span boundary.
 
@@ -98,7 +98,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
   try:
     rules = _Rules(variant)
     position = 0
-    # White space alone is no span.
+    # White space alone is not a span.
     while position < len(text) and text[position:].strip(WHITE):
       span = _read_span(text, position, variant)
       rules.accept(span)
@@ -112,7 +112,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
 
 
 def _read_span(text: str, position: int, variant: Variant) -> Span:
-  """The span that starts at or after `position`'s white space."""
+  """Reads the span after `position`'s white space."""
   # --- Its opening tag.
   match = _TOP.match(text, position)
   if match is None:
@@ -127,7 +127,7 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
     detail = f"<{role}> is no span of variant {variant.name!r}"
     raise _Fault(ParseVerdict.UNKNOWN_TOOL, detail, offset)
 
-  # --- What stands before its closing tag, or all that is left where there is none.
+  # --- The text before its closing tag, or all the rest if there is none.
   close = roles.close_tag(role)
   end = text.find(close, match.end())
   is_closed = end >= 0
@@ -143,7 +143,7 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
   if role == OBSERVATION:
     content = roles.unescape(content)
 
-  # --- White space that follows belongs to it, so that spans join to the text.
+  # --- Trailing white space belongs to the span, so that spans join to the text.
   end += len(close)
   while end < len(text) and text[end] in WHITE:
     end += 1
@@ -155,10 +155,10 @@ class _Rules:
 
   def __init__(self, variant: Variant):
     self.variant = variant
-    self.last = START  # the last span that is neither a think nor an observation
+    self.last = START  # the last span other than think and observation
     self.thinking = False  # the last span is a think
-    self.waiting = False  # the last span is a call whose observation must come
-    self.required: str | None = None  # what a gate asks for: "plan", "answer", "redo"
+    self.waiting = False  # the last span is a call, and its observation must follow
+    self.required: str | None = None  # a gate's requirement: "plan", "answer", "redo"
     self.plans = 0
     self.calls = 0
 
@@ -179,7 +179,7 @@ class _Rules:
       self._advance(span)
 
   def _think(self, span: Span) -> None:
-    """Accepts a think where one of the spans that may come next may have one."""
+    """Accepts a think if one of the possible next spans may have one."""
     able = self.variant.follows[self.last] & self.variant.think_allowed
     if self.thinking:
       raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, "<think> after <think>", span.start)
@@ -189,7 +189,7 @@ class _Rules:
     self.thinking = True
 
   def _check_place(self, span: Span) -> None:
-    """Refuses a span that may not stand here; the table first, then what gates ask."""
+    """Refuses a misplaced span; the table first, then the gates."""
     role = span.role
     variant = self.variant
     detail = None
@@ -213,7 +213,7 @@ class _Rules:
       raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
 
   def _advance(self, span: Span) -> None:
-    """Remembers what the rules need to know of an accepted span."""
+    """Updates the rules' state with an accepted span."""
     self.last = span.role
     self.thinking = False
     self.required = None
@@ -237,12 +237,12 @@ class _Rules:
 
 
 def content_fault(role: str, content: str, graded: bool = False) -> str | None:
-  """What is wrong with a span's content, in words a model can act on; None if nothing.
+  """Describes the fault of a span's content so that a model can correct it; None if ok.
 
   Args:
     role: the span's tag.
-    content: what stands between its tags.
-    graded: True where a reflection must grade every criterion.
+    content: the text between its tags.
+    graded: True if a reflection must grade every criterion.
   """
   if not content.strip(WHITE):
     return f"<{role}> is empty"

@@ -1,7 +1,7 @@
 """The prompt, rendered from a variant and its tools.
 
-The text is this project's own; what it explains (the functions, their layout, the order
-rules, the scores) is the protocol of arXiv 2508.13167, appendix D.
+The text is this project's own; it explains the protocol of arXiv 2508.13167, appendix D
+(functions, layout, order rules, scores).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ROLE_TEXT = {
 
 
 def instructions(variant: Variant, style: str = "full") -> str:
-  """The text that stands before the question.
+  """Returns the text before the question.
 
   budget: the whole protocol, in the order in which a model reads it.
 
   Args:
-    variant: the dialect, already left with the tools of this run.
-    style: "full" explains every function and rule; "brief" is empty, for models that
-      are trained from scratch on one protocol and have nothing to read it with.
+    variant: the dialect, reduced to this run's tools.
+    style: "full" explains every function and rule; "brief" is empty, for models trained
+      from scratch on one protocol, which cannot read instructions.
 
   Raises:
     ValueError: an unknown style.
@@ -44,7 +44,7 @@ def instructions(variant: Variant, style: str = "full") -> str:
   if style == "brief":
     return ""
 
-  # --- What may be written: roles, tools with a tag, functions by name.
+  # --- The allowed spans: roles, tools with a tag, functions by name.
   lines = ["Solve the task by writing spans, one function at a time.", "", "Functions:"]
   for role in variant.roles:
     lines.append(f"- {roles.wrap(role, '...')}: {_ROLE_TEXT[role]}.")
@@ -56,7 +56,7 @@ def instructions(variant: Variant, style: str = "full") -> str:
     lines += [f"- {name}: {text}." for name, text in variant.functions.items()]
     lines.append("")
 
-  # --- What comes back, and how it is judged.
+  # --- Observations and scores.
   lines.append(
     f"After each tool call its result appears in {roles.wrap(roles.OBSERVATION, '...')}"
     "; never write one yourself."
@@ -67,7 +67,7 @@ def instructions(variant: Variant, style: str = "full") -> str:
       "one `criterion : Grade` each; any Poor asks for a new plan."
     )
 
-  # --- The rules of order, from the table that the parser reads.
+  # --- The order rules, from the parser's table.
   lines += ["", "What may follow what:"]
   for last, following in variant.follows.items():
     if not following:
@@ -92,7 +92,7 @@ def instructions(variant: Variant, style: str = "full") -> str:
 
 
 def prompt_segments(variant: Variant, question: str, style: str) -> list[Segment]:
-  """The prompt as segments: instructions (where there are any), then the question.
+  """Returns the prompt's segments: instructions (if any), then the question.
 
   They are two segments because only the first is trusted: a question comes from a data
   set, and no text of it may turn into a control token.
@@ -106,9 +106,9 @@ def prompt_segments(variant: Variant, question: str, style: str) -> list[Segment
 
 
 def conversation_text(turns: Iterable[tuple[str, str]]) -> str:
-  """Turns of a conversation as one question: who speaks stands before each.
+  """Joins a conversation's turns into one question, each after its speaker's name.
 
   Args:
-    turns: (role of a chat message, text); what is asked comes last.
+    turns: (role of a chat message, text); the question comes last.
   """
   return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in turns)

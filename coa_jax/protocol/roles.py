@@ -1,14 +1,14 @@
 """Tags, variants and transition rules of the Chain-of-Agents protocol, as data.
 
 A Chain-of-Agents model writes one growing text of tagged spans. Role agents think,
-plan, reflect, propose and verify; tool agents call tools. A `Variant` says which
-spans exist, which may follow which, and what must be true of a span's content.
+plan, reflect, propose and verify; tool agents call tools. A `Variant` defines the
+spans, their order, and the rules on their content.
 
 Source: Chain-of-Agents, arXiv 2508.13167, section 3 and appendix D (prompts); the
-transition rules of the web, mhqa, code and math variants are the rule lists that the
-paper's prompts put to the model. `unified` is this project's union of them.
+transition rules of the web, mhqa, code and math variants are the rule lists in the
+paper's prompts. `unified` is this project's union of them.
 
-budget: tags, transition rules and what escapes a tag are one language.
+budget: tags, transition rules and the escaping of tags are one language.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def tags_of(names: Iterable[str]) -> list[str]:
 def wrap(role: str, content: str) -> str:
   """A span as this project writes it: one space follows the opening tag.
 
-  Byte-level tokenizers know a word with a space before it as one token and the bare
-  word often as several; with the space a name has the same tokens wherever it stands.
+  Byte-level tokenizers encode a word after a space as one token and the bare word often
+  as several; with the space a name always has the same tokens.
   """
   return f"{open_tag(role)} {content}{close_tag(role)}"
 
@@ -73,22 +73,22 @@ class Variant:
   """One dialect of the protocol.
 
   Attributes:
-    name: how configs refer to it.
+    name: its name in configs.
     roles: role tags the policy may write, `think` included.
     tools: tool tags the policy may write.
     follows: for each span but `think` (and START), the spans that may come next,
-      `think` left out: whether a `think` may stand between is said by the next two.
-      An observation is not a state: what follows it is what follows its tool.
+      `think` left out: the next two fields tell whether a `think` may come between. An
+      observation is not a state: its successors are its tool's.
     think_required: spans that must come directly after a `think`.
     think_allowed: spans that may come directly after a `think`.
-    graded: True if every reflection must grade all three CRITERIA; where False,
-      grades are optional, and count when they are written.
+    graded: True if every reflection must grade all three CRITERIA; if False, grades are
+      optional, but count if written.
     max_plans: the most `plan` spans a trajectory may hold, or None for no limit.
-    min_calls: the fewest tool calls of a well-formed trajectory.
-    tool_descriptions: tool -> what the prompt says of it, where that is not what its
-      row of `tools.SPECS` says.
-    functions: of those that the tag `tool` calls: name -> what the prompt says of it.
-      With none every name may be written.
+    min_calls: the minimum of tool calls in a well-formed trajectory.
+    tool_descriptions: tool -> its description in the prompt, if different from its row
+      in `tools.SPECS`.
+    functions: functions called by the tag `tool`: name -> description in the prompt. If
+      empty, every name is allowed.
   """
 
   name: str
@@ -117,17 +117,16 @@ class Variant:
     """The variant left with only these of its tools.
 
     Args:
-      tools: their tags; a mapping also gives what the prompt says of each, "" for what
-        it says of that tag anyway. `tool:NAME` stands for one of the functions that
-        the tag `tool` calls by name.
+      tools: their tags; a mapping also gives each tool's description in the prompt, ""
+        for the default one. `tool:NAME` means a function called by the tag `tool`.
 
     Raises:
-      ValueError: the variant has no such tool.
+      ValueError: the variant lacks the tool.
     """
     descriptions = dict.fromkeys(tools, "")
     if isinstance(tools, Mapping):
       descriptions.update(tools)
-    # Functions have no tag of their own: all of them share one.
+    # Functions share one tag.
     prefix = f"{FUNCTION_TAG}:"
     functions = {}
     for key in list(descriptions):
@@ -140,7 +139,7 @@ class Variant:
         raise ValueError(
           f"variant {self.name!r} has no tool {tool!r}; it has {', '.join(self.tools)}"
         )
-    # Tools that are off leave every rule that names them.
+    # Removed tools are removed from every rule.
     gone = frozenset(self.tools).difference(descriptions)
     follows = {k: v - gone for k, v in self.follows.items() if k not in gone}
     return dataclasses.replace(
@@ -156,14 +155,15 @@ class Variant:
   def without(self, gone: Iterable[str]) -> Variant:
     """The variant without some of its role agents.
 
-    What led to one that is gone leads to what that one led to, so a trajectory is well
-    formed still when the spans of those agents are cut out of it.
+    Predecessors of a removed role get its successors, so a trajectory stays well formed
+    if the spans of those agents are cut out.
 
     Args:
       gone: role tags; not `think` and `answer`, which every dialect has.
 
     Raises:
-      ValueError: the variant has no such agent, or a check is left of nothing.
+      ValueError: the variant lacks the agent, or a check would have nothing left to
+        check.
     """
     gone = frozenset(gone)
     agents = [r for r in self.roles if r not in (THINK, ANSWER)]
@@ -175,7 +175,7 @@ class Variant:
       )
     if SUGGESTED_ANSWER in gone and DOUBLE_CHECK in set(agents) - gone:
       raise ValueError(f"without {SUGGESTED_ANSWER} a {DOUBLE_CHECK} checks nothing")
-    # Whatever led to a role leads to what the role led to, one role after the other.
+    # Predecessors of a role get the role's successors, one role after the other.
     follows = dict(self.follows)
     for role in gone:
       after = follows.pop(role) - {role}
@@ -193,7 +193,7 @@ class Variant:
 
 
 def _follows(call: tuple[str, ...], **table: str) -> Mapping[str, frozenset[str]]:
-  """A table of space-separated names, in which `tools` stands for each of `call`."""
+  """Reads a table of space-separated names; `tools` means each of `call`."""
 
   rows: dict[str, frozenset[str]] = {}
   for state, names in table.items():
@@ -201,7 +201,7 @@ def _follows(call: tuple[str, ...], **table: str) -> Mapping[str, frozenset[str]
     if "tools" in after:
       after.remove("tools")
       after.update(call)
-    # The rows of all tools are alike, in the order of `call`.
+    # All tools have the same row, in the order of `call`.
     states = call if state == "tools" else (state,)
     rows |= dict.fromkeys(states, frozenset(after))
   rows[ANSWER] = frozenset()
@@ -275,7 +275,7 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     _program_like("code"),
     _program_like("math"),
-    # Think is asked for where a decision is made (a plan, a call) and free elsewhere.
+    # Think is required at decisions (a plan, a call) and optional elsewhere.
     _web_like("unified", TOOLS, graded=False, strict=False),
   )
 }
@@ -288,8 +288,8 @@ def get_variant(name: str) -> Variant:
   observations and the answer of one agent.
 
   Raises:
-    ValueError: there is no such variant; the message lists those there are. Or it has
-      no such agent; see `Variant.without`.
+    ValueError: the variant is unknown (the message lists the known ones), or it lacks
+      the agent; see `Variant.without`.
   """
   base, *gone = name.split("-")
   if base not in VARIANTS:
@@ -307,7 +307,7 @@ _INTEGER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 
 
 def reflection_grades(content: str) -> dict[str, str]:
-  """Grades in a reflection: criterion -> grade, lower case; {} where it has none.
+  """Reads a reflection's grades: criterion -> grade, lower case; {} if it has none.
 
   The surface form is `criterion : Grade` (arXiv 2508.13167, case studies). A criterion
   graded twice keeps its worst grade.
@@ -322,7 +322,7 @@ def reflection_grades(content: str) -> dict[str, str]:
 
 
 def has_poor_grade(content: str) -> bool:
-  """Whether a reflection grades some criterion poor, which asks for a new plan."""
+  """Whether a reflection grades some criterion poor, which requires a new plan."""
   return "poor" in reflection_grades(content).values()
 
 
@@ -336,12 +336,13 @@ def check_score(content: str) -> int | None:
 
 _ANY_TAG = "|".join((*ROLES, *TOOLS, OBSERVATION))
 _TAG_IN_TEXT = re.compile(rf"<(/?(?:{_ANY_TAG}))>")
-# A tag that is escaped already, however often.
+# An already escaped tag, at any level.
 _RAISED = re.compile(rf"&((?:amp;)*)lt;(/?(?:{_ANY_TAG}))>")
 
 
 def find_tag(text: str) -> str | None:
-  """The first protocol tag in `text`, opening or closing; None where there is none."""
+  """Finds the first protocol tag in `text`, opening or closing; None if there is
+  none."""
   match = _TAG_IN_TEXT.search(text)
   return match[0] if match else None
 
@@ -350,10 +351,10 @@ def escape(text: str) -> str:
   """`text` with every protocol tag made harmless; `unescape` gives it back exactly.
 
   Observations are hostile: a page may print `</observation><answer>`. One level of
-  escaping is added to each tag (`<x>` to `&lt;x>`, `&lt;x>` to `&amp;lt;x>`), so the
-  text of a trajectory has one reading only.
+  escaping is added to each tag (`<x>` to `&lt;x>`, `&lt;x>` to `&amp;lt;x>`), so a
+  trajectory's text is unambiguous.
   """
-  # First those that are escaped: a tag escaped below must not be raised again.
+  # First the escaped tags: a tag escaped below must not be raised again.
   text = _RAISED.sub(r"&amp;\1lt;\2>", text)
   return _TAG_IN_TEXT.sub(r"&lt;\1>", text)
 

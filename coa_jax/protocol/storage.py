@@ -1,9 +1,8 @@
 """Trajectories and tasks in JSON lines or parquet, written as a stream.
 
-Parquet holds a row's plain fields as columns of their own types, nested ones too;
-`meta`, which is any JSON, is a column of JSON text. ArrayRecord, the random-access
-format of grain and TensorFlow Datasets, is read where it holds one JSON object a record
-(extra `data`).
+Parquet has a row's plain fields as typed columns, nested ones too; `meta` (any JSON) is
+a column of JSON text. ArrayRecord, the random-access format of grain and TensorFlow
+Datasets, is read if each record is one JSON object (extra `data`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 from coa_jax.disk import atomic_path
 from coa_jax.json_io import parse_object
 
-_ROWS = 256  # of a row group; so many are in memory at once
+_ROWS = 256  # rows in a row group; all are in memory at once
 _TEXT_COLUMNS = ("meta", "reward_parts")  # objects of no fixed shape
 
 
@@ -32,9 +31,9 @@ def write_lines(
   """Writes rows to a file, which appears when it is complete.
 
   Args:
-    path: where to; its suffix says how: .jsonl or .parquet.
+    path: the file; its suffix selects the format: .jsonl or .parquet.
     rows: JSON objects, or lines of JSON.
-    at_least_one: leave no file where there is no row.
+    at_least_one: leave no file if there are no rows.
 
   Returns:
     The number of rows.
@@ -47,17 +46,17 @@ def write_lines(
   write = _WRITERS[suffix_of(path)]
   with atomic_path(path) as unfinished:
     count = write(unfinished, rows)
-    # Raised inside, so that the file does not appear.
+    # Raised inside, so that no file appears.
     if at_least_one and not count:
       raise EOFError(path)
   return count
 
 
 def suffix_of(path: str) -> str:
-  """Returns the suffix of a file that `write_lines` may be asked to write.
+  """Returns a file's suffix if `write_lines` can write it.
 
   Raises:
-    ValueError: it writes no such files.
+    ValueError: the format cannot be written.
   """
   suffix = os.path.splitext(path)[1]
   if suffix not in _WRITERS:
@@ -71,8 +70,8 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
   """Yields ("FILE row N", row) as `write_lines` wrote it; reads others' files too.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: it is no parquet file, or a broken one; the message names the row.
+    FileNotFoundError: the file does not exist.
+    ValueError: it is not a parquet file, or is broken; the message names the row.
   """
   import pyarrow
   import pyarrow.parquet
@@ -91,10 +90,10 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
 
 
 def count_rows(path: str | os.PathLike[str]) -> int:
-  """About how many rows a file has that is read here: lines may be empty.
+  """Estimates a readable file's number of rows: lines may be empty.
 
   Raises:
-    FileNotFoundError: there is no such file.
+    FileNotFoundError: the file does not exist.
     ValueError: it is broken, or the package `array_record` is missing.
   """
   path = os.fspath(path)
@@ -126,10 +125,10 @@ def count_rows(path: str | os.PathLike[str]) -> int:
 
 
 def decoded(row: dict[str, Any]) -> dict[str, Any]:
-  """A row of a table, its columns of JSON text as the objects that they were."""
+  """Decodes a table's row: columns of JSON text become objects again."""
   for name in _TEXT_COLUMNS:
     if isinstance(row.get(name), str):
-      # Another writer's column of that name may hold plain text.
+      # In another writer's file, a column of this name may be plain text.
       with contextlib.suppress(ValueError, RecursionError):
         row[name] = json.loads(row[name])
   return row
@@ -138,12 +137,12 @@ def decoded(row: dict[str, Any]) -> dict[str, Any]:
 def read_array_record(
   path: str | os.PathLike[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields ("FILE row N", row) of records that are JSON objects, in their order.
+  """Yields ("FILE row N", row) for records of JSON objects, in their order.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: it is no ArrayRecord file, a record is no JSON object, or the package
-      `array_record` is missing.
+    FileNotFoundError: the file does not exist.
+    ValueError: it is not an ArrayRecord file, a record is not a JSON object, or the
+      package `array_record` is missing.
   """
   path = os.fspath(path)
   with contextlib.closing(_array_records(path)) as reader:
@@ -156,7 +155,7 @@ def read_array_record(
 
 
 def _array_records(path: str) -> Any:
-  """An open reader of a file that is ArrayRecord."""
+  """Opens a reader of an ArrayRecord file."""
   if not os.path.exists(path):
     raise FileNotFoundError(f"no file at {path}")
   if os.path.getsize(path) == 0:
@@ -165,11 +164,11 @@ def _array_records(path: str) -> Any:
     from array_record.python import array_record_module
   except ImportError as e:
     raise ValueError(f"{path}: needs `pip install array_record`") from e
-  # What is no such file shows at one of three places, each with another error.
+  # Another file format fails at one of three places, each with another error.
   try:
     reader = array_record_module.ArrayRecordReader(path)
     if not reader.ok():
-      reader.close()  # raises what is wrong
+      reader.close()  # raises the format's error
     reader.num_records()
   except (RuntimeError, IndexError, OSError) as e:
     raise ValueError(f"{path}: not ArrayRecord ({e})") from e
@@ -197,8 +196,8 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
   pending = iter(rows)
   try:
     while group := list(map(_columns, itertools.islice(pending, _ROWS))):
-      # The first group decides the columns of all; so a field that its rows lack, or
-      # have as null only, would be lost: trajectories have a schema of their own.
+      # The first group decides all columns; a field that its rows lack, or have only as
+      # null, would be lost: so trajectories have a fixed schema.
       if schema is None:
         schema = _schema(group[0])
       try:
@@ -213,7 +212,7 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
       )
       writer.write_table(table)
       count += len(group)
-    if writer is None:  # a file of no rows is one that can be read
+    if writer is None:  # an empty file must be readable too
       pyarrow.parquet.write_table(pyarrow.table({}), path)
   finally:
     if writer is not None:
@@ -222,7 +221,7 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
 
 
 def _columns(row: str | dict[str, Any]) -> dict[str, Any]:
-  """A row as its columns: those of any JSON become text. The inverse of `decoded`."""
+  """Encodes a row as columns: JSON values become text. The inverse of `decoded`."""
   columns = json.loads(row) if isinstance(row, str) else dict(row)
   for name in _TEXT_COLUMNS:
     if name in columns:
@@ -231,10 +230,10 @@ def _columns(row: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(row: dict[str, Any]) -> Any:
-  """Of a trajectory; None, for pyarrow to find out, of anything else.
+  """The schema of a trajectory; None (pyarrow infers it) for other rows.
 
-  Stated, because pyarrow would take the types from the rows that it sees: an empty list
-  of ids or a reward that is None says nothing of the type.
+  Explicit, because pyarrow infers types from values: an empty list of ids or a reward
+  of None has no type.
   """
   if "segments" not in row:
     return None

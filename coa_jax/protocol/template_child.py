@@ -1,8 +1,8 @@
 """Renders one chat template; `chat_template` starts it as a process of its own.
 
 A template comes from a stranger's model folder, and Jinja's sandbox bounds neither time
-nor memory: here the operating system does. Standard input is a JSON object of the
-template and its variables; standard output is one of `text` or `error`.
+nor memory: here the operating system bounds both. Standard input is a JSON object with
+the template and its variables; standard output is one with `text` or `error`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import jinja2.sandbox
 SECONDS = 3  # of processor time
 BYTES = 1 << 30
 MAX_CHARS = 1_000_000
-# The day that every prompt names: Llama 3's own default.
+# The date in every prompt: Llama 3's default.
 TODAY = datetime.datetime(2024, 7, 26)
 
 
 class _Generation(jinja2.ext.Extension):
-  """Transformers' block around what a model writes: its content and nothing else."""
+  """Transformers' block around a model's reply: renders its content only."""
 
   tags = {"generation"}
 
@@ -59,7 +59,7 @@ def _environment() -> jinja2.Environment:
 
 
 def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
-  """Returns the `text` of a template, or the `error` of one that has none."""
+  """Returns a template's `text`, or the `error` of rendering it."""
   # Two environments: an address in memory would differ.
   environments = [_environment(), _environment()]
   try:

@@ -1,4 +1,4 @@
-"""Refuses tokenizer files of a model folder that would change or multiply text."""
+"""Refuses a model folder's tokenizer files that would change or multiply text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_TEMPLATE = 1_000_000  # bytes
 _NORMALIZERS = frozenset(
   ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents")
 )
-# They add tokens that `encode` does not ask for, and nothing else.
+# They only add tokens, and `encode` does not ask for them.
 _POST_PROCESSORS = frozenset(("ByteLevel", "BertProcessing", "RobertaProcessing"))
 
 
@@ -44,7 +44,7 @@ def check(file: str | os.PathLike[str]) -> None:
 
 
 def template_file(path: str | os.PathLike[str]) -> str:
-  """The file of a folder that holds its chat template."""
+  """Returns the folder's chat template file."""
   template = os.path.join(path, _TEMPLATE)
   return template if os.path.exists(template) else os.path.join(path, _CONFIG)
 
@@ -63,7 +63,8 @@ def _normalizer_is_bounded(value: Any) -> bool:
     return all(map(_normalizer_is_bounded, _inner(value, "normalizers")))
   if kind != "Replace":
     return kind in _NORMALIZERS
-  # Replacements that lengthen text multiply in a sequence; an expression can match "".
+  # Replacements that lengthen text multiply in a sequence; a regular expression can
+  # match "".
   pattern = value.get("pattern")
   old = pattern.get("String") if isinstance(pattern, dict) else None
   new = value.get("content")

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer that knows the protocol's tags."""
+"""Trains a byte-level BPE tokenizer with the protocol's tags."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
       last.append(tag)
   special = [PAD, IM_START, IM_END]
   special += roles.tags_of([*roles.ROLES, *first, roles.OBSERVATION])
-  # A row of `SPECS` takes the ids below those of the rows before it, so one more costs
-  # the last two merges and moves nothing else.
+  # A row of `SPECS` takes the ids below the earlier rows', so a new row only replaces
+  # the last two merges and moves no other id.
   at_the_end = roles.tags_of(reversed(last))
   least = 256 + len(special) + len(at_the_end)
   if vocab_size < least:
     raise ValueError(f"vocab_size must be at least {least}")
 
-  # --- Train: digits one by one, all else in words.
+  # --- Train: single digits, otherwise words.
   model = tokenizers.Tokenizer(tokenizers.models.BPE())
   split = tokenizers.pre_tokenizers
   model.pre_tokenizer = split.Sequence(
@@ -63,9 +63,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   )
   model.train_from_iterator(texts, trainer)
 
-  # --- Add the tags whose ids are the last.
+  # --- Add the tags with the last ids.
   if at_the_end:
-    # Texts with too few merges leave ids over; those keep their places.
+    # Texts with too few merges leave ids unused; these ids stay reserved.
     unused = vocab_size - len(at_the_end) - model.get_vocab_size()
     model.add_special_tokens([f"<|reserved_{i}|>" for i in range(unused)])
     model.add_special_tokens(at_the_end)

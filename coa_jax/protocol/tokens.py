@@ -1,11 +1,11 @@
 """Tokenizer, chat template, and trajectories as token ids with authorship.
 
-Two kinds of tokenizer work alike: one whose vocabulary holds each protocol tag as one
-added token (`tokenizer_training`), and a stock byte-level one (Qwen's), to which tags
-are ordinary text. Text from outside (questions, observations) is encoded so
-that no part of it can become a control token.
+Two kinds of tokenizer work alike: one with each protocol tag as one added token
+(`tokenizer_training`), and a stock byte-level one (Qwen's), which encodes tags as
+ordinary text. Text from outside (questions, observations) is encoded so that no part of
+it can become a control token.
 
-budget: what text and ids owe each other (round trips, authorship) is read in one place.
+budget: the laws between text and ids (round trips, authorship) are in one place.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 _CONFIG = "tokenizer_config.json"
-# What transformers 5 calls any fast tokenizer; 4 has no class of this name.
+# Transformers 5's name for any fast tokenizer; 4 has no class of this name.
 _ONLY_5 = "TokenizersBackend"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 PAD = "<|endoftext|>"
-# The bytes of an observation's tags and of the marker in the longest text there is.
+# The bytes of an observation's tags and of the cut marker of the longest possible text.
 MIN_OBSERVATION = 80
-# Bytes that UTF-8 text can have.
+# Bytes of valid UTF-8 text.
 _UTF8 = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
-# A tokenizer may lack these (SmolLM2's has 8 fewer), for they are in no character but
-# those here: control characters, and planes of Unicode that hold none.
+# A tokenizer may lack these bytes (SmolLM2's lacks 8): they occur only in control
+# characters and in unassigned Unicode planes.
 _RARE = {b: chr(b) for b in {*range(32), 127} - set(b"\t\n\r")}
 _RARE |= {0xF1: "\U00040000-\U0007ffff", 0xF2: "\U00080000-\U000bffff"}
 
-_Part = tuple[str, bool]  # text, and whether what spells a control token is one
+_Part = tuple[str, bool]  # text, and whether it may contain control tokens
 
 
 class Tokenizer:
@@ -53,7 +53,7 @@ class Tokenizer:
     hf: transformers.PreTrainedTokenizerFast,
     kind: str = "PreTrainedTokenizerFast",
   ):
-    """Wraps `hf`; `kind` is the class that readers of what `save` writes take.
+    """Wraps `hf`; `kind` is the tokenizer class named in the files of `save`.
 
     Raises:
       ValueError: it is not byte-level, so ids have no exact bytes.
@@ -61,11 +61,11 @@ class Tokenizer:
     self.hf = hf
     self._kind = kind
     self._trusted = hf.backend_tokenizer
-    # A folder keeps those of the last call before it was saved.
+    # A folder stores the truncation of the last call before it was saved.
     self._trusted.no_truncation()
     self._trusted.no_padding()
-    # In foreign text special tokens are spelt out as bytes; and to that end every token
-    # beside the merges is special, Qwen's <tool_call> too.
+    # In foreign text special tokens are spelt as bytes; to this end every token outside
+    # the merges is special, Qwen's <tool_call> too.
     state = json.loads(self._trusted.to_str())
     for token in state["added_tokens"]:
       token["special"] = True
@@ -82,15 +82,15 @@ class Tokenizer:
     """Reads a tokenizer folder (tokenizer.json and tokenizer_config.json).
 
     Raises:
-      FileNotFoundError: there is no tokenizer.json in the folder.
-      ValueError: one of the files is not what it should be, the tokenizer is not
-        byte-level, or its chat template cannot be used; the file is named.
+      FileNotFoundError: the folder lacks tokenizer.json.
+      ValueError: a file is malformed, the tokenizer is not byte-level, or its chat
+        template cannot be used; the message names the file.
     """
     file = os.path.join(path, "tokenizer.json")
     if not os.path.exists(file):
       raise FileNotFoundError(f"{file}: no tokenizer there")
     config = os.path.join(path, _CONFIG)
-    # What the libraries raise names no file; and they normalize as they load.
+    # The libraries' errors name no file, and loading already normalizes.
     tokenizer_folder.check(file)
     kind = None
     if os.path.exists(config):
@@ -103,9 +103,9 @@ class Tokenizer:
         loaded = cls(hf)
       else:
         loaded = cls(hf, kind)
-      # Fails here where a token is no run of bytes.
+      # Fails here if a token is not a byte sequence.
       missing = loaded._missing - set(_RARE)
-    except Exception as e:  # the libraries raise errors of no class of their own
+    except Exception as e:  # the libraries raise plain Exception
       reason = " ".join(f"{e!r:.200}".split())
       raise ValueError(f"{file} and {_CONFIG}: no usable tokenizer ({reason})") from e
     if missing:
@@ -122,7 +122,7 @@ class Tokenizer:
     return loaded
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the folder that `load` and Hugging Face read, transformers 4 too."""
+    """Writes a folder for `load` and Hugging Face, transformers 4 included."""
     self.hf.save_pretrained(os.fspath(path))
     file = os.path.join(path, _CONFIG)
     with open(file, encoding="utf-8") as f:
@@ -144,15 +144,15 @@ class Tokenizer:
 
   @property
   def pad_id(self) -> int:
-    """An id to fill unused places with; lengths, not this id, say what is unused."""
+    """An id for padding; lengths, not this id, tell the unused places."""
     return self.hf.pad_token_id or 0
 
   @functools.cached_property
   def end_id(self) -> int | None:
-    """The id at which `generate` and `vllm serve` are to stop: the last of an answer.
+    """The id at which `generate` and `vllm serve` stop: an answer's last.
 
-    That of `</answer>` where it is one token. To a stock tokenizer it is text, and the
-    id is end-of-text, which SFT trains after the answer; None if there is none.
+    `</answer>` if it is one token. A stock tokenizer encodes it as text; then the id is
+    end-of-text, which SFT trains after the answer; None if there is none.
     """
     for i, text in self.added.items():
       if text == roles.close_tag(roles.ANSWER):
@@ -160,7 +160,7 @@ class Tokenizer:
     return self.hf.eos_token_id
 
   def encode(self, text: str) -> list[int]:
-    """Ids of trusted text: tags and control tokens count as such."""
+    """Encodes trusted text: tags and control tokens become their ids."""
     return self._ids(self._trusted, [text])[0]
 
   def encode_untrusted(self, text: str) -> list[int]:
@@ -177,7 +177,7 @@ class Tokenizer:
 
   @functools.cached_property
   def bytes_of(self) -> list[bytes]:
-    """For every id, the bytes it stands for (b"" for ids without a token)."""
+    """The bytes of each id (b"" for ids without a token)."""
     to_byte = {c: b for b, c in _byte_alphabet().items()}
     out = [b""] * self.vocab_size
     for token, i in self._trusted.get_vocab(with_added_tokens=True).items():
@@ -189,25 +189,25 @@ class Tokenizer:
 
   @functools.cached_property
   def _missing(self) -> frozenset[int]:
-    """Bytes of UTF-8 that no token stands for."""
+    """Bytes of UTF-8 without a token."""
     return _UTF8 - {text[0] for text in self.bytes_of if len(text) == 1}
 
   @functools.cached_property
   def _unspelt(self) -> re.Pattern[str] | None:
-    """Matches a character of `_RARE` that has no tokens; None if all have."""
+    """Matches a character of `_RARE` without tokens; None if all have tokens."""
     ranges = "".join(_RARE[b] for b in sorted(self._missing & set(_RARE)))
     return re.compile(f"[{ranges}]") if ranges else None
 
   def _spelt(self, text: str) -> str:
-    """The text, with "?" for each character that no ids can spell."""
-    # A lone surrogate (JSON can hold one) is no text to a tokenizer.
+    """Replaces each character without ids by "?"."""
+    # A tokenizer refuses a lone surrogate (JSON can hold one).
     text = text.encode("utf-8", "replace").decode()
     return self._unspelt.sub("?", text) if self._unspelt else text
 
   def _ids(
     self, tokenizer: tokenizers.Tokenizer, texts: Sequence[str]
   ) -> list[list[int]]:
-    # As `encode`, without the offsets that nobody asks for: a tenth to a fifth faster.
+    # As `encode`, without the unused offsets: a tenth to a fifth faster.
     whole = [self._spelt(text) for text in texts]
     encodings = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
@@ -218,24 +218,25 @@ class Tokenizer:
 
   @functools.cached_property
   def added(self) -> dict[int, str]:
-    """Ids beside the merges, and what they spell: control tokens, tags."""
+    """Ids outside the merges, with their text: control tokens, tags."""
     decoder = self._trusted.get_added_tokens_decoder()
     return {i: token.content for i, token in decoder.items()}
 
   def _bytes(self, i: int) -> bytes:
-    # A model's embedding has more rows than the tokenizer has ids; those say nothing.
+    # A model's embedding has more rows than the tokenizer has ids; the additional ids
+    # have no text.
     return self.bytes_of[i] if i < len(self.bytes_of) else b""
 
   @functools.cached_property
   def chat_frame(self) -> tuple[list[int], list[int]]:
-    """Ids that the chat template writes before a user's message, and after it.
+    """Returns the chat template's ids before a user's message, and after it.
 
     A `<think>` at the very end (DeepSeek-R1, QwQ) is left out: the policy writes it, as
     the protocol's first tag, and it is trained on like every other.
 
     Raises:
-      ValueError: there is no template, it cannot be used (`chat_template.frame`), or
-        it opens another span of the protocol.
+      ValueError: there is no template, it is unusable (`chat_template.frame`), or it
+        opens another span of the protocol.
     """
     if not self.hf.chat_template:
       where = self.hf.name_or_path or "the tokenizer"
@@ -267,22 +268,24 @@ class Tokenizer:
     return segment
 
   def cut_observation(self, content: str, limit: int) -> str:
-    """Cuts the middle out of a tool's output where its observation would be too long.
+    """Cuts the middle out of a tool's output if its observation would be too long.
 
     Args:
       content: the tool's output, of any length.
-      limit: ids that `encode_observation` may give for what is returned, its tags
+      limit: the maximum of ids from `encode_observation` for the returned text, tags
         included; at least `MIN_OBSERVATION`.
 
     Returns:
-      `content`, or as much of its head and tail as there is room for, verbatim, around
-      a marker that says how many characters are gone.
+      `content`, or the longest head and tail that fit, verbatim, around a marker with
+        the
+      number of removed characters.
+
     """
     if limit < MIN_OBSERVATION:
       raise ValueError(f"limit must be at least {MIN_OBSERVATION}, got {limit}")
 
     def cut(keep: int) -> str | None:
-      """With so many characters kept; None where that is too long."""
+      """Returns the text with `keep` characters; None if it is too long."""
       text = cut_middle(content, keep)
       if len(self._observation_ids(_wrapped(text))) > limit:
         return None
@@ -292,9 +295,9 @@ class Tokenizer:
     if len(content) <= limit * self._longest and cut(len(content)) is not None:
       return content
 
-    # --- Double what is kept until it is too long, so that no more is encoded than
-    # about twice what is kept. The count is not quite monotone in `keep`; what is
-    # returned has always been counted.
+    # --- Double `keep` until the text is too long, so that at most about twice the
+    # result is encoded. The count is not quite monotone in `keep`; the returned text
+    # has always been counted.
     best = cut(0)
     low = 0
     high = limit
@@ -307,7 +310,7 @@ class Tokenizer:
       high *= 2
     high = min(high, len(content))
 
-    # --- Then halve the distance between what fits and what does not.
+    # --- Then bisect between fitting and not fitting.
     while high - low > 1:
       middle = (low + high) // 2
       text = cut(middle)
@@ -323,7 +326,7 @@ class Tokenizer:
     return list(itertools.chain.from_iterable(self._encode(_parts(text))))
 
   def _encode(self, parts: Sequence[_Part]) -> list[list[int]]:
-    """Ids of each text, those of one kind together: the tokenizer has threads."""
+    """Encodes each text, grouped by kind: the tokenizer has threads."""
     # --- The texts of each kind, one after the other.
     trusted = []
     untrusted = []
@@ -333,7 +336,7 @@ class Tokenizer:
       else:
         untrusted.append(text)
 
-    # --- Their ids, in the order in which they came.
+    # --- Their ids, in input order.
     ids_of_trusted = iter(self._ids(self._trusted, trusted))
     ids_of_untrusted = iter(self._ids(self._untrusted, untrusted))
     out = []
@@ -345,15 +348,15 @@ class Tokenizer:
     return out
 
   def encode_trajectory(self, trajectory: Trajectory) -> None:
-    """Fills the ids of every segment that has none, in place.
+    """Fills the missing ids of segments, in place.
 
     Each segment is encoded on its own, so no token ever straddles two authors.
     """
     self.encode_trajectories([trajectory])
 
   def encode_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
-    """Fills the ids of every segment that has none, on all cores."""
-    # --- Prompts at once; of others what there is to encode.
+    """Fills the missing ids of segments, on all cores."""
+    # --- Prompts at once; of other trajectories, the segments without ids.
     todo: list[tuple[Segment, list[_Part]]] = []
     for t in trajectories:
       prompt = [s for s in t.segments if s.author == Author.PROMPT]
@@ -377,7 +380,7 @@ class Tokenizer:
       s.ids = list(itertools.chain.from_iterable(mine))
 
   def check_ids(self, trajectory: Trajectory) -> None:
-    """Refuses ids that are another tokenizer's.
+    """Refuses another tokenizer's ids.
 
     Raises:
       ValueError: the ids of a policy segment do not spell its text.
@@ -392,7 +395,7 @@ class Tokenizer:
         )
 
   def _spellings(self, text: str) -> set[str]:
-    """What the ids of a text may spell: itself, and as it is normalized (Qwen: NFC)."""
+    """The valid decodings of a text's ids: itself, and normalized (Qwen: NFC)."""
     text = self._spelt(text)
     normalizer = self._trusted.normalizer
     if normalizer is None:
@@ -405,7 +408,7 @@ class Tokenizer:
     """Cuts sampled ids into segments, after each closing tag.
 
     The ids are never decoded and encoded again: a token that ends one span and begins
-    the next stays whole, with the span that it ends.
+    the next stays whole, in the first span.
     """
     # --- After which token each closing tag is complete, counted in bytes.
     ends = list(itertools.accumulate(len(self._bytes(i)) for i in ids))
@@ -413,7 +416,7 @@ class Tokenizer:
     for closing in _CLOSING.finditer(self.raw(ids)):
       cuts.add(bisect.bisect_left(ends, closing.end()) + 1)
 
-    # --- What lies between two cuts is a segment.
+    # --- A segment is the ids between two cuts.
     out = []
     for a, b in itertools.pairwise(sorted(cuts)):
       text = self.decode(ids[a:b])
@@ -434,7 +437,7 @@ class Tokenizer:
 
 
 def _without_spans(after: str) -> str:
-  """The end of a prompt, without the tag that begins the reply."""
+  """The end of a prompt, without the reply's opening tag."""
   after = re.sub(rf"{roles.open_tag(roles.THINK)}\s*\Z", "", after)
   for name in (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION):
     opening = roles.open_tag(name)
@@ -463,7 +466,7 @@ def _parts(text: str) -> list[_Part]:
 
 _NAMES = "|".join((*roles.ROLES, *roles.TOOLS))
 _CLOSING = re.compile(rf"</(?:{_NAMES})>".encode())
-# The "<" of an opening tag may sit in the last token of the segment before.
+# The "<" of an opening tag may be in the previous segment's last token.
 _OPENING = re.compile(rf"(?:<|^)({_NAMES})>")
 
 

@@ -1,4 +1,4 @@
-"""What stands in a tool's span: structured bodies, and other ways to write the same.
+"""The bodies of tool spans: structured formats, and alternative formats.
 
 Most tools take plain text. `code` takes a program, `visual_inspector` a JSON block and
 `tool` a JSON object of a function's name and arguments; each has a reader and a writer
@@ -15,13 +15,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# White space, digits and letters are ASCII's, here and in `parser`: so that a table
-# over bytes (`grammar`) can say the same.
+# White space, digits and letters are ASCII's, here and in `parser`, so that a table
+# over bytes (`grammar`) has the same rules.
 WHITE = " \t\n\r\f\v"
 
 
 def _read_json(text: str) -> Any:
-  """The JSON value of `text`; None where it is none, or nested too deep to read."""
+  """Reads `text` as JSON; None if invalid or nested too deep."""
   try:
     return json.loads(text)
   except (ValueError, RecursionError):
@@ -33,7 +33,7 @@ def _read_json(text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CodeCall:
-  """What a `code` span asks for: a program, and what it reads on standard input."""
+  """A `code` span's request: a program and its standard input."""
 
   program: str
   stdin: str = ""
@@ -43,7 +43,7 @@ _CR_FENCE = re.compile(r"```\w*[ \t]*\r")
 
 
 def _unix_lines(content: str) -> str:
-  """Makes every line end a line feed, if that of a fence has a carriage return."""
+  """Converts all line ends to line feeds, if the fence's has a carriage return."""
   if _CR_FENCE.search(content) is None:
     return content
   return content.replace("\r\n", "\n").replace("\r", "\n")
@@ -59,11 +59,11 @@ _CODE = re.compile(
 def parse_code(content: str) -> CodeCall | None:
   """Reads a `code` span: one `py` fence, then at most one `sh` fence, nothing else.
 
-  Returns None where the content is anything else, so a caller never guesses. The
-  released code agent trains on `py` and the released general agent on `python`; both
-  are accepted, `py` is what this project writes.
+  Returns None for any other content, so a caller never guesses. The released code agent
+  trains on `py` and the released general agent on `python`; both are accepted, this
+  project writes `py`.
   """
-  # The expression takes time as the square of the number of fences.
+  # The expression takes quadratic time in the number of fences.
   if content.count("```") > 4:
     return None
   match = _CODE.fullmatch(_unix_lines(content))
@@ -85,12 +85,12 @@ def render_code(program: str, stdin: str = "") -> str:
   return text
 
 
-# Functions that are called by name in the tag `tool`.
+# Functions called by name in the tag `tool`.
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCall:
-  """What a `tool` span asks for: a function by its name, and its arguments."""
+  """A `tool` span's request: a function's name, and its arguments."""
 
   name: str
   arguments: Mapping[str, Any]
@@ -102,7 +102,7 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)  # MCP's names too
 def parse_function_call(content: str) -> FunctionCall | None:
   """Reads a `tool` span: one JSON object of a `name` and an object `arguments`.
 
-  Returns None where the content is anything else.
+  Returns None for any other content.
   """
   value = _read_json(content.strip(WHITE))  # ours is wider than JSON's
   if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
@@ -129,7 +129,7 @@ _JSON_FENCE = re.compile(r"\s*```json[ \t]*\n(.*?)\n?```\s*", re.DOTALL | re.ASC
 def parse_image_request(content: str) -> dict[str, Any] | None:
   """Reads a `visual_inspector` span: one `json` fence of an object with a file_path.
 
-  Returns None where the content is anything else.
+  Returns None for any other content.
   """
   value = _read_json(_unfence_json(content) or "")
   if not isinstance(value, dict) or not isinstance(value.get("file_path"), str):
@@ -150,7 +150,7 @@ def _unfence_json(body: str) -> str | None:
 def _fence_json(text: str) -> str | None:
   text = text.strip()
   body = f"```json\n{text}\n```"
-  # What could not be read back is not written.
+  # Content that could not be read back is not written.
   if not text or _unfence_json(body) != text:
     return None
   return body
@@ -164,9 +164,9 @@ class ArgumentFormat:
   """One way to write a tool's arguments.
 
   Attributes:
-    description: what the prompt says of it, after "write".
-    write: the protocol's body -> the same in this format; None where it cannot hold it.
-    read: text in this format -> the protocol's body; None where it is in another one.
+    description: its description in the prompt, after "write".
+    write: the protocol's body -> the same in this format; None if impossible.
+    read: text in this format -> the protocol's body; None for another format.
   """
 
   description: str
@@ -180,7 +180,7 @@ def unchanged(description: str) -> ArgumentFormat:
 
 
 def after_prefix(prefix: str, description: str) -> ArgumentFormat:
-  """The body after a word that stands before it."""
+  """Returns the body after a prefix word."""
 
   def read(text: str) -> str | None:
     head, separator, body = text.partition(prefix)
@@ -268,7 +268,8 @@ def code_object(program: str, stdin: str) -> ArgumentFormat:
 
 
 def _code_body(program: str, stdin: str = "") -> str | None:
-  """The protocol's body of a program; None where it could not be read back."""
+  """Returns a program's body in the protocol's format; None if it could not be read
+  back."""
   body = render_code(program, stdin)
   if parse_code(body) != CodeCall(program, stdin):
     return None
@@ -276,7 +277,7 @@ def _code_body(program: str, stdin: str = "") -> str | None:
 
 
 def image_block() -> ArgumentFormat:
-  """The protocol's own block, read only where it is one."""
+  """Reads the protocol's own block; None for anything else."""
 
   def read(text: str) -> str | None:
     if parse_image_request(text) is None:

@@ -1,4 +1,4 @@
-"""Tool naming: what tools are called, and how a prompt says they are written to.
+"""Tool naming: the tools' names and call formats in a prompt.
 
 A model trained on one tool format breaks on another; the paper names it as its own
 limitation (arXiv 2508.13167: models trained on web tools fail on the exact fences of
@@ -18,12 +18,12 @@ from coa_jax.protocol.tools import SPECS, accept_any
 
 @dataclasses.dataclass(frozen=True)
 class ToolNaming:
-  """What the tools of one run are called and how they are written to.
+  """The names and call formats of one run's tools.
 
   Attributes:
-    names: tag -> what it is called.
-    formats: tag -> how it is written to.
-    purposes: tag -> what the prompt says that it does.
+    names: tag -> its name.
+    formats: tag -> its call format.
+    purposes: tag -> its purpose in the prompt.
   """
 
   names: Mapping[str, str]
@@ -67,12 +67,12 @@ def draw_naming(
   """Draws a name, a purpose and a format for each of the variant's tools.
 
   Args:
-    variant: with the tools of the run.
-    rng: what is drawn from.
-    bodies: tag -> what its format must be able to hold.
+    variant: reduced to the run's tools.
+    rng: the random generator.
+    bodies: tag -> bodies that its format must be able to hold.
 
   Returns:
-    The naming; None where no format can hold what it must.
+    The naming; None if no format can hold the bodies.
   """
   names: dict[str, str] = {}
   formats: dict[str, ArgumentFormat] = {}

@@ -1,12 +1,11 @@
-"""The tools that have a tag of their own: one row of `SPECS` each.
+"""The tools with their own tag: one row of `SPECS` each.
 
-A row says what the prompt says of the tool, what its span may hold, how other systems
-call it, and what it may be called in augmented training data. Roles, prompts, parser,
-grammar, tokenizer, importers and tool naming read it here; what answers the calls is a
-class of the same tag in `coa_jax/tools/tools.py`. A new tool is the last row, so that
-no token id of another one moves. See docs/extending.md.
+A row has the tool's description, allowed content, names in other systems, and names for
+augmented training data. Roles, prompts, parser, grammar, tokenizer, importers and tool
+naming read it here; a class in `coa_jax/tools/tools.py` answers the calls of its tag.
+Add a new tool as the last row, so that no other token id moves. See docs/extending.md.
 
-budget: a row and the functions that it names are read together.
+budget: a row and its functions are read together.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from coa_jax.protocol.grammar.regular import (
   text,
 )
 
-# The tag of every tool that has none of its own: its body names a function, so a config
-# can add functions and the vocabulary of tags stays as it is.
+# The tag of every tool without its own: the body names a function, so a config can add
+# functions without a new tag in the vocabulary.
 FUNCTION_TAG = "tool"
 
 
 class TagIds(enum.Enum):
-  """Where the ids of a tool's two tags stand in a vocabulary trained by `tokens`."""
+  """The place of a tool's two tags in a vocabulary trained by `tokens`."""
 
   FIRST = "first"  # with the roles' tags, before all bytes and merges: a closed list
-  LAST = "last"  # at the end, below those of the rows before it
+  LAST = "last"  # at the end, below the ids of the earlier rows
   NONE = "none"  # tags are spelt as text
 
 
 @dataclasses.dataclass(frozen=True)
 class NamingChoices:
-  """What `tool_naming` draws from; where something is empty, it is the protocol's own.
+  """The choices of `tool_naming`; an empty one means the protocol's own.
 
   Attributes:
-    names: what the tool may be called.
-    purposes: what the prompt may say that it does.
-    formats: how its arguments may be written.
+    names: names of the tool.
+    purposes: purposes in the prompt.
+    formats: formats of its arguments.
   """
 
   names: tuple[str, ...] = ()
@@ -61,12 +60,12 @@ class NamingChoices:
 
 
 def accept_any(content: str) -> str | None:
-  """Finds no fault: any text that is not empty will do."""
+  """Accepts any non-empty text."""
   del content
   return None
 
 
-# The body of a call, None where there can be none; and which other arguments it holds.
+# A call's body, None if impossible; and the names of the other arguments in it.
 Body = tuple[str | None, tuple[str, ...]]
 
 
@@ -83,20 +82,18 @@ class ToolSpec:
   """A tool with a tag of its own, as the protocol knows it.
 
   Attributes:
-    tag: of its spans; lower-case letters and underscores.
-    purpose: what the prompt says that it does.
-    body: what the prompt says that its span holds, after "write".
-    find_fault: a span's content (not empty) -> what is wrong with it, in words that a
-      model can act on; None if nothing.
-    grammar: the contents that a constrained policy may write, each without a fault;
-      its argument are the names of the variant's functions, for the tag `tool` alone.
-      None for any text that is not empty.
-    tag_ids: where the ids of its tags stand.
-    aliases: what other systems' records call such a tool, in lower case.
-    argument_names: what they call the argument that the body is made of, the likeliest
-      first.
+    tag: the tag of its spans; lower-case letters and underscores.
+    purpose: its purpose in the prompt.
+    body: the prompt's description of its content, after "write".
+    find_fault: a span's content (not empty) -> its fault, worded for the model; None if
+      ok.
+    grammar: the valid contents for a constrained policy; takes the names of the
+      variant's functions (used by the tag `tool` only). None for any non-empty text.
+    tag_ids: the place of its tags' ids.
+    aliases: the tool's names in other systems' records, in lower case.
+    argument_names: their names for the argument of the body, the likeliest first.
     body_of_call: that argument's value, and the call's other arguments -> the body.
-    augmentation: what training data may call it.
+    augmentation: its choices for augmented training data.
   """
 
   tag: str
@@ -112,7 +109,7 @@ class ToolSpec:
 
   @property
   def description(self) -> str:
-    """What the prompt says of it."""
+    """Its description in the prompt."""
     return f"{self.purpose}; write {self.body}"
 
   @property
@@ -136,7 +133,7 @@ _QUERIES = (
 )
 
 
-# `crawl_page` takes URLs and what is looked for.
+# `crawl_page` takes URLs and a goal.
 
 
 def _pages_body(value: Any, others: Mapping[str, Any]) -> Body:
@@ -171,7 +168,7 @@ def _code_language(functions: tuple[str, ...]) -> Language:
   other = byte(ANY - {ord("`")})
   few = row(maybe(tick), maybe(tick))
   body = row(many(row(few, other)), few)  # never three ticks in a row
-  # Something that is not white space, or one or two ticks and what may follow them.
+  # Any byte except white space, or one or two ticks and their allowed successors.
   ticks = row(tick, maybe(tick))
   program = choice(
     filled(ANY - {ord("`")}, body),
@@ -244,7 +241,7 @@ def _function_language(functions: tuple[str, ...]) -> Language:
   """JSON of a name and flat arguments: strings, integers, booleans."""
   white = many(byte(WHITE))
 
-  # --- The name: one of those that there are.
+  # --- The name: one of the known ones.
   word = byte(frozenset(WORD) | frozenset(b".-"))
   # Without a list up to eight letters: a longer bound only makes more states.
   name = row(word, *[maybe(word)] * 7)

@@ -1,9 +1,9 @@
-"""Segment, ToolCall, Usage, Trajectory: the noun every journey reads or writes.
+"""Segment, ToolCall, Usage, Trajectory: the records every stage reads or writes.
 
-Tokens are the truth, text is a view: a segment born in a rollout holds the sampled ids
-and its text is their decoding; a segment born as text (distilled or imported) gets its
-ids once, from `tokens.encode_trajectory`. Who wrote a token is decided by the line of
-code that appends it, never by searching text.
+Tokens are the truth, text is a view: a segment from a rollout has the sampled ids and
+its text is their decoding; a segment from text (distilled or imported) gets its ids
+once, from `tokens.encode_trajectory`. A token's author is set by the line of code that
+appends it, never by searching text.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Status(enum.StrEnum):
 
 
 class CallStatus(enum.StrEnum):
-  """Whose fault a tool call's failure is."""
+  """The outcome of a tool call, by its cause."""
 
   OK = "ok"
-  MODEL = "model"  # malformed call, program raised, no such tool
+  MODEL = "model"  # malformed call, program raised, unknown tool
   TOOL = "tool"  # the tool hit its own limits on a well-formed call
   INFRASTRUCTURE = "infrastructure"  # the service behind the tool is down
 
 
 @dataclasses.dataclass
 class ToolCall:
-  """One call: the tool's tag, what stood in the span, what came back, at what cost."""
+  """One call: the tool's tag, its arguments, its result and its cost."""
 
   name: str
   arguments: str
@@ -69,7 +69,7 @@ class Segment:
   """A run of text by one author under one tag.
 
   Attributes:
-    author: who wrote it.
+    author: its author.
     role: its tag; "" for the prompt and for text outside every span.
     text: verbatim, tags and trailing white space included.
     ids: token ids; empty until tokenised.
@@ -88,11 +88,11 @@ class Segment:
 
 @dataclasses.dataclass
 class Usage:
-  """What a trajectory cost. Tokens: processed once each unless `cached`.
+  """A trajectory's cost. Tokens: processed once each unless `cached`.
 
   For a single decoding stream `prompt` and `observation` tokens are prefilled once and
-  `generated` ones are sampled; `cached` counts prompt tokens that a prefix cache would
-  have served (multi-agent systems re-send their context at every call).
+  `generated` ones are sampled; `cached` counts prompt tokens available from a prefix
+  cache (multi-agent systems re-send their context at every call).
   """
 
   prompt: int = 0
@@ -105,7 +105,7 @@ class Usage:
 
   @property
   def total(self) -> int:
-    """Every token that went in or came out, with no credit for caching."""
+    """All input and output tokens, without credit for caching."""
     return self.prompt + self.generated + self.observation
 
 
@@ -114,16 +114,16 @@ class Trajectory:
   """One attempt at one task.
 
   Attributes:
-    task_id: the task it answers.
+    task_id: its task.
     segments: in order; the first is the prompt.
     calls: every tool call, in order.
-    status: how it ended.
+    status: its final status.
     reward: total reward, or None while ungraded.
     reward_parts: name -> value, e.g. {"answer": 1.0, "format": 1.0}.
     usage: its cost.
     sample: which of the task's samples this is (0-based).
-    meta: what a reader wants beside it (question, answers, family, agent events);
-      JSON values only.
+    meta: additional data for readers (question, answers, family, agent events); JSON
+      values only.
   """
 
   task_id: str
@@ -148,7 +148,7 @@ class Trajectory:
 
   @property
   def num_policy(self) -> int:
-    """Tokens that the policy wrote."""
+    """The number of tokens by the policy."""
     return sum(len(s.ids) for s in self.segments if s.author == Author.POLICY)
 
   @property
@@ -165,7 +165,7 @@ class Trajectory:
     It shares the lists of ids and `meta` with the trajectory: `dataclasses.asdict`
     would copy every id, which takes twice as long as to write them.
     """
-    # In the order of the fields, so that the same trajectory is the same line.
+    # In field order, so that the same trajectory is always the same line.
     return {
       **vars(self),
       "segments": [dict(vars(s)) for s in self.segments],
@@ -187,15 +187,15 @@ class Trajectory:
 def write_jsonl(path: str | os.PathLike[str], rows: Iterable[Any]) -> int:
   """Writes rows (Trajectory, or anything json.dumps takes), one per line.
 
-  The file appears under its name only when complete, so a reader never sees half of
-  one. Returns the number of rows.
+  The file appears under its name only when complete, so a reader never sees a part.
+  Returns the number of rows.
   """
   count = 0
   with atomic_write(path) as f:
     for row in rows:
       if isinstance(row, Trajectory):
         row = row.to_json()
-      # ASCII: no byte of a line depends on a locale, nor is U+2028 a line's end.
+      # ASCII: no byte of a line depends on a locale, and U+2028 ends no line.
       f.write(json.dumps(row, ensure_ascii=True) + "\n")
       count += 1
   return count
@@ -205,13 +205,13 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
   """Yields ("FILE:LINE", row) for every non-empty line; `.gz` is read as gzip.
 
   Raises:
-    FileNotFoundError: there is no such file.
+    FileNotFoundError: the file does not exist.
     ValueError: a line is not a JSON object, or not UTF-8, or the file is cut short; the
       message names file and line.
   """
   path = os.fspath(path)
   begin = gzip.open if path.endswith(".gz") else open
-  # As bytes: what is not UTF-8 is then refused with its line, like what is not JSON.
+  # As bytes: invalid UTF-8 is then refused with its line, like invalid JSON.
   with begin(path, "rb") as f:
     for number, line in enumerate(bounded_lines(cast(IO[bytes], f), path), 1):
       if line.strip():
@@ -255,7 +255,7 @@ def iter_trajectories(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
   Raises:
     FileNotFoundError, ValueError: it cannot be read; the message names file and row.
   """
-  from coa_jax.protocol import storage  # pyarrow, where it is asked for
+  from coa_jax.protocol import storage  # pyarrow, imported on use
 
   readers = {
     ".parquet": storage.read_parquet,

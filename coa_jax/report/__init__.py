@@ -1,1 +1,1 @@
-"""What a run tells a person."""
+"""Reports of runs for people."""

@@ -1,7 +1,7 @@
-"""The chat page of a server: one file, inert towards what the model and tools write.
+"""The chat page of a server: one file, inert towards text from the model and tools.
 
 See the top of `viewer.py` for the walls between hostile text and the browser; this page
-may also send requests, to the server that it came from and to no other.
+may also send requests, but only to its own server.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def chat_page(model: str, conversation: bool) -> str:
   """Writes the page.
 
   Args:
-    model: what requests call the model.
-    conversation: earlier turns are sent with a question.
+    model: the model's name in requests.
+    conversation: whether to send earlier turns with a question.
   """
   memory = "A question knows nothing of those before it."
   if conversation:

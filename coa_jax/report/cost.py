@@ -1,4 +1,4 @@
-"""What an answer costs: the multi-agent system against the single model, task by task.
+"""The cost of an answer: the multi-agent system against the single model, task by task.
 
 The multi-agent system sends its context again at every model call; a prefix cache would
 serve part of it, and `Usage.cached` says how much. The single model's stream processes
@@ -7,14 +7,14 @@ credit for caching, are shown: without it the multi-agent side is made to look w
 than deployments are.
 
 A trained model needs no instructions, so its prompt may be empty, while the team's
-agents read theirs at every call: part of what is saved is that, and has nothing to do
-with one model against many. So reductions are shown as played, and with instructions on
-both sides: the one model's prompt then holds its full instructions too, every role and
-tool (`prompts.instructions`), read once and counted by the counter of the team.
+agents read theirs at every call: a part of the savings comes from this, and not from
+one model against many. So reductions are shown as played, and with instructions on both
+sides: then the single model's prompt also has its full instructions, every role and
+tool (`prompts.instructions`), read once and counted by the team's counter.
 
 Seconds are wall time from an attempt's start to its end. A team's are those of its
-model calls and tool calls, one after the other; a model's that plays many tasks at once
-are latency in a full batch, so the two compare only where both had the machine alike.
+model and tool calls, one after the other; a model playing many tasks at once has the
+latency of a full batch, so the two are comparable only if both had the machine alike.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from coa_jax.report.tables import Table, cell
 
 MULTI, SINGLE = "multi_agent", "single"
 PAPER_REDUCTION = 0.846  # arXiv 2508.13167, abstract: tokens per task, GAIA, n = 10
-# Figure -> what a table calls it. All but `solved` are counts per attempt.
+# Figure -> its name in a table. All but `solved` are counts per attempt.
 FIGURES = {
   "prompt": "prompt tokens",
   "prompt_cached_credit": "prompt tokens, less cached",
@@ -73,7 +73,7 @@ def cost(
   single: Sequence[Trajectory],
   instructions: int | None = None,
 ) -> dict[str, Any]:
-  """Compares the two systems on the tasks that both attempted.
+  """Compares the two systems on the tasks attempted by both.
 
   budget: one table, column by column.
 
@@ -81,8 +81,8 @@ def cost(
     multi: the multi-agent system's attempts; only task id, status, reward parts and
       usage are read, so a run's usage is enough.
     single: the single model's attempts.
-    instructions: tokens that its prompt would have more if it held its instructions; 0
-      where it does, None where that is not known.
+    instructions: tokens that its instructions would add to its prompt; 0 if they are
+      already in it, None if unknown.
 
   Returns:
     `tasks` (their number), `left_out` (tasks that only one system has an attempt at
@@ -102,8 +102,8 @@ def cost(
   Raises:
     ValueError: no task was attempted by both.
   """
-  # --- The tasks that both attempted: figures [tasks, FIGURES] of each system.
-  # A task that only one of them attempted would bend every mean.
+  # --- The common tasks: figures [tasks, FIGURES] of each system. A task attempted by
+  # only one system would bias every mean.
   theirs = by_task(graded(multi))
   ours = by_task(graded(single))
   shared = [task for task in theirs if task in ours]
@@ -116,10 +116,10 @@ def cost(
   columns_s = np.array([_figures(ours[task]) for task in shared])
 
   # --- The reductions, and those of resampled tasks: the same tasks for both systems.
-  # An unknown count is nan, so that only what depends on it is unknown as well.
+  # An unknown count is nan, so that only dependent values are unknown as well.
   extra = math.nan if instructions is None else instructions * len(shared)
   point = _reductions(columns_m.sum(0)[None], columns_s.sum(0)[None], extra)
-  # Side by side in one matrix: a task that is drawn is drawn for both.
+  # Joined in one matrix: each draw of a task applies to both.
   both = resample_sums(np.concatenate([columns_m, columns_s], axis=1))
   resampled_m = both[:, : len(FIGURES)]
   resampled_s = both[:, len(FIGURES) :]
@@ -133,7 +133,7 @@ def cost(
     "instructions": instructions,
     MULTI: {**_table(columns_m), "ci95": _intervals(columns_m, resampled_m)},
     SINGLE: {**_table(columns_s), "ci95": _intervals(columns_s, resampled_s)},
-    # FIGURES ends in `solved`, whose mean is the accuracy.
+    # FIGURES ends in `solved`; its mean is the accuracy.
     "accuracy_gain": float(columns_s[:, -1].mean() - columns_m[:, -1].mean()),
     "ci95": {"accuracy_gain": _interval(gains)},
   }
@@ -146,12 +146,12 @@ def cost(
 def instruction_tokens(
   variant: Variant, style: str, encode: Callable[[str], Sequence[int]]
 ) -> int:
-  """Counts the tokens that instructions would add to the one model's prompt.
+  """Counts the tokens that instructions would add to the single model's prompt.
 
   Args:
-    variant: its dialect, with the tools that it had.
-    style: of the prompt that it was played with; "full" holds them already.
-    encode: what counts the team's tokens.
+    variant: its dialect, reduced to its tools.
+    style: the style of its prompt; "full" already has them.
+    encode: the team's token counter.
   """
   return 0 if style == "full" else len(encode(prompts.instructions(variant)))
 
@@ -197,7 +197,7 @@ def _intervals(
   out = {}
   for i, name in enumerate(FIGURES):
     out[name] = _interval(resampled[:, i] / len(columns))
-  # Where all tasks agree a bootstrap has no width; a proportion's interval has.
+  # If all tasks agree, a bootstrap interval has no width; a proportion's interval has.
   out["solved"] = proportion_interval(columns[:, -1])
   return out
 
@@ -243,7 +243,7 @@ def _interval(values: np.ndarray) -> list[float | None] | None:
 
 
 def cost_tables(table: dict[str, Any]) -> list[Table]:
-  """Shows `cost`'s result in two tables: figures of both systems, and what is saved."""
+  """Formats `cost`'s result as two tables: figures of both systems, and savings."""
   # --- The figures of both systems.
   rows = []
   for name, label in FIGURES.items():
@@ -263,7 +263,7 @@ def cost_tables(table: dict[str, Any]) -> list[Table]:
     "single_per_solved": "one model, per solved task",
   }
 
-  # --- What is saved, beside what the paper says.
+  # --- The savings, next to the paper's.
   saved = []
 
   def add(label: str, value: float | None, ci95: list[float | None] | None) -> None:

@@ -1,4 +1,4 @@
-"""Warnings after a run's first attempts: faults of its config that these show."""
+"""Warnings after a run's first attempts, which reveal faults in its config."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def warnings(
   tools: Collection[str],
   is_exact: Callable[[Task], bool],
 ) -> list[str]:
-  """Returns a line for each fault that the attempts show.
+  """Returns a line for each fault shown by the attempts.
 
   Args:
-    attempts: of the first step.
-    tasks: those attempted among them.
-    tools: tags that an attempt may call.
+    attempts: the first step's attempts.
+    tasks: tasks, including the attempted ones.
+    tools: the tools' tags.
     is_exact: whether exact match grades a task.
   """
   played = [t for t in attempts if t.status != Status.INFRASTRUCTURE]
@@ -36,7 +36,7 @@ def warnings(
       "them out of tools.tools"
     )
 
-  # --- Whole sentences, in the accepted answers or in those that were given.
+  # --- Whole sentences, in the accepted or the written answers.
   by_id = {task.id: task for task in tasks}
   exact = [t for t in played if is_exact(by_id[t.task_id])]
   sentences = []

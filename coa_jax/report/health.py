@@ -1,10 +1,10 @@
-"""Early warning: what a run's numbers say before its reward does; automatic stop.
+"""Early warning from a run's metrics before its reward falls; automatic stop.
 
-What goes wrong in agentic RL shows first in the entropy of one role, in groups whose
-samples all earn the same, in lengths, in repetition, or in log-probs that sampler and
-learner do not share.
+Failures of agentic RL show first in the entropy of one role, in groups with equal
+rewards, in lengths, in repetition, or in log-probs that differ between sampler and
+learner.
 
-budget: everything that can stop a run by its numbers, in one place.
+budget: all stops by a run's metrics, in one place.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from coa_jax.fields import bounded, check_fields
 from coa_jax.report.metrics import read_metrics
 
-# One NaN here and every later number is wrong. All are of the learner but the entropies
-# of roles, which a step without an update has too.
+# One NaN here makes every later value wrong. All are from the learner except roles'
+# entropies, which a step without an update has too.
 FINITE = (
   "loss",
   "grad_norm",
@@ -40,38 +40,40 @@ _EXPLORE = f"raise algo.loss.clip_high, {_LOWER_LR}, add algo.loss.kl_coef"
 
 
 class CollapsedError(ValueError):
-  """A run was ended because its numbers said that training it further is of no use."""
+  """A run was ended because its metrics show that further training is useless."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchConfig:
   """Config section `watch`: which numbers are worth a warning, or the run's end.
 
-  A number is reported when it was beyond its limit at `patience` steps in a row, and
-  again only once it had been within. A limit of 0 is not watched. A number of the
-  learner that is NaN or infinite always ends the run, at once and unsaved, so that the
-  checkpoint before stands.
+  A metric is reported after `patience` steps in a row beyond its limit, and again only
+  after it has been within. A limit of 0 is not watched. A NaN or infinite learner
+  metric always ends the run, immediately and without saving, so that the previous
+  checkpoint stays.
 
   Attributes:
     stop: whether a report ends the run, after a checkpoint. The same command then ends
-      there again; with other limits, or without this, it goes on.
+      at the same step; with other limits, or with False, it continues.
     patience: steps.
-    reward_variance_share: least share of groups that are neither all right nor all
-      wrong (penalties do not count).
-    entropy: least entropy of a sampled token, nats.
-    entropy_drop: least entropy of any role, as a share of what it was at the first
+    reward_variance_share: minimum share of groups neither all right nor all wrong
+      (ignoring penalties).
+    entropy: minimum entropy of a sampled token, nats.
+    entropy_drop: minimum entropy of any role, as a share of its value in the first
       `patience` steps watched.
-    length_growth: most tokens of a trajectory, as a multiple likewise.
-    truncated: most share of trajectories cut off at the token limit.
-    repeated: most share of trajectories that make a call, think or plan twice.
-    calls_drop: least tool calls of a trajectory, as a share likewise.
-    logp_diff_share: most share of tokens whose log-probs differ between sampler and
-      learner by more than `algo.guards.max_logp_diff`; not watched with
-      `algo.sampling.staleness`, whose tokens are of policies before the learner's.
-    ratio_outlier_share: most share of tokens e times likelier to the learner, or less
-      likely; not watched likewise.
-    removed_mass: most probability that the grammar takes from a token.
-    infrastructure: most share of trajectories lost to tools or judges that were down.
+    length_growth: maximum of tokens in a trajectory, as a multiple of the same steps'
+      value.
+    truncated: maximum share of trajectories cut off at the token limit.
+    repeated: maximum share of trajectories with a repeated call, think or plan.
+    calls_drop: minimum of tool calls in a trajectory, as a share of the same steps'
+      value.
+    logp_diff_share: maximum share of tokens with a log-prob difference between sampler
+      and learner above `algo.guards.max_logp_diff`; not watched with
+      `algo.sampling.staleness`, because older policies sample the tokens.
+    ratio_outlier_share: maximum share of tokens with a probability ratio of learner to
+      sampler above e or below 1/e; not watched with `algo.sampling.staleness`.
+    removed_mass: maximum probability removed from a token by the grammar.
+    infrastructure: maximum share of trajectories lost to unavailable tools or judges.
   """
 
   stop: bool = False
@@ -111,14 +113,14 @@ class WatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """What a field of `WatchConfig` limits.
+  """The metric and the direction of a field of `WatchConfig`.
 
   Attributes:
-    metric: its name; one that ends in `_` stands for all that begin so.
-    above: whether too much is wrong; else too little.
-    remedy: what usually helps.
+    metric: its name; a name ending in `_` is a prefix.
+    above: whether the limit is a maximum; otherwise a minimum.
+    remedy: the usual remedy.
     relative: whether the limit is a multiple of the metric's first values.
-    on_policy: whether it says something only where sampler and learner are one policy.
+    on_policy: whether it is meaningful only if sampler and learner are one policy.
   """
 
   metric: str
@@ -205,43 +207,43 @@ class HealthMonitor:
     self._config = config
     # Steps in a row beyond the limit, by field and metric.
     self._beyond: collections.Counter[tuple[str, str]] = collections.Counter()
-    # The first values of a metric whose limit is relative to them.
+    # The first values of metrics with relative limits.
     self._first: dict[str, list[float]] = collections.defaultdict(list)
-    # What was reported and has not been within its limit since, by field and metric.
+    # Reported and not yet within its limit again, by field and metric.
     self._standing: dict[tuple[str, str], str] = {}
 
   def replay(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
-    """Reads the metrics of the run so far as if it had watched, and warns of none.
+    """Reads the run's earlier metrics as if it had watched them, without warnings.
 
     Args:
-      workdir: of the run that is continued.
-      stage: whose metrics.
-      step: the last that counts; 0 where the run begins.
+      workdir: the continued run's folder.
+      stage: the stage.
+      step: the last step to read; 0 for a new run.
 
     Raises:
       CollapsedError: as from `raise_if_stopped`: the run was to end there.
     """
-    # A run that begins has no file to read yet.
+    # A new run has no file yet.
     rows = read_metrics(workdir, stage) if step else []
     for row in rows:
       if row["step"] <= step:
-        # What was not finite is null in the file.
+        # A value that was not finite is null in the file.
         self._judge_all({k: v for k, v in row.items() if v is not None})
     self.raise_if_stopped(step)
 
   def update(
     self, step: int, values: Mapping[str, float], say: Callable[[str], None]
   ) -> list[str]:
-    """Judges a step's values; returns what is wrong and warns of it, a line each.
+    """Judges a step's values; returns its faults and warns of them, a line each.
 
     Raises:
-      CollapsedError: something is not finite: at once, so that it is not saved.
+      CollapsedError: a value is not finite: immediately, so that it is not saved.
     """
     diverged = []
     for name, value in values.items():
       if not math.isfinite(value) and any(_matches(metric, name) for metric in FINITE):
         diverged.append(f"{name} is {value}: {_DIVERGED}")
-    # Judged even where the run ends now: both lists are of use to who reads the log.
+    # Judged even if the run ends now: both lists help a reader of the log.
     faults = diverged + self._judge_all(values)
     for text in faults:
       say(f"warning: step {step}: {text}")
@@ -254,14 +256,14 @@ class HealthMonitor:
 
   @property
   def ends(self) -> bool:
-    """Tells whether the run is to end after the last step."""
+    """Whether the run must end after the last step."""
     return bool(self._config.stop and self._standing)
 
   def raise_if_stopped(self, step: int) -> None:
-    """Ends the run if it is to end.
+    """Ends the run if it must end.
 
     Raises:
-      CollapsedError: naming step, metric, value, limit, and what usually helps.
+      CollapsedError: with step, metric, value, limit, and the usual remedy.
     """
     if self.ends:
       reasons = "; ".join(self._standing.values())
@@ -270,12 +272,12 @@ class HealthMonitor:
       )
 
   def _judge_all(self, values: Mapping[str, Any]) -> list[str]:
-    """Returns what is to be reported of a step's values."""
+    """Returns a step's reports."""
     reports = []
     # Which metrics a step has differs from step to step: its values are asked, by name.
     for field, limit in self._config.limits.items():
       rule = RULES[field]
-      # Off policy the tokens are of older policies: that they differ is no fault.
+      # Off policy the tokens come from older policies: their difference is not a fault.
       if not limit or (rule.on_policy and "staleness" in values):
         continue
       for name, value in values.items():
@@ -286,7 +288,7 @@ class HealthMonitor:
   def _judge(
     self, field: str, rule: Rule, limit: float, name: str, value: float
   ) -> list[str]:
-    """Counts one value of one metric; returns its report where it is due."""
+    """Counts one value of one metric; returns its report if due."""
     patience = self._config.patience
     limit_text = f"watch.{field}={limit:g}"
     # A relative limit is known once its baseline is: the first `patience` values.
@@ -315,12 +317,13 @@ class HealthMonitor:
       self._standing.pop(key, None)
       return []
 
-    # --- What is wrong, by how much, and what usually helps.
+    # --- The fault, its size, and the usual remedy.
     steps = "this step"
     if count > 1:
       steps = f"{count} steps in a row"
     text = f"{name} is {value:.4g}, {where} {limit_text}, {steps}; {rule.remedy}"
-    # It stands, with its newest numbers, until a value is within; it is told only once.
+    # Kept, with its newest values, until a value is within the limit; reported only
+    # once.
     self._standing[key] = text
     return [text] if count == patience else []
 

@@ -1,4 +1,4 @@
-"""What every metric of SFT and RL means, what is normal, and where dashboards put it.
+"""The meaning, normal values and dashboard section of every SFT and RL metric.
 
 One table, from which come the tags of TensorBoard and Weights & Biases and the page
 docs/metrics.md:
@@ -15,7 +15,7 @@ import fnmatch
 
 from coa_jax.report import timers
 
-# A section of the dashboard -> what stands in it.
+# A section of the dashboard -> its contents.
 SECTIONS = {
   "reward": "What rollouts earn, and what a model does on tasks it is not trained on.",
   "policy": "The loss, the update, and how far the policy has moved.",
@@ -27,13 +27,13 @@ SECTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class MetricName:
-  """One metric, or all whose names match.
+  """One metric, or all metrics with a matching name.
 
   Attributes:
-    name: as in metrics.jsonl; `*` stands for any text.
+    name: as in metrics.jsonl; `*` matches any text.
     section: a key of SECTIONS.
     meaning: one line.
-    normal: what is usual, and what is not.
+    normal: usual values, and suspicious ones.
   """
 
   name: str
@@ -143,7 +143,7 @@ METRICS: tuple[MetricName, ...] = (
 
 
 def find(name: str) -> MetricName | None:
-  """Returns a metric's row, one with its own name first; None where it has none."""
+  """Returns a metric's row, preferring an exact name; None if it has none."""
   for metric in sorted(METRICS, key=lambda m: "*" in m.name):
     if fnmatch.fnmatchcase(name, metric.name):
       return metric
@@ -153,7 +153,7 @@ def find(name: str) -> MetricName | None:
 def tag(name: str) -> str:
   """Returns the name on a dashboard, under its section."""
   metric = find(name)
-  # What the table does not know is a part of somebody's own reward.
+  # A metric missing in the table is a part of a user's reward.
   return f"{metric.section if metric else 'reward'}/{name}"
 
 

@@ -2,7 +2,7 @@
 
 Training stages are tracked as well: see `tracking.py`.
 
-budget: one file decides what metrics.jsonl is: who writes, resumes, shows and reads it.
+budget: one file defines metrics.jsonl: writing, resuming, showing and reading.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from coa_jax.report.tracking import LogConfig, Tracking
 T = TypeVar("T")
 
 METRICS_FILE = "metrics.jsonl"
-# Seconds between two plain lines where the output is not a terminal.
+# Seconds between two plain lines if the output is not a terminal.
 PLAIN_EVERY = 10.0
 
 
 class Metrics:
   """Appends a stage's numbers to `workdir/metrics.jsonl` and shows how far it is.
 
-  Use as a context manager. On a terminal progress is one live bar; elsewhere it is a
-  plain line every PLAIN_EVERY seconds, the first and the last step's always among them.
-  Values named `seconds_PHASE` (see `timers.py`) are shown below it as shares of the
-  step, and at the end in a table. All of it goes to standard error.
+  Use as a context manager. On a terminal, progress is one live bar; otherwise a plain
+  line every PLAIN_EVERY seconds, always including the first and the last step. Values
+  named `seconds_PHASE` (see `timers.py`) are shown below it as shares of the step, and
+  at the end in a table. All output goes to standard error.
 
-  Several stages share a file. Constructed again on the same workdir it appends; at
-  the first `log` the stage's lines with the same or a later step are dropped, so a
-  resumed run leaves no duplicates. `seconds` continues from the last line that is kept.
+  Several stages share a file. Constructed again on the same workdir, it appends; at the
+  first `log` the stage's lines with the same or a later step are dropped, so a resumed
+  run leaves no duplicates. `seconds` continues from the last line kept.
 
   Attributes:
     non_finite: how many values so far were NaN or infinite; they are written as null.
@@ -57,16 +57,16 @@ class Metrics:
     tracked: LogConfig | None = None,
     title: str = "",
   ):
-    """Creates `workdir` where it is missing; writes nothing yet.
+    """Creates `workdir` if missing; writes nothing yet.
 
     Args:
       workdir: the run's directory.
-      stage: what the numbers belong to, e.g. "sft".
-      total: the step at which the stage is complete.
-      unit: what a step is called in progress lines.
-      tracked: section `log`, to write TensorBoard's event files too and what else it
-        asks for; only the file where None.
-      title: what progress lines call the stage, where its name says too little.
+      stage: the stage's name, e.g. "sft".
+      total: the stage's last step.
+      unit: the name of a step in progress lines.
+      tracked: section `log`, which adds TensorBoard's event files and other outputs;
+        None writes only the file.
+      title: the stage's title in progress lines; by default its name.
     """
     # --- The record.
     os.makedirs(workdir, exist_ok=True)
@@ -83,15 +83,15 @@ class Metrics:
     self._tracking: Tracking | None = None
     self._phases = timers.PhaseTotals()
 
-    # --- The clock, and what an interrupted run did before.
+    # --- The clock, and the log of interrupted runs.
     self._began = time.monotonic()
     self._shown = self._began
     self._seconds_before = 0.0  # of the interrupted runs that this one continues
     self._steps_before = 0  # likewise
     self._first: int | None = None  # the first step logged here
 
-    # --- The progress: a live bar on a terminal, else lines.
-    self._line = ""  # the last progress line, where it has not been printed yet
+    # --- The progress: a live bar on a terminal, otherwise lines.
+    self._line = ""  # the last progress line, if not printed yet
     self._console = Console(stderr=True)
     self._bar = None
     if self._console.is_terminal:
@@ -109,7 +109,7 @@ class Metrics:
     return self
 
   def __exit__(self, *exc: object) -> None:
-    # The last line stands whether or not PLAIN_EVERY seconds have passed.
+    # Print the last line even if PLAIN_EVERY seconds have not passed.
     if self._bar is not None:
       self._bar.stop()
     elif self._line:
@@ -126,18 +126,18 @@ class Metrics:
     """Appends one line and moves the progress.
 
     Args:
-      step: how many units of the stage are done, or the unit the values belong to.
+      step: the number of completed units, or the values' unit.
       values: name -> number (anything `float` takes, 0-d arrays too).
-      figure: the figure that matters, shown beside the progress, e.g. "loss 1.32".
+      figure: the main figure, shown next to the progress, e.g. "loss 1.32".
 
     Raises:
-      ValueError: a value has a name that the line itself uses.
+      ValueError: a value has a reserved name.
     """
     for name in ("stage", "step", "seconds"):
       if name in values:
         raise ValueError(f"metric name {name!r} is taken by the line itself")
 
-    # --- The first line of a resumed stage replaces those that came after it.
+    # --- A resumed stage's first line replaces the lines after it.
     seconds = time.monotonic() - self._began
     if self._first is None:
       self._first = step
@@ -155,7 +155,7 @@ class Metrics:
       else:
         row[name] = None
         self.non_finite += 1
-    # Opened for each line, so that it is in the file whatever ends the run.
+    # Opened for each line, so that the line is in the file however the run ends.
     with open(self.path, "a", encoding="utf-8") as f:
       f.write(json.dumps(row) + "\n")
 
@@ -199,7 +199,7 @@ class Metrics:
       self._bar.update(self._task, completed=step, status=status)
       return
 
-    # --- Elsewhere a line now and then; one that is not due waits for `__exit__`.
+    # --- Otherwise an occasional line; a line not yet due waits for `__exit__`.
     self._line = f"{self.title}  {status}"
     if shares:
       self._line += f"\n  {shares}"
@@ -211,7 +211,7 @@ class Metrics:
 
 
 def say(line: str) -> None:
-  """Prints a line on standard error at once, where progress goes."""
+  """Prints a line on standard error at once, like progress."""
   print(line, file=sys.stderr, flush=True)
 
 
@@ -244,7 +244,7 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
     try:
       row = parse_object(line, where)
     except ValueError:
-      # A run that was killed may leave half of its last line; nothing else may be.
+      # A killed run may leave half of its last line; no other line may be broken.
       if number < len(lines):
         raise
       continue
@@ -265,7 +265,7 @@ def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
   """Drops the stage's lines from `step` on; returns the last one's step and seconds."""
   rows = _read_lines(path)
   rows = [r for r in rows if r["stage"] != stage or r["step"] < step]
-  # Written even where no row went: half a last line of a killed run goes by this.
+  # Written even if no row was dropped: this removes a killed run's half line.
   if os.path.exists(path):
     _write_lines(path, rows)
   ours = [r for r in rows if r["stage"] == stage]
@@ -277,15 +277,15 @@ def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
 def resume_log(
   workdir: str, stage: str, step: int, first_dir: str
 ) -> list[dict[str, Any]]:
-  """Reads the lines of a stage that a run goes on from, up to the checkpoint's step.
+  """Reads a resumed run's lines of a stage, up to the checkpoint's step.
 
   Every process takes the first one's: it may not have taken part in all of them, or
   have been away when steps were made again. So all judge and sum up the same run.
 
   Args:
     workdir: this process's own folder.
-    stage: whose lines.
-    step: the last that counts.
+    stage: the stage.
+    step: the last step to read.
     first_dir: the folder of the run's first process.
   """
   rows = _read_lines(os.path.join(first_dir, METRICS_FILE))
@@ -297,16 +297,16 @@ def resume_log(
 
 
 def read_metrics(path: str | os.PathLike[str], stage: str) -> list[dict[str, Any]]:
-  """Reads the lines of one stage, in order; a value that was not finite is None.
+  """Reads one stage's lines, in order; a value that was not finite is None.
 
-  A line that a killed run left half written, which can only be the last, is left out.
+  Skips a line left half written by a killed run, which can only be the last.
 
   Args:
-    path: the file, or the workdir that holds it.
-    stage: whose lines.
+    path: the file, or its workdir.
+    stage: the stage.
 
   Raises:
-    FileNotFoundError: there is no such file.
+    FileNotFoundError: the file does not exist.
     ValueError: another line is not JSON; the message names file and line.
   """
   return [row for row in read_all_metrics(path) if row["stage"] == stage]
@@ -323,10 +323,10 @@ def read_all_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-  """Writes `value` as JSON, keys sorted, so that equal results are equal files.
+  """Writes `value` as JSON, keys sorted, so that equal results give equal files.
 
-  The file appears under its name only when complete. Numbers that are not finite
-  become null; numpy scalars and arrays become numbers and lists.
+  The file appears under its name only when complete. Numbers that are not finite become
+  null; numpy scalars and arrays become numbers and lists.
   """
   with atomic_write(path) as f:
     json.dump(_plain(value), f, indent=2, sort_keys=True, allow_nan=False)

@@ -1,7 +1,7 @@
-"""What a notebook shows: figures, trajectories token by token, the viewer of many.
+"""Notebook output: figures, trajectories token by token, and the viewer.
 
 Each function returns an object that Jupyter and Colab draw as a cell's result. Pages
-stand in a frame of their own, inert towards text that a model wrote: see `page.py`.
+are in their own frame, inert towards a model's text: see `page.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coa_jax.report import plots
 from coa_jax.report.page import page_html, role_kinds
 from coa_jax.report.viewer import write_page
 
-# Neighbouring tokens differ in shade, so that each is seen by itself.
+# Adjacent tokens differ in shade, so that each is visible.
 _STREAM_STYLE = """
 body { padding: 4px 2px; }
 p { margin: 0 0 7px; line-height: 1.75; display: grid; }
@@ -39,7 +39,7 @@ i:nth-of-type(even) { background: color-mix(in srgb, var(--c) 30%, transparent);
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-  """Markup that a notebook draws when it is the last value of a cell."""
+  """Markup that a notebook draws as a cell's last value."""
 
   markup: str = dataclasses.field(repr=False)  # stored notebooks keep the repr, too
 
@@ -49,7 +49,7 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-  """A PNG that a notebook draws when it is the last value of a cell."""
+  """A PNG that a notebook draws as a cell's last value."""
 
   png: bytes = dataclasses.field(repr=False)
 
@@ -83,14 +83,14 @@ def viewer(
 
 
 def stream(trajectory: Trajectory, tokenizer: Tokenizer, height: int = 420) -> Shown:
-  """Shows every token of a trajectory: what is trained on has a ground, the rest none.
+  """Shows every token of a trajectory: trained tokens have a background, the rest none.
 
-  Under the pointer a token tells its id, and where it was sampled its probability.
+  A token's tooltip shows its id and, if sampled, its probability.
 
   Args:
     trajectory: with token ids.
-    tokenizer: that made them.
-    height: of the frame, in pixels.
+    tokenizer: the tokenizer of these ids.
+    height: the frame's height in pixels.
   """
   kinds = role_kinds()
   parts = []
@@ -110,7 +110,8 @@ def stream(trajectory: Trajectory, tokenizer: Tokenizer, height: int = 420) -> S
 def _token(segment: Segment, tokenizer: Tokenizer) -> Iterable[str]:
   """The markup of each token."""
   for number, i in enumerate(segment.ids):
-    # Each by itself: a part of a character is a box, and what has no text its number.
+    # Each separately: a part of a character is a box, and a token without text its
+    # number.
     text = tokenizer.raw([i]).decode("utf-8", "replace") or f"[{i}]"
     about = f"id {i}"
     if segment.logps:
@@ -119,7 +120,7 @@ def _token(segment: Segment, tokenizer: Tokenizer) -> Iterable[str]:
 
 
 def _framed(page: str, height: int) -> Shown:
-  """A page in a frame: neither it nor the notebook changes how the other looks."""
+  """Puts a page in a frame: it and the notebook do not change each other's style."""
   content = html.escape(page)
   return Shown(
     f'<iframe srcdoc="{content}" width="100%" height="{height}" '

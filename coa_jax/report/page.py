@@ -1,4 +1,4 @@
-"""A page around trusted markup, inert towards the text that stands in it.
+"""A page around trusted markup, inert towards the text in it.
 
 The top of `viewer.py` says which walls there are.
 """
@@ -40,10 +40,10 @@ def page_html(
   Args:
     title: plain text.
     body: markup.
-    script: the one script that may run.
-    css_class: of the body.
+    script: the only script allowed to run.
+    css_class: the body's class.
     style: CSS after `style.css`.
-    connect: whom the script may send requests to, in the policy's words.
+    connect: the allowed targets of the script's requests, in the policy's syntax.
   """
   # The policy names the page's own script by its hash; no other one runs.
   script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -64,10 +64,10 @@ def page_html(
 
 
 def inert_json(value: Any) -> str:
-  """Writes JSON that can stand in a script element: no text in it ends or opens any.
+  """Writes JSON for a script element: no text in it can end or open one.
 
-  HTML looks for `</script` and `<!--` in a script before anybody parses JSON, so `<`,
-  `>` and `&` are written as escapes; they occur in JSON's strings only.
+  HTML looks for `</script` and `<!--` in a script before JSON is parsed, so `<`, `>`
+  and `&` are written as escapes; they occur in JSON's strings only.
   """
   text = json.dumps(value, allow_nan=False, separators=(",", ":"))
   for character in "<>&":

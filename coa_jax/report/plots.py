@@ -2,7 +2,7 @@
 
 `to_svg` gives inline SVG that takes text colour and font from the page around it, so
 one figure serves light and dark pages; `to_png` gives bytes for pages that cannot.
-Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+Colours are Okabe and Ito's, distinguishable for colour-blind readers.
 
 budget: all figures of a report have one look.
 """
@@ -26,9 +26,9 @@ from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.report import timers
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-# Stands for the page's own text colour until `to_svg` replaces it.
+# A placeholder for the page's text colour; `to_svg` replaces it.
 _INK = "#010203"
-# So many points of a curve are shown as their moving mean.
+# With this number of points or more, a curve shows its moving mean.
 _MANY = 20
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _STYLE = {
@@ -50,9 +50,8 @@ def curves(
   Args:
     rows: `read_metrics`' rows; a metric may be missing (None or absent) in some.
     panels: y label -> {metric: line label}, e.g. {"loss": {"loss": "train"}}.
-    xlabel: of every panel.
-    shares: y labels of panels whose axis is from 0 to 1, whatever little part of it the
-      values take.
+    xlabel: every panel's x label.
+    shares: y labels of panels with a fixed axis from 0 to 1.
     logarithmic: y labels of panels with a logarithmic axis, if all values are above 0.
 
   Raises:
@@ -95,11 +94,11 @@ def seed_curves(
   """Draws one metric over steps: a line for each of several settings.
 
   Args:
-    runs: name of the setting -> the rows of `read_metrics` of each of its seeds. A line
-      is the mean over them (its moving mean, of many steps), with a band from the
-      lowest to the highest.
-    metric: what is drawn; settings without it have no line.
-    logarithmic: whether the axis is, if all values are above 0.
+    runs: setting -> for each seed, the rows of `read_metrics`. A line is the mean over
+      seeds (its moving mean, for many steps), with a band from the lowest to the
+      highest.
+    metric: the metric; settings without it have no line.
+    logarithmic: whether the axis is logarithmic, if all values are above 0.
   """
   figure, (axis,) = _figure(1, width=9)
   colors = itertools.cycle(COLORS)
@@ -110,7 +109,7 @@ def seed_curves(
         by_step[row["step"]].append(row[metric])
     if not by_step:
       continue
-    # A step that some seed has not reached yet would shift the mean.
+    # A step not yet reached by every seed would shift the mean.
     seeds = max(map(len, by_step.values()))
     steps = [step for step in sorted(by_step) if len(by_step[step]) == seeds]
     values = np.array([by_step[step] for step in steps], float)
@@ -126,7 +125,7 @@ def seed_curves(
   if logarithmic:
     _log_scale(axis)
   _finish(axis, "step", metric, legend=False)
-  # Names of settings are long: beside the axes.
+  # Names of settings are long: put them next to the axes.
   axis.legend(
     frameon=False, labelcolor=_INK, loc="center left", bbox_to_anchor=(1, 0.5)
   )
@@ -161,7 +160,7 @@ def _smooth(y: np.ndarray) -> np.ndarray:
 
 
 def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figure:
-  """Draws seconds of every step, its phases on top of each other.
+  """Draws the seconds of every step, with its phases stacked.
 
   Args:
     rows: `read_metrics`' rows, with `seconds_PHASE` as `timers.StepTimer` gives them.
@@ -191,7 +190,7 @@ def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figu
       y = _smooth(y)
       axis.fill_between(x, bottom, bottom + y, **look)
     bottom += y
-  # A first step that compiles would leave the others no height.
+  # A first step with compilation would flatten the others.
   others = bottom[1:].max(initial=0.0)
   if bottom[0] > 3 * others > 0:
     axis.set_ylim(0, 1.25 * others)
@@ -212,11 +211,11 @@ def score_bars(
 
   Args:
     summaries: model (teacher, sft, rl, tools_off) -> `scores.summary`'s result, or any
-      mapping with these figures and `ci95`; a figure that is missing has no bar.
-    figures: figure -> what the axis calls it, e.g. {"pass1_greedy": "pass@1"}.
+      mapping with these figures and `ci95`; a missing figure has no bar.
+    figures: figure -> its label on the axis, e.g. {"pass1_greedy": "pass@1"}.
   """
   figure, (axis,) = _figure(1, width=1.5 + 1.1 * len(figures) + 0.35 * len(summaries))
-  width = 0.8 / len(summaries)  # of a bar: those of a figure share 0.8 of its place
+  width = 0.8 / len(summaries)  # width of a bar: a figure's bars share 0.8 of its place
   for i, (model, summary) in enumerate(summaries.items()):
     color = COLORS[i % len(COLORS)]
     for j, name in enumerate(figures):
@@ -254,7 +253,7 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
       if figures["total"] is None:
         axis.annotate("none solved", (x, 0), ha="center", va="bottom")
         continue
-      # The prompt in two: what no cache can serve, and what one could.
+      # The prompt in two parts: uncacheable, and available from a cache.
       fresh = figures["prompt_cached_credit"]
       parts = {
         "prompt": fresh,
@@ -276,10 +275,10 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
 
 
 class Statistics:
-  """Counts lengths and roles of a set of trajectories, one by one."""
+  """Counts lengths and roles in a set of trajectories, one by one."""
 
   def __init__(self, unit: str = "characters"):
-    """Takes what lengths are counted in."""
+    """Takes the unit of lengths."""
     self.unit = unit
     self.lengths = array.array("q")
     self.roles: collections.Counter[str] = collections.Counter()
@@ -301,7 +300,7 @@ class Statistics:
     return out
 
   def summary(self) -> dict[str, Any]:
-    """Sums up: count, quantiles of the length, mean spans of each role."""
+    """Returns count, quantiles of the length, and mean spans by role."""
     quantiles = {}
     if self.lengths:
       points = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "max": 100}
@@ -331,7 +330,7 @@ def filter_statistics(before: Statistics, after: Statistics) -> Figure:
     left.hist(one.lengths, edges, color=color, alpha=0.55, label=label)
   _finish(left, before.unit, "trajectories", legend=True)
 
-  # --- Right: spans of every role that either has, two bars each.
+  # --- Right: spans by role, two bars each.
   roles = list(before.means() | after.means())
   for i, (name, one) in enumerate(sets.items()):
     means = one.means()
@@ -346,7 +345,7 @@ def filter_statistics(before: Statistics, after: Statistics) -> Figure:
 
 
 def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
-  """Draws what every stage of a funnel kept and dropped, by reason, top to bottom.
+  """Draws each funnel stage's kept and dropped counts, by reason, top to bottom.
 
   Args:
     stages: stage -> (kept, {reason: dropped}), in order.
@@ -355,7 +354,7 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
   figure.set_figheight(0.9 + 0.42 * len(stages))
   most = 1
   for y, (passed, dropped) in enumerate(stages.values()):
-    # --- A stage's bar: what passed, and behind it what was dropped.
+    # --- A stage's bar: the passed part, and behind it the dropped part.
     lost = sum(dropped.values())
     most = max(most, passed + lost)
     green = axis.barh(y, passed, 0.7, color=COLORS[0])
@@ -364,7 +363,7 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
       green.set_label("kept")
       red.set_label("dropped")
 
-    # --- Beside it the counts, with the three most frequent reasons.
+    # --- The counts next to it, with the three most frequent reasons.
     worst = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
     text = f" {passed:,} kept"
     if worst:
@@ -374,7 +373,7 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
     axis.annotate(text, (passed + lost, y), va="center", size=8)
   axis.set_yticks(range(len(stages)), list(stages))
   axis.invert_yaxis()
-  axis.set_xlim(0, 1.02 * most)  # the words stand beside the axes, where they must
+  axis.set_xlim(0, 1.02 * most)  # the text must be next to the axes
   axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
   axis.xaxis.set_major_formatter("{x:,.0f}")
   _finish(axis, "trajectories", "", legend=True)
@@ -383,7 +382,7 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
 
 
 def _error(value: float, low: float, high: float) -> list[list[float]]:
-  """An error bar; a bootstrap interval need not hold the point that it belongs to."""
+  """Returns an error bar; a bootstrap interval may exclude its own point."""
   return [[max(value - low, 0)], [max(high - value, 0)]]
 
 
@@ -400,14 +399,14 @@ def _figure(panels: int, width: float = 4.4) -> tuple[Figure, list[Axes]]:
 
 
 def _finish(axis: Axes, xlabel: str, ylabel: str, legend: bool) -> None:
-  # Last of all: texts that are added after it do not take the page's colour.
+  # Last: texts added later would not get the page's colour.
   axis.set_xlabel(xlabel)
   axis.set_ylabel(ylabel)
   axis.spines[["top", "right"]].set_visible(False)
   axis.grid(alpha=0.25, linewidth=0.6, color=_INK)
   axis.set_axisbelow(True)
   if legend:
-    # Above the axes, where no bar and no line can be under it.
+    # Above the axes, outside of bars and lines.
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4}
     axis.legend(frameon=False, labelcolor=_INK, columnspacing=1.2, **place)
   for spine in axis.spines.values():
@@ -423,7 +422,7 @@ def to_svg(figure: Figure) -> str:
   with matplotlib.rc_context(_STYLE):
     figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
   text = out.getvalue()
-  # What is before the element is for a file of its own.
+  # The text before the element is only for a standalone file.
   text = text[text.index("<svg") :].replace(_INK, "currentColor")
   # A page may set --figure-0 and so on, to lift the colours off a dark ground.
   for i, color in enumerate(COLORS):

@@ -1,8 +1,8 @@
-"""A trace of some steps for XProf: what the devices and the host did, and when.
+"""A trace of some steps for XProf: the work of devices and host over time.
 
-XProf and TensorBoard's profile plug-in read it (`pip install xprof`), and so does
-ui.perfetto.dev its `trace.json.gz`. Rollouts, weights' way to the sampler and learning
-stand in it under their names.
+XProf and TensorBoard's profile plug-in read it (`pip install xprof`), and
+ui.perfetto.dev reads its `trace.json.gz`. Rollouts, the weights' transfer to the
+sampler and learning have their names in it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def traced(
   workdir: str,
   offset: int = 0,
 ) -> Iterator[int]:
-  """Yields the steps, and traces those that are asked for.
+  """Yields the steps, and traces the requested ones.
 
   Args:
-    steps: numbers of a stage's steps.
-    profile: `log.profile`: the first step that is traced and the first that is not any
-      more; () for none.
-    stage: what the steps are called in the trace.
+    steps: the stage's step numbers.
+    profile: `log.profile`: the first traced step and the first untraced one after it;
+      () for none.
+    stage: the steps' name in the trace.
     workdir: the trace goes to its folder `profile`.
-    offset: what makes of a number that of metrics.jsonl.
+    offset: the difference from a step number to its number in metrics.jsonl.
   """
   if not profile:
     yield from steps
@@ -50,7 +50,7 @@ def traced(
         is_tracing = _stop(folder)
       with jax.profiler.StepTraceAnnotation(stage, step_num=number):
         yield step
-  finally:  # where the run ends, or is ended, before that step
+  finally:  # if the run ends, or is ended, before that step
     if is_tracing:
       _stop(folder)
 

@@ -1,9 +1,10 @@
 """How good the answers are: pass@1, pass@k, vote of k, and their confidence intervals.
 
-Every figure is a mean over tasks, so a task with more samples weighs no more. Attempts
-that ended for reasons of infrastructure are in no denominator; they are counted.
+Every figure is a mean over tasks, so the number of a task's samples does not change its
+weight. Attempts ended by infrastructure failures are excluded from all denominators;
+they are counted separately.
 
-budget: every figure beside the interval that goes with it.
+budget: every figure next to its interval.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from coa_jax.rewards import written_answer
 from coa_jax.rewards.votes import vote_key
 
 RESAMPLES = 2000
-KS = (3,)  # of pass@k and votes of k, where nobody says
+KS = (3,)  # default k of pass@k and votes
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """What the figures need of an attempt: a few hundred bytes, however long it was.
+  """An attempt's data for the figures: a few hundred bytes, for any length.
 
   Attributes:
-    task_id: as the trajectory's, like `sample`, `status`, `reward_parts` and `usage`.
-    family: of its task; "" for none.
-    calls: how many it made.
-    malformed: how many of them were, by `malformed`.
+    task_id: as in the trajectory, like `sample`, `status`, `reward_parts` and `usage`.
+    family: its task's family; "" for none.
+    calls: its number of calls.
+    malformed: the number of malformed ones, by `malformed`.
     vote: its answer's key; None without an answer.
-    logp: by `mean_logp`.
+    logp: the result of `mean_logp`.
   """
 
   task_id: str
@@ -53,7 +54,7 @@ class Scored:
 
   @classmethod
   def from_json(cls, row: dict[str, Any]) -> Scored:
-    """Builds it from what `dataclasses.asdict` and JSON made of it."""
+    """Builds it from the JSON of `dataclasses.asdict`."""
     status = Status(row["status"])
     return cls(**{**row, "status": status, "usage": Usage(**row["usage"])})
 
@@ -64,7 +65,7 @@ Attempt = TypeVar("Attempt", Trajectory, Scored)
 def scored(
   attempt: Trajectory | Scored, tools: Collection[str] = roles.TOOLS
 ) -> Scored:
-  """Returns what the figures need of an attempt; `tools` as of `malformed`."""
+  """Returns an attempt's data for the figures; `tools` as in `malformed`."""
   if isinstance(attempt, Scored):
     return attempt
   t = attempt
@@ -84,7 +85,7 @@ def scored(
 
 
 def graded(attempts: Sequence[Attempt]) -> list[Attempt]:
-  """Selects what says something about the model: all but infrastructure failures."""
+  """Selects the attempts that count for the model: all but infrastructure failures."""
   return [t for t in attempts if t.status != Status.INFRASTRUCTURE]
 
 
@@ -97,7 +98,7 @@ def by_task(attempts: Sequence[Attempt]) -> dict[str, list[Attempt]]:
 
 
 def correct(attempt: Trajectory | Scored) -> bool:
-  """Tells whether its answer is right, whatever its format.
+  """Whether its answer is right, in any format.
 
   Raises:
     ValueError: it has not been graded.
@@ -130,8 +131,8 @@ def interval(
 
   Args:
     over: one value per task.
-    under: one weight per task; 1 each where left out, so the figure is a mean.
-    seed: of the resampling; equal inputs give equal intervals.
+    under: one weight per task; by default 1 each, so the figure is a mean.
+    seed: the seed of the resampling; equal inputs give equal intervals.
 
   Returns:
     [low, high], or None where there is no task or no resample has any weight. Of no
@@ -140,7 +141,7 @@ def interval(
   """
   over, under = _as_arrays(over, under)
   sums = resample_sums(np.stack([over, under], axis=1), seed)
-  # A resample that happens to hold no weight has no quotient.
+  # A resample with zero total weight has no quotient.
   values = sums[sums[:, 1] > 0]
   if not len(values):
     return None
@@ -162,25 +163,25 @@ def proportion_interval(
 ) -> list[float] | None:
   """Computes the 95 % interval of a proportion sum(over) / sum(under), over tasks.
 
-  Wilson's score interval where every task says yes or no, and where all have the same
-  share, as a single task has: it has a width there too. Else, as for means of several
-  samples a task, the bootstrap over tasks.
+  Uses Wilson's score interval if every task says yes or no, or if all have the same
+  share (as with a single task): it has a width even then. Otherwise, as for means of
+  several samples a task, the bootstrap over tasks.
 
   Args:
-    over: what holds, of each task; from 0 to its `under`.
-    under: of how many; 1 each where left out.
-    seed: of the bootstrap.
+    over: each task's numerator, from 0 to its `under`.
+    under: each task's denominator; by default 1 each.
+    seed: the seed of the bootstrap.
 
   Returns:
-    [low, high], or None where `under` is 0 in all.
+    [low, high], or None if the sum of `under` is 0.
   """
   over, under = _as_arrays(over, under)
   # A task without any says nothing of the proportion.
   over = over[under > 0]
   under = under[under > 0]
   share = over / under
-  # Where all agree, several samples of a task still are one task's word: n is of tasks.
-  # A share varies no more than a yes or no does, so that is not too narrow.
+  # If all agree, a task's samples still count as one: n is the number of tasks. A share
+  # varies no more than a yes or no, so the interval is not too narrow.
   yes_or_no = (under == 1) & np.isin(share, (0, 1))
   if yes_or_no.all() or (share == share[0]).all():
     return wilson(math.fsum(share), len(share))
@@ -188,11 +189,11 @@ def proportion_interval(
 
 
 def wilson(right: float, tasks: int) -> list[float] | None:
-  """Computes Wilson's 95 % score interval of a proportion (1927); None of no tasks.
+  """Computes Wilson's 95 % score interval of a proportion (1927); None for no tasks.
 
   Args:
-    right: tasks that are right; of a task with several samples, the share of them.
-    tasks: of how many.
+    right: the number of right tasks; a task with several samples counts by its share.
+    tasks: the number of tasks.
   """
   if not tasks:
     return None
@@ -208,18 +209,18 @@ def wilson(right: float, tasks: int) -> list[float] | None:
 
 
 def resample_sums(columns: np.ndarray, seed: int = 0) -> np.ndarray:
-  """Sums columns of RESAMPLES bootstrap resamples of rows [tasks, m]; [R, m]."""
+  """Sums columns over RESAMPLES bootstrap resamples of rows [tasks, m]; [R, m]."""
   n = len(columns)
   if n == 0:
     return np.zeros((0, *columns.shape[1:]))
-  # How often each task is drawn is all that a sum depends on.
-  # Drawing the counts is drawing the tasks, and takes no array of all draws.
+  # A sum depends only on the count of each task's draws. Drawing the counts is
+  # equivalent to drawing tasks, and needs no array of all draws.
   draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), RESAMPLES)
   return draws @ columns
 
 
 def mean_logp(trajectory: Trajectory) -> float:
-  """Averages log-probs over policy tokens (nats); -inf where none is known."""
+  """Averages log-probs over policy tokens (nats); -inf if unknown."""
   logps = [x for s in trajectory.segments if s.author == Author.POLICY for x in s.logps]
   return statistics.fmean(logps) if logps else -math.inf
 
@@ -228,8 +229,8 @@ def best_of_k(attempts: Sequence[Scored], k: int) -> Scored:
   """Chooses one of the first k attempts by a majority vote over answers.
 
   Attempts without an answer have no vote. Ties go to the answer with the attempt of
-  highest mean log-prob per policy token, then to the earlier one; so does the choice
-  among attempts that gave the chosen answer.
+  highest mean log-prob per policy token, then to the earlier one; the same rule chooses
+  among the attempts with the winning answer.
 
   Raises:
     ValueError: fewer than k attempts.
@@ -237,7 +238,7 @@ def best_of_k(attempts: Sequence[Scored], k: int) -> Scored:
   if len(attempts) < k:
     raise ValueError(f"best of {k} needs {k} attempts; got {len(attempts)}")
   attempts = attempts[:k]
-  # --- The votes, by what is voted for.
+  # --- The votes, by key.
   groups: dict[str, list[Scored]] = {}
   for t in attempts:
     if t.vote is not None:
@@ -251,7 +252,7 @@ def best_of_k(attempts: Sequence[Scored], k: int) -> Scored:
 
 
 def malformed(call: ToolCall, tools: Collection[str] = roles.TOOLS) -> bool:
-  """Tells whether the call itself was wrong; a program that raises is not."""
+  """Whether the call itself was wrong; a program that raises is not malformed."""
   if call.name not in tools or roles.find_tag(call.arguments) is not None:
     return True
   return content_fault(call.name, call.arguments) is not None
@@ -263,15 +264,15 @@ def summary(
   tools: Collection[str] = roles.TOOLS,
   ks: Sequence[int] = KS,
 ) -> dict[str, Any]:
-  """Computes the figures of one model on one set of tasks.
+  """Computes one model's figures on one set of tasks.
 
   budget: one record, figure by figure.
 
   Args:
-    greedy: at most one attempt per task counts as such; more are averaged.
+    greedy: one attempt per task; several are averaged.
     sampled: several attempts per task.
-    tools: names that a trajectory's calls may have.
-    ks: of pass@k and of votes.
+    tools: the valid tool names.
+    ks: each k of pass@k and of votes.
 
   Returns:
     `pass1_greedy`, `pass1_sampled`; for every k `passK` and `best_of_K`, as `pass3`
@@ -283,7 +284,7 @@ def summary(
     `status`, name -> count of attempts; `tasks`, their number. A figure without data is
     None.
   """
-  # --- Attempts that say something of the model, by task.
+  # --- Attempts that count for the model, by task.
   greedy = [scored(t, tools) for t in greedy]
   sampled = [scored(t, tools) for t in sampled]
   status = collections.Counter(t.status.value for t in (*greedy, *sampled))
@@ -291,10 +292,10 @@ def summary(
   sampled = graded(sampled)
   greedy_tasks = list(by_task(greedy).values())
   sampled_tasks = list(by_task(sampled).values())
-  cost_tasks = greedy_tasks or sampled_tasks  # what an answer costs as it is used
+  cost_tasks = greedy_tasks or sampled_tasks  # the cost of an answer in normal use
   tasks = list(by_task([*greedy, *sampled]).values())
 
-  # --- The calls of each task: the malformed ones are a share of calls, not of tasks.
+  # --- Each task's calls: the malformed rate is a share of calls, not of tasks.
   call_counts: list[float] = []
   malformed_counts: list[float] = []
   for attempts in tasks:
@@ -362,10 +363,10 @@ def by_group(
   """Computes `summary` for each group of tasks, sorted by its name.
 
   Args:
-    greedy: as of `summary`.
+    greedy: as in `summary`.
     sampled: likewise.
-    group: names the group that an attempt's task is in.
-    tools: as of `summary`.
+    group: returns the group of an attempt's task.
+    tools: as in `summary`.
     ks: likewise.
   """
   # Group -> its greedy and its sampled attempts.

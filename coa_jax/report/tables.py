@@ -16,13 +16,13 @@ import rich.text
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """Rows and what to show of them.
+  """A table's rows and columns.
 
   Attributes:
-    title: what the table says.
+    title: the table's title.
     rows: one mapping per row.
     columns: key of a row -> column heading, in order.
-    note: what a reader must know beside it.
+    note: a note for the reader.
   """
 
   title: str
@@ -40,7 +40,7 @@ def cell(value: Any) -> str:
   if isinstance(value, list | tuple):
     known = any(one is not None for one in value)
     return " to ".join(map(cell, value)) if known else "-"
-  # Three digits that matter are enough to compare by eye.
+  # Three significant digits suffice to compare by eye.
   if isinstance(value, int) or abs(value) >= 1000:
     return f"{value:,.0f}"
   if abs(value) >= 10:
@@ -68,8 +68,8 @@ def markdown_table(
 class _TerminalTable:
   """A table that fits a terminal of any width and breaks no word.
 
-  Cells wrap between words. Columns that still do not fit go into further tables below,
-  each of which repeats the first column.
+  Cells wrap between words. Columns that still do not fit go into further tables below;
+  each repeats the first column.
   """
 
   table: Table
@@ -105,7 +105,7 @@ def _parts(columns: list[list[str]], width: int) -> list[list[list[str]]]:
 
 
 def _room(columns: list[list[str]], width: int) -> int:
-  """Characters that a table of this width leaves to the cells."""
+  """The number of characters for cells in a table of this width."""
   return width - _BORDER * len(columns) - 1
 
 

@@ -1,7 +1,7 @@
-"""Where the time of a stage goes: seconds by phase, their rates, a line and a table.
+"""A stage's time: seconds by phase, their rates, a line and a table.
 
-What no phase claims is `other`, so the phases of a line of metrics.jsonl add up to the
-wall time since the line before.
+Time outside of all phases is `other`, so the phases of a line of metrics.jsonl add up
+to the wall time since the previous line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coa_jax.report.tables import Table
 SECONDS = "seconds_"
 RATE = "_tokens_per_second"
 OTHER = "other"
-# In this order in tables and pictures; what a phase means to a reader.
+# Phase -> its meaning, in the order of tables and pictures.
 PHASES = {
   "data": "rows of tokens",
   "sync": "weights to the sampler",
@@ -42,14 +42,14 @@ class StepTimer:
     self._last = time.monotonic()
 
   def lap(self, phase: str, **parts: float) -> None:
-    """Ends a phase that began with the lap before, or with the step.
+    """Ends a phase that began with the previous lap, or with the step.
 
     Args:
-      phase: one of PHASES; what a step spends in it by turns is added up.
+      phase: one of PHASES; repeated laps of a phase are summed.
       **parts: seconds of this time that belong to other phases.
     """
     now = time.monotonic()
-    # What belongs to the others is not this phase's own.
+    # Subtract the other phases' seconds.
     own = now - self._last - sum(parts.values())
     for name, seconds in {**parts, phase: own}.items():
       key = SECONDS + name
@@ -57,15 +57,16 @@ class StepTimer:
     self._last = now
 
   def flush(self, **tokens: float) -> dict[str, float]:
-    """Ends the step: `seconds_PHASE` of each phase, and tokens per second of some.
+    """Ends the step: returns `seconds_PHASE` of each phase, and tokens per second of
+    some.
 
     Time since the last lap is `other`'s. A step's checkpoint is written after its
     numbers are, so it counts for the next step.
 
     Args:
-      **tokens: phase -> tokens that went through it.
+      **tokens: phase -> its number of tokens.
     """
-    # What is left belongs to nobody else, so that all phases add up to the wall time.
+    # The rest is other time, so that all phases add up to the wall time.
     self.lap(OTHER)
     out = self._seconds
     self._seconds = {}
@@ -77,7 +78,7 @@ class StepTimer:
 
 
 def seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
-  """Reads seconds by phase of a line of metrics, in the order of PHASES."""
+  """Reads seconds by phase in a line of metrics, in the order of PHASES."""
   by_phase = {}
   for name, value in row.items():
     if name.startswith(SECONDS) and value is not None:
@@ -99,7 +100,7 @@ def line(seconds: Mapping[str, float]) -> str:
   total = sum(seconds.values())
   if total <= 0:
     return ""
-  # What is under half a percent, or does not fit, is left out.
+  # A share under half a percent, or one that does not fit, is left out.
   out = ""
   for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
     share = f"{name} {value / total:.0%}"
@@ -111,7 +112,7 @@ def line(seconds: Mapping[str, float]) -> str:
 
 
 class PhaseTotals:
-  """Phases of many lines of metrics, added up."""
+  """Sums the phases of many lines of metrics."""
 
   def __init__(self, rows: Sequence[Mapping[str, Any]] = ()):
     """Takes lines to begin with."""
@@ -124,12 +125,12 @@ class PhaseTotals:
     """Adds a line."""
     for name, value in seconds_of(row).items():
       self.seconds[name] = self.seconds.get(name, 0.0) + value
-      # A rate of many lines is their tokens by their seconds, no mean of rates.
+      # The rate of many lines is total tokens by total seconds, not a mean of rates.
       tokens = (row.get(name + RATE) or 0.0) * value
       self._tokens[name] = self._tokens.get(name, 0.0) + tokens
 
   def table(self, title: str) -> Table:
-    """Makes a table with a row for each phase that took time."""
+    """Makes a table with a row for each phase above 0 seconds."""
     total = sum(self.seconds.values())
     rows = []
     for name, seconds in self.seconds.items():
@@ -141,7 +142,7 @@ class PhaseTotals:
       if self._tokens[name]:
         row["rate"] = self._tokens[name] / seconds
       rows.append(row)
-    # In the order of a step, not in that of their seconds.
+    # In a step's order, not by seconds.
     rows.sort(key=lambda row: list(PHASES).index(row["phase"]))
     columns = {"phase": "phase", "seconds": "seconds", "share": "share"}
     return Table(title, rows, {**columns, "rate": "tokens/s", "what": "what"})

@@ -1,11 +1,10 @@
 """A stage's numbers for dashboards: TensorBoard, Weights & Biases, Prometheus.
 
 `metrics.jsonl` is the record; these are views of it, with the same steps, and the same
-names under the sections of `metric_names.py`.
-Event files are written by tensorboardX's record writer, synchronously: its
-`SummaryWriter` hands events to a thread over a queue, and `flush` does not wait for it.
-It is imported where it is used, for it imports torch where that is installed: a second
-and 180 MB, which workers and programs that track nothing need not spend.
+names under the sections of `metric_names.py`. Event files are written by tensorboardX's
+record writer, synchronously: its `SummaryWriter` hands events to a thread over a queue,
+and `flush` does not wait for it. It is imported on use, because it imports torch if
+installed: a second and 180 MB, which workers and programs without tracking can save.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
-  """Config section `log`: where else a run's numbers go.
+  """Config section `log`: additional outputs of a run's metrics.
 
   TensorBoard's event files are always written, into the workdir itself: TensorBoard
   names a run by its folder, so `--logdir=runs/world` shows `sft` and `rl`.
 
   Attributes:
-    wandb_project: a project of Weights & Biases that gets them too; none where "". The
-      package's own settings say where it sends them (`wandb login`, `wandb offline`).
-    prometheus_port: where the last step's numbers can be scraped while the stage runs
-      (`http://HOST:PORT/metrics`); 0 for nowhere.
-    prometheus_host: the address that listens there; "0.0.0.0" is every one of this
-      machine's, for scrapers on others.
-    profile: (first, end): the steps from `first` up to but not `end`, as metrics.jsonl
-      counts them, are traced into `workdir/profile`, for XProf; () traces none. The
-      first steps compile: take later ones.
+    wandb_project: a Weights & Biases project for the metrics; "" for none. The
+      package's own settings choose the server (`wandb login`, `wandb offline`).
+    prometheus_port: the port for scraping the last step's metrics while the stage runs
+      (`http://HOST:PORT/metrics`); 0 for none.
+    prometheus_host: the listening address; "0.0.0.0" means all of this machine's
+      addresses, for scrapers on other machines.
+    profile: (first, end): traces the steps from `first` up to but not `end`, numbered
+      as in metrics.jsonl, into `workdir/profile`, for XProf; () traces none. The first
+      steps compile: take later ones.
   """
 
   wandb_project: str = ""
@@ -70,13 +69,13 @@ class Tracking:
   """Writes scalars from one step on; steps of an earlier run from there on are void."""
 
   def __init__(self, workdir: str, stage: str, first: int, config: LogConfig):
-    """Opens what is asked for.
+    """Opens the configured outputs.
 
     Args:
       workdir: the run's directory.
-      stage: what the numbers belong to; Weights & Biases' run is named by it.
-      first: the first step that will be logged. TensorBoard hides what an interrupted
-        run had logged from there on, once this one has opened its file.
+      stage: the stage's name; also the name of Weights & Biases' run.
+      first: the first step to log. TensorBoard hides an interrupted run's values from
+        this step on, once this run has opened its file.
       config: section `log`.
 
     Raises:
@@ -86,11 +85,11 @@ class Tracking:
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-    # TensorBoard reads the files of a folder in the order of their names, which tell
-    # seconds; a run resumed within the second must not overwrite the one before.
+    # TensorBoard reads a folder's files in order of their names, which contain seconds;
+    # a run resumed within the same second must not overwrite the previous file.
     suffix = f".{time.time_ns()}"
     self._events = EventsWriter(os.path.join(workdir, "events"), suffix)
-    # TensorBoard drops what other files of the folder say from this step on.
+    # TensorBoard drops the values of other files in the folder from this step on.
     start = SessionLog(status=SessionLog.START)
     self._write(Event(step=first, session_log=start))
     self._wandb = None
@@ -119,7 +118,7 @@ class Tracking:
       self._prometheus.log(step, values)
 
   def close(self) -> None:
-    """Ends all; Weights & Biases sends what it has not sent yet."""
+    """Closes all outputs; Weights & Biases sends its remaining data."""
     self._events.close()
     if self._prometheus:
       self._prometheus.close()
@@ -156,7 +155,7 @@ class Prometheus:
       ) from e
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
-    """Shows one step's numbers in place of those before."""
+    """Replaces the shown metrics by one step's."""
     self._step.labels(self._stage).set(step)
     for name, value in values.items():
       self._value.labels(self._stage, name).set(value)
@@ -169,7 +168,7 @@ class Prometheus:
 
 
 def _wandb_run(workdir: str, stage: str, project: str) -> Any:
-  """The stage's run, which goes on where the stage has one already.
+  """Opens the stage's run; continues an existing one.
 
   It gets scalars alone: no console output, code, commit or machine.
 
@@ -178,7 +177,8 @@ def _wandb_run(workdir: str, stage: str, project: str) -> Any:
   """
   import wandb
 
-  # --- The run's id is kept beside the events: with it a resumed stage finds its run.
+  # --- The run's id is stored next to the events: with it, a resumed stage finds its
+  # run.
   path = os.path.join(workdir, "wandb_id")
   if not os.path.exists(path):
     with atomic_write(path) as f:
@@ -206,6 +206,6 @@ def _wandb_run(workdir: str, stage: str, project: str) -> Any:
     )
   except wandb.errors.Error as e:
     raise ValueError(f"config.log.wandb_project={project!r}: {e}") from e
-  # Steps go back where a run is resumed; as a metric they may.
+  # Steps decrease when a run is resumed; as a metric they may.
   run.define_metric("*", step_metric="step")
   return run

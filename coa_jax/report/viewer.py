@@ -1,13 +1,13 @@
 """One self-contained HTML page: figures, tables, and a viewer of trajectories.
 
 The page opens from a file, without a server and without a network: `static/style.css`
-and `static/viewer.js` are put into it. Tool output is hostile, so three walls stand
+and `static/viewer.js` are included. Tool output is hostile, so three walls stand
 between a trajectory and the browser. All data are one script element of type
-application/json, which no browser runs, with every character escaped that could end
-it. The page's script makes text nodes of the data, never markup. And the content
-security policy forbids every request, and every script but the page's own.
+application/json, which no browser runs, with every character that could end it escaped.
+The page's script makes text nodes of the data, never markup. And the content security
+policy forbids every request, and every script but the page's own.
 
-budget: one file decides what a page knows of a trajectory and how it is kept inert.
+budget: one file decides a page's data of a trajectory and keeps the page inert.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def write_page(
 
   Args:
     path: the HTML file; it appears under its name only when complete.
-    title: of the page, plain text.
-    sources: name (a file, or "") -> its trajectories. Those of one source and task are
-      a group, or several where the task was drawn more than once. Of `meta`,
-      `question`, `answers`, `family` and `model` are shown.
-    variant: the dialect that the trajectories are read in, to show where one breaks the
-      protocol; without it they are shown segment by segment.
-    tokenizer: the run's, to colour tokens within the text; without it, or where it does
-      not decode a segment to its text, tokens are shown by their ids.
+    title: the page's title, plain text.
+    sources: name (a file, or "") -> its trajectories. Trajectories of one source and
+      task are a group, or several if the task was drawn more than once. The shown
+      fields of `meta` are `question`, `answers`, `family` and `model`.
+    variant: the trajectories' dialect, to show protocol faults; without it,
+      trajectories are shown by segment.
+    tokenizer: the run's tokenizer, to colour tokens within the text; without it, or if
+      it does not decode a segment to its text, tokens are shown by their ids.
     intro: plain text, paragraphs separated by empty lines; `...` is code.
     headline: label -> figure, shown large at the top.
     tables: shown in order.
@@ -79,8 +79,8 @@ def write_page(
   Raises:
     FileNotFoundError, ValueError: a source can not be read; file and line are named.
   """
-  # --- What the page knows of each trajectory.
-  # Thousands of trajectories may share a prompt: each is put into the page once.
+  # --- The page's data of each trajectory. Thousands of trajectories may share a
+  # prompt: each prompt is stored in the page once.
   prompts: dict[str, int] = {}
   rows = []
   for name, trajectories in sources.items():
@@ -88,7 +88,7 @@ def write_page(
       rows.append(_row(trajectory, name, variant, tokenizer, prompts))
   _number_groups(rows)
 
-  # --- The report, and below it the viewer, where there is something to view.
+  # --- The report, and below it the viewer, if there are trajectories.
   report = _report(intro, headline or {}, tables, figures or {}, bool(rows))
   heading = "<h2>Trajectories</h2>" if report and rows else ""
   if heading and choice:
@@ -114,11 +114,11 @@ def _report(
   figures: Mapping[str, Figure],
   has_viewer: bool,
 ) -> str:
-  """What stands above the viewer; "" where there is nothing."""
+  """Returns the markup above the viewer; "" if there is none."""
   escape = html.escape
   parts = []
 
-  # --- Words, and the figures that matter most.
+  # --- The text, and the main figures.
   for paragraph in intro.split("\n\n"):
     if paragraph.strip():
       text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(paragraph.strip()))
@@ -128,7 +128,7 @@ def _report(
     for label, figure in headline.items():
       cards += f"<div><dt>{escape(label)}</dt><dd>{escape(figure)}</dd></div>"
     parts.append(f'<dl class="headline">{cards}</dl>')
-  # --- Contents, where there is more than one part to go to.
+  # --- Contents, if there is more than one part.
   heads = {"numbers": tables, "figures": figures, "viewer": has_viewer}
   names = {"numbers": "Numbers", "figures": "Figures", "viewer": "Trajectories"}
   links = [f'<a href="#{k}">{names[k]}</a>' for k, part in heads.items() if part]
@@ -146,13 +146,13 @@ def _report(
 
 
 def find_files(where: Iterable[str]) -> list[str]:
-  """Finds the trajectory files that patterns mean, each once, in order.
+  """Finds the trajectory files matching patterns, each once, in order.
 
   Args:
-    where: files, globs (`**` for any depth) or folders. A folder means what `rl` writes
-      into it, `trajectories/*.jsonl`; without such a folder, those of its own `*.jsonl`
-      that begin with a trajectory (evaluation and distillation write others, too). Each
-      process of several writes into a folder of its own there; all of them count.
+    where: files, globs (`**` for any depth) or folders. A folder means `rl`'s output in
+      it, `trajectories/*.jsonl`; if missing, its own `*.jsonl` files that begin with a
+      trajectory (evaluation and distillation write others, too). With several
+      processes, each writes into its own folder there; all of them are read.
 
   Raises:
     FileNotFoundError: one of them means no file.
@@ -190,7 +190,7 @@ def _begins_with_a_trajectory(path: str) -> bool:
 
 
 def open_files(files: Sequence[str]) -> dict[str, Iterable[Trajectory]]:
-  """Opens files as sources of a page, named without the folders that all share.
+  """Opens files as sources of a page, named without their common folders.
 
   Args:
     files: JSON lines or parquet of trajectories, read when the page is written.
@@ -200,7 +200,7 @@ def open_files(files: Sequence[str]) -> dict[str, Iterable[Trajectory]]:
 
 
 def _number_groups(rows: Iterable[dict[str, Any]]) -> None:
-  """Gives every row its group: a sample that a task has twice is of two of them."""
+  """Gives every row its group: a task's repeated sample starts a second group."""
   seen: collections.Counter[tuple[str, str, int]] = collections.Counter()
   numbers: dict[tuple[str, str, int], int] = {}
   for row in rows:
@@ -217,15 +217,15 @@ def _row(
   tokenizer: Tokenizer | None,
   prompts: dict[str, int],
 ) -> dict[str, Any]:
-  """What the page knows of a trajectory; its prompt is an index into `prompts`."""
-  # --- The prompt, which many share; the log-probs, less those of impossible tokens.
+  """Builds the page's data of a trajectory; its prompt is an index into `prompts`."""
+  # --- The prompt, which many share; the log-probs, except those of impossible tokens.
   prompt = ""
   logps: list[float] = []
   for segment in t.segments:
     if segment.author == Author.PROMPT:
       prompt += segment.text
     logps += filter(math.isfinite, segment.logps)
-  # --- The answer, those that would have been right, and where one was to be read.
+  # --- The answer, the accepted ones, and the observation with one of them.
   golds = t.meta.get("answers", [])
   if not isinstance(golds, list):
     golds = [golds]
@@ -234,7 +234,7 @@ def _row(
   matched = []
   if answer is not None:
     matched = [gold for gold in golds if qa.every_part(answer, [gold])]
-  # --- Its spans, and what breaks the protocol.
+  # --- Its spans, and its protocol fault.
   parsed = None
   fault = ""
   if variant:
@@ -242,7 +242,7 @@ def _row(
     if not parsed.ok:
       fault = f"{parsed.verdict.value} at character {parsed.offset}: {parsed.detail}"
   spans = blocks(t, parsed)
-  # --- All of it, under the names that viewer.js reads.
+  # --- The result, under the names in viewer.js.
   u = t.usage
   return {
     "file": file,
@@ -274,7 +274,7 @@ def _row(
 
 @dataclasses.dataclass
 class ShownSpan:
-  """A span as it is shown: its role, its text, and the segments that make it up."""
+  """A displayed span: its role, its text, and its segments."""
 
   role: str
   content: str
@@ -282,9 +282,9 @@ class ShownSpan:
 
   @property
   def author(self) -> Author:
-    """Says who wrote it; where several did, whoever is least to be trusted."""
+    """Returns the author; of several, the least trusted."""
     authors = {s.author for s in self.segments}
-    # A tool's text may be hostile; what the environment wrote is the program's own.
+    # A tool's text may be hostile; the environment's text is the program's own.
     for author in (Author.TOOL, Author.ENVIRONMENT):
       if author in authors:
         return author
@@ -292,13 +292,13 @@ class ShownSpan:
 
 
 def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
-  """Lists the spans: the parser's where it reads the text, else the segments."""
+  """Lists the spans: the parser's if it can read the text, else the segments."""
   segments = [s for s in trajectory.segments if s.author != Author.PROMPT]
   if parsed is None or not parsed.ok:
     # One without text or tokens would be an empty box.
     shown = [s for s in segments if s.text.strip() or s.ids]
     return [ShownSpan(s.role, _inside(s), [s]) for s in shown]
-  # --- Each segment goes to the span that its first character but spaces stands in.
+  # --- Each segment belongs to the span of its first non-space character.
   out = []
   for span in parsed.spans:
     out.append(ShownSpan(span.role, span.content.strip("\n"), []))
@@ -314,22 +314,22 @@ def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
 
 
 def _inside(segment: Segment) -> str:
-  """What stands between a segment's own tags; all of it where it has none."""
+  """Returns the text between a segment's own tags; all of it if it has none."""
   text = segment.text.strip()
   opening = roles.open_tag(segment.role)
   closing = roles.close_tag(segment.role)
   tagged = text.startswith(opening) and text.endswith(closing)
-  # A short text could begin and end with tags that overlap.
+  # A short text could begin and end with overlapping tags.
   if not tagged or len(text) < len(opening) + len(closing):
     return segment.text.strip("\n")
   text = text[len(opening) : -len(closing)].removeprefix(" ").strip("\n")
-  if segment.role == roles.OBSERVATION:  # what a tool wrote was escaped
+  if segment.role == roles.OBSERVATION:  # a tool's text was escaped
     return roles.unescape(text)
   return text
 
 
 def _evidence(spans: Sequence[ShownSpan], golds: Sequence[str]) -> int | None:
-  """The first observation that a gold answer stands in, as an index into `spans`."""
+  """Returns the index in `spans` of the first observation with a gold answer."""
   words = list(filter(None, map(qa.normalize, golds)))
   for i, block in enumerate(spans):
     if block.role == roles.OBSERVATION:
@@ -340,7 +340,7 @@ def _evidence(spans: Sequence[ShownSpan], golds: Sequence[str]) -> int | None:
 
 
 def _span(block: ShownSpan, tokenizer: Tokenizer | None) -> dict[str, Any]:
-  """A block; where any of it was sampled, with every token of it."""
+  """Returns a block; if any of it was sampled, with all its tokens."""
   out: dict[str, Any] = {
     "role": str(block.role),
     "author": block.author.value,
@@ -350,19 +350,19 @@ def _span(block: ShownSpan, tokenizer: Tokenizer | None) -> dict[str, Any]:
   authors = list(dict.fromkeys(s.author.value for s in block.segments))
   if len(authors) > 1:
     out["authors"] = authors
-  # Tokens are shown where any was sampled: their log-probs are what colours them.
+  # Tokens are shown if any was sampled: log-probs give their colours.
   if any(s.logps for s in block.segments):
     out["segments"] = [_segment(s, tokenizer) for s in block.segments]
   return out
 
 
 def _segment(s: Segment, tokenizer: Tokenizer | None) -> dict[str, Any]:
-  """A segment's text; or, where it was sampled, its tokens with all that is known."""
+  """Returns a segment's text or, if sampled, its tokens with all known values."""
   if not s.logps:
     return {"text": s.text}
   out = {"ids": s.ids, "logps": list(map(_number, s.logps)), "versions": s.versions}
   if len(set(s.versions)) == 1:
-    # Nearly always one policy wrote all of a segment; then its version stands once.
+    # Nearly always one policy wrote a whole segment; then its version is stored once.
     out["versions"] = s.versions[:1]
   texts = None
   if tokenizer:
@@ -373,11 +373,11 @@ def _segment(s: Segment, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _token_texts(s: Segment, tokenizer: Tokenizer) -> list[str] | None:
-  """The text of each token; None where the ids are not those of the text.
+  """Returns each token's text; None if the ids do not belong to the text.
 
-  A character whose bytes are spread over tokens belongs to the one that completes it.
+  A character with bytes in several tokens belongs to the last of them.
   """
-  # A decoder that holds back the first bytes of a character until its last.
+  # A decoder that holds back a character's first bytes until its last.
   decoder = codecs.getincrementaldecoder("utf-8")("replace")
   # Ids of another tokenizer, which a run's folder may hold.
   if not all(0 <= i < tokenizer.vocab_size for i in s.ids):
@@ -389,7 +389,7 @@ def _token_texts(s: Segment, tokenizer: Tokenizer) -> list[str] | None:
 
 
 def _number(value: float | None) -> float | None:
-  """Rounded for a reader; None where there is nothing finite."""
+  """Rounds for display; None if not finite."""
   if value is None or not math.isfinite(value):
     return None
   return round(value, 4)

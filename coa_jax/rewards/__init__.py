@@ -1,4 +1,4 @@
-"""How an answer earns reward: where it stands in a text, and what text alone can judge.
+"""Rewards of answers: extraction from a text, and grading by text alone.
 
 `grader` is the whole reward of a trajectory, hidden tests and judges included.
 """
@@ -12,7 +12,7 @@ from coa_jax.tasks.task import Kind, Task
 
 
 def written_answer(text: str) -> str | None:
-  """The content of the last closed `answer` span, stripped; None where there is none.
+  """The content of the last closed `answer` span, stripped; None if there is none.
 
   Observations are escaped in the text of a trajectory, so none can pass for an answer.
   """
@@ -26,7 +26,7 @@ def written_answer(text: str) -> str | None:
 
 
 def grade_known(task: Task, prediction: str | None) -> float | None:
-  """As `grade`; None where no answer is known, or only hidden tests could tell."""
+  """As `grade`; None if no answer is known, or the task needs hidden tests."""
   if not task.answers or task.kind == Kind.CODE:
     return None
   return grade(task, prediction)
@@ -36,11 +36,11 @@ def grade(task: Task, prediction: str | None) -> float:
   """The answer reward of `prediction`: 1.0 right, 0.0 wrong or missing.
 
   Args:
-    task: what was asked; its kind chooses the grader.
-    prediction: the content of the `answer` span; None where there is none.
+    task: the task; its kind selects the grader.
+    prediction: the content of the `answer` span; None if there is none.
 
   Raises:
-    ValueError: the task is a code task, whose hidden tests have to be run.
+    ValueError: a code task, which needs its hidden tests run.
   """
   if task.kind == Kind.CODE:
     raise ValueError(

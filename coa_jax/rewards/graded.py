@@ -1,4 +1,4 @@
-"""What a grader says of an answer, or that nothing can be said."""
+"""A grader's verdict on an answer, or its failure to give one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Graded:
 
   Attributes:
     answer: 0 (wrong) to 1 (right).
-    record: what a reader wants beside it; JSON values only.
+    record: additional data for readers; JSON values only.
     parts: further values by name, for the record.
   """
 

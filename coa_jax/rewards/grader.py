@@ -1,11 +1,10 @@
-"""The reward of trajectories: who judges a task's answer, and what else counts.
+"""The reward of trajectories: the graders of answers, and the shaping terms.
 
-A task's source, or else its kind, says which grader judges its answers: `qa`, `math`,
-`math_verify`, `code` (hidden tests), `judge` (a language model), or a function of the
-user's own.
-All but `qa` grade in threads of their own: a slow verdict holds up no decoding.
+A task's source, or otherwise its kind, selects the grader: `qa`, `math`, `math_verify`,
+`code` (hidden tests), `judge` (a language model), or a user's function. All but `qa`
+grade in separate threads: a slow verdict does not delay decoding.
 
-budget: the config, the choice of a grader and what its verdict becomes are one path.
+budget: the config, the choice of a grader and the use of its verdict are one path.
 """
 
 from __future__ import annotations
@@ -53,18 +52,18 @@ class RewardConfig:
   Attributes:
     graders: source or kind of a task -> qa, math, math_verify (the library's own
       verdicts), code, judge, or "package.module:function", called with (task, answer or
-      None, trajectory), that returns a number from 0 to 1, or a dict of numbers with
-      "answer" among them (the others are on record as `part_NAME`), and may raise
-      `graded.Ungradable`. A source goes before a kind; each kind has the grader of its
-      name otherwise.
-    match: of qa in training: every (each part of a `|`-joined answer must be right),
-      first (the first part), or f1 (the mean of the parts' token F1).
-    match_eval: the same in evaluation, where f1 is that of the first part.
-    shaping: what counts besides the answer.
+      None, trajectory); it returns a number from 0 to 1, or a dict of numbers with
+      "answer" among them (the others are recorded as `part_NAME`), and may raise
+      `graded.Ungradable`. A source takes precedence over a kind; by default each kind
+      has the grader of its name.
+    match: the qa rule in training: every (each part of a `|`-joined answer must be
+      right), first (the first part), or f1 (the mean of the parts' token F1).
+    match_eval: the qa rule in evaluation, where f1 is the first part's.
+    shaping: reward terms besides the answer.
     code: limits of hidden tests.
     judge: the endpoint of the judge.
     workers: trajectories graded at once.
-    max_failures: trajectories in a row that no grader can judge at which the run stops.
+    max_failures: consecutive ungradable trajectories before the run stops.
   """
 
   graders: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -84,7 +83,7 @@ class RewardConfig:
           f"graders[{key!r}] is {grader!r}; accepted: {', '.join(GRADERS)}, or "
           "'package.module:function'"
         )
-    # An endpoint that nothing asks is a mistake as much as one that is missing.
+    # An unused endpoint is an error, like a missing one.
     judged = sorted(key for key, grader in self.graders.items() if grader == "judge")
     if judged and self.judge is None:
       raise ValueError(f"graders: {judged[0]!r} needs reward.judge, an endpoint")
@@ -94,9 +93,9 @@ class RewardConfig:
       )
 
   def kept_in(self, folder: str) -> RewardConfig:
-    """The same, the judge's verdicts in this folder where no file is named.
+    """A copy that stores the judge's verdicts in this folder by default.
 
-    So a run that is interrupted asks for none again, and none can be another one.
+    So a resumed run asks for no verdict again, and no verdict can change.
     """
     if self.judge is None or self.judge.cache is not None:
       return self
@@ -118,8 +117,8 @@ class Grader:
     """Opens nothing yet: `check` does, or the first task of its kind.
 
     Args:
-      config: section `reward`; the default rewards where there is none.
-      other_dirs: where other processes of the run keep verdicts, which hold here, too.
+      config: section `reward`; None for the default rewards.
+      other_dirs: folders with verdicts of the run's other processes, used here too.
     """
     self.config = config or RewardConfig()
     self._other_verdicts = [os.path.join(folder, VERDICTS) for folder in other_dirs]
@@ -138,12 +137,12 @@ class Grader:
     self.close()
 
   def close(self) -> None:
-    """Ends what grades; trajectories not graded by then stay so."""
+    """Ends the graders; ungraded trajectories stay ungraded."""
     self._pool.shutdown(wait=False, cancel_futures=True)
     with self._lock:
       closing = self._closing
       self._closing = []
-    # A thread that waits for a service fails with it, and only then can be joined.
+    # A thread waiting for a service fails with it, and can be joined only then.
     for service in closing:
       service.close()
     self._pool.shutdown()
@@ -154,23 +153,23 @@ class Grader:
     return graders.get(task.source) or graders.get(task.kind.value) or task.kind.value
 
   def check(self, tasks: Sequence[Task], max_len: int) -> None:
-    """Refuses tasks that could not be graded, and graders that cannot be opened.
+    """Refuses tasks without a usable grader, and graders that cannot be opened.
 
     Args:
-      tasks: all that are to be graded, those of every data set.
-      max_len: tokens that a trajectory may have in all.
+      tasks: all tasks to grade, from every data set.
+      max_len: the maximum of tokens in a trajectory.
 
     Raises:
       ValueError: the message names the task or the config field.
     """
-    # --- A penalty that no trajectory is long enough to earn.
+    # --- A penalty for longer trajectories than the run allows.
     overlong = self.config.shaping.overlong
     if overlong is not None and overlong.limit > max_len:
       raise ValueError(
         f"reward.shaping.overlong.limit={overlong.limit} is above rollout.max_len="
         f"{max_len}: no trajectory gets that long"
       )
-    # --- A key that no task has.
+    # --- A key that matches no task.
     kinds = sorted({t.kind.value for t in tasks})
     sources = sorted({t.source for t in tasks} - {""})
     unread = [key for key in self.config.graders if key not in (*kinds, *sources)]
@@ -179,7 +178,7 @@ class Grader:
         f"reward.graders: {key!r} is neither a kind ({', '.join(kinds)}) nor a source "
         f"of these tasks ({', '.join(sources) or 'they have none'})"
       )
-      # One that was misspelt would leave its tasks to another grader.
+      # A misspelt key would leave its tasks to another grader.
       others = {*kinds, *sources} - set(self.config.graders)
       meant = difflib.get_close_matches(key.lower(), sorted(others), n=1, cutoff=0.8)
       if meant and key not in list(Kind):
@@ -195,7 +194,8 @@ class Grader:
           f"task {task.id!r}: code tasks need hidden tests; grader {name!r} would "
           "compare their text"
         )
-      # What cannot be opened (a jail, an import) is better known before any rollout.
+      # A grader that cannot be opened (a jail, an import) should fail before any
+      # rollout.
       if name != "qa":
         self._opened(name)
 
@@ -206,7 +206,7 @@ class Grader:
     variant: Variant,
     evaluation: bool = False,
   ) -> concurrent.futures.Future[None]:
-    """As `grade`, in the background; what text alone decides is done at once."""
+    """As `grade`, in the background; verdicts from text alone are computed at once."""
     if self.grader_of(task) != "qa":
       return self._pool.submit(self.grade, task, trajectory, variant, evaluation)
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -224,17 +224,16 @@ class Grader:
     """Gives a finished trajectory its reward, the parts of it, and a record in `meta`.
 
     Args:
-      task: what was asked.
+      task: the task.
       trajectory: the attempt.
-      variant: the dialect that it should obey.
-      evaluation: whether answers to QA are read by `match_eval`, and their token F1 is
-        on record.
+      variant: its expected dialect.
+      evaluation: whether to grade QA by `match_eval`, and to record token F1.
 
     Raises:
       ValueError: a grader of the user's own fails or returns nonsense; or
         `max_failures` in a row could not be graded.
     """
-    # --- Nothing to grade: a user's question, or an attempt that a service broke.
+    # --- Nothing to grade: a user's question, or an infrastructure failure.
     if not task.answers or trajectory.status == Status.INFRASTRUCTURE:
       return
     # --- The verdict on the answer alone.
@@ -249,7 +248,7 @@ class Grader:
       self._count_failure(str(e))
       return
     self._failures = 0
-    # --- Format and penalties beside it, and everything on record.
+    # --- Add format and penalties, and record everything.
     reward, parts = shaping.shape(
       self.config.shaping, graded.answer, trajectory, variant
     )
@@ -265,11 +264,11 @@ class Grader:
     trajectory: Trajectory,
     evaluation: bool = False,
   ) -> Graded:
-    """The verdict on an answer alone, without shaping; None is no answer.
+    """Grades an answer alone, without shaping; None means no answer.
 
     Raises:
-      Ungradable: nothing can be said of it.
-      ValueError: a grader of the user's own fails or returns nonsense.
+      Ungradable: it cannot be graded.
+      ValueError: a user's grader fails or returns nonsense.
     """
     name = self.grader_of(task)
     if name == "qa":
@@ -338,7 +337,7 @@ class _Custom:
     """Imports it.
 
     Raises:
-      ValueError: there is no such module or function.
+      ValueError: the module or function does not exist.
     """
     self._path = path
     module, _, name = path.partition(":")

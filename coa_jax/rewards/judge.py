@@ -1,10 +1,11 @@
 """A language model as the judge of answers, over any OpenAI-compatible endpoint.
 
-One verdict for each (question, accepted answers, answer): kept in a file where one is
-named, asked once where several attempts give the same answer at the same time. An
-answer that is the accepted one word for word is right without asking, an empty one is
-wrong. No verdict, for whatever reason, is `Ungradable` and never a 0. An answer is
-data in the request, quoted as JSON; a model may still be talked round by what it reads.
+One verdict for each (question, accepted answers, answer): stored in a file if the
+config names one, and asked for once if several attempts give the same answer at the
+same time. An answer equal to the accepted one word for word is right without asking, an
+empty one is wrong. A missing verdict, for whatever reason, is `Ungradable` and never a
+0. An answer is data in the request, quoted as JSON; its text may still persuade a
+model.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _RIGHT = ("correct", "right", "yes", "true")
 _EITHER = rf"[\"'*\s]*(?:\?|(?:or\b|[/|])[\"'*\s]*(?:not\b|{_WORD}))"
 _VALUE = rf"(not\s+)?({_WORD})(?!{_EITHER})"
 _KEY = r"judge?ment"
-# A key of an object that is almost JSON; a label at the start of a line or sentence.
+# A key in an object of broken JSON; a label at the start of a line or sentence.
 _OBJECT_KEY = re.compile(rf"[{{,]\s*([\"']){_KEY}\1\s*:[\"'\s]*{_VALUE}", re.IGNORECASE)
 _LABEL = re.compile(
   rf"(?:^|[.!?:;]\s)[\s#>*_-]*(?:(?:my|the|final|overall)\s+){{0,2}}[\"'*]*{_KEY}"
@@ -63,10 +64,10 @@ class JudgeConfig:
   Attributes:
     chat: the endpoint: base_url, model, key_file, max_tokens.
     seconds: for one reply, retries and pauses included.
-    replies: replies that are read for one verdict, until one holds one.
+    replies: the maximum of replies for one verdict.
     workers: requests at once.
-    cache: a file of JSON lines that keeps verdicts; where None, a journey keeps them
-      in its workdir (verdicts.jsonl), whatever else grades in memory only.
+    cache: a JSON-lines file of verdicts; with None, a stage stores them in its workdir
+      (verdicts.jsonl), any other caller in memory only.
   """
 
   chat: ChatConfig
@@ -82,11 +83,11 @@ class JudgeConfig:
 def read_verdict(reply: str) -> bool | None:
   """Reads the judgement in a reply, or a reply of one word; None for neither.
 
-  Fences and prose around the JSON object and thoughts before it do not matter; text in
-  its other fields is never read, since a rationale may quote a judgement. The object
-  that was asked for (with a rationale) outweighs a judgement elsewhere if it says
-  incorrect; judgements that contradict each other in any other way are no verdict, nor
-  is a thought that was cut off.
+  Fences and prose around the JSON object and thoughts before it are ignored; text in
+  its other fields is never read, since a rationale may quote a judgement. The requested
+  object (with a rationale) outweighs a judgement elsewhere if it says incorrect; any
+  other contradiction between judgements is no verdict, and neither is a cut-off
+  thought.
   """
   reply = reply.rpartition("</think>")[2]
   if "<think>" in reply:
@@ -96,7 +97,7 @@ def read_verdict(reply: str) -> bool | None:
   if asked == {False}:
     return False
   judgements = asked | {_judgement(o) for o in objects}
-  # Text after a brace that opens no JSON may be a broken rationale: only keys count.
+  # Text after a brace without valid JSON may be a broken rationale: only keys count.
   before, _, broken = text.partition("{")
   for pattern, part in ((_LABEL, before), (_OBJECT_KEY, "{" + broken)):
     judgements |= {_is_right(*match[-2:]) for match in pattern.findall(part)}
@@ -128,7 +129,7 @@ def _json_objects(reply: str) -> tuple[list[dict], str]:
 
 
 def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """The fields of a JSON object; None for one that is there twice and differs."""
+  """Returns a JSON object's fields; None for a field with two different values."""
   fields: dict[str, Any] = {}
   for key, value in pairs:
     key = key.lower().replace("judgment", "judgement")
@@ -163,10 +164,10 @@ class Judge:
 
     Args:
       config: section `reward.judge`.
-      others: files of verdicts that hold, too, and are written by others.
+      others: verdict files of other processes, used too.
 
     Raises:
-      ValueError: the key file cannot be used, or the cache cannot be written or is no
+      ValueError: the key file cannot be used, the cache cannot be written, or is not a
         file of verdicts.
     """
     self._config = config
@@ -186,12 +187,12 @@ class Judge:
     self._chat.close()
 
   def grade(self, task: Task, answer: str | None) -> Graded:
-    """1.0 where the judge calls the answer correct, else 0.0.
+    """Returns 1.0 if the judge calls the answer correct, else 0.0.
 
     Raises:
       Ungradable: it is unreachable, refuses, or gives no verdict.
     """
-    # --- What needs no judge.
+    # --- Verdicts without the judge.
     if answer is None or not answer.strip():
       return Graded(0.0)
     if qa.exact_match(answer, task.answers):
@@ -219,8 +220,8 @@ class Judge:
     try:
       right = self._ask(ask)
     except BaseException as e:
-      # A failure is not remembered: the next attempt asks again. Those that wait for
-      # this one fail with it.
+      # A failure is not stored: the next attempt asks again. Threads waiting for this
+      # one fail with it.
       with self._lock:
         del self._verdicts[key]
       verdict.set_exception(e)
@@ -231,8 +232,8 @@ class Judge:
 
   def _ask(self, ask: str) -> bool:
     reply = ""
-    # `ChatModel` repeats a request that failed; what repeats here is a reply without
-    # a verdict, since a model that is asked again may find its form.
+    # `ChatModel` retries failed requests; this loop retries replies without a verdict,
+    # since the model may use the right format the next time.
     for _ in range(self._config.replies):
       try:
         with self._turn:
@@ -261,10 +262,10 @@ class Judge:
 
 
 def _make_file(path: str) -> None:
-  """Makes a file, and its folder, that can be added to: before a verdict is paid for.
+  """Creates a file and its folder, before a verdict is paid for.
 
   Raises:
-    ValueError: that cannot be.
+    ValueError: the file cannot be created.
   """
   try:
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)

@@ -2,17 +2,18 @@ r"""Mathematical equivalence of an answer and the gold ones.
 
 Plain numbers are compared in process. Everything else goes to math-verify (sympy) in a
 child process: an answer such as `9^{9^{9^9}}` makes sympy compute without end,
-math-verify's own time limit is a signal that only a main thread may use, and a rollout
+math-verify's own time limit is a signal, which needs the main thread, and a rollout
 grades from many threads. A child can be killed; it also caps its own memory.
 
 `equivalent` is math-verify with these exceptions. Small numbers are compared relative
 to their size (`math_numbers`); a decimal may be a rounding (`notation.same_decimal`).
 Accepted in addition: other notations (`notation`), units and number words (`18
 dollars`, `5 million`), inequalities for intervals (`math_inside`), clocks and ratios
-(`math_text`). Refused in addition: see `math_text`. Like math-verify it lets a unit or
-a base be left out and converts none: 5 is no answer to 5 in base two.
+(`math_text`). Refused in addition: see `math_text`. Like math-verify, it allows a
+missing unit or base, and converts neither: 5 is not an answer to 5 in base two.
 
-`math_verify_says` is math-verify as published, for scores that others report.
+`math_verify_says` is math-verify as published, for comparison with other projects'
+scores.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from coa_jax.rewards import math_text, notation
 from coa_jax.rewards.notation import MAX_CHARS, number
 
-# CPU seconds for one comparison (math-verify allows 5 too). Past them the answer is
+# CPU seconds for one comparison (math-verify allows 5 too). Beyond them the answer is
 # wrong; CPU and not wall time, so that a busy machine cannot change a verdict.
 CPU_SECONDS = 5
 # Wall seconds for a comparison, or for the child to import sympy, on a busy machine.
@@ -38,19 +39,19 @@ _WALL_SECONDS = 120.0
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?=[^\s{])|(?=\d))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# The end of a text whose box is not closed.
+# The end of a text with an unclosed box.
 _LOOSE_END = re.compile(r"(?:\s|\$|\.|\\[\])])+\Z")
-# Blanks that tell no two answers apart: all but those between two fields of digits, two
-# words, the parts of a list of numbers (`1, 234`), or after a backslash.
+# Blanks without meaning: all except those between two fields of digits, two words, the
+# parts of a list of numbers (`1, 234`), or after a backslash.
 _IDLE_BLANK = re.compile(r"(?<![\w.,\\])\s+|(?<!\\)\s+(?![\w.,])")
 
 
 def equivalent(prediction: str, answers: Sequence[str]) -> bool:
-  r"""True where the prediction equals one of the answers mathematically.
+  r"""Whether the prediction equals one of the answers mathematically.
 
   Args:
-    prediction: the content of an `answer` span; its last `\boxed{}` counts where it has
-      one, else all of it.
+    prediction: the content of an `answer` span; its last `\boxed{}` counts, or else its
+      whole text.
     answers: gold answers, each a plain string or LaTeX, with or without `$`.
 
   Raises:
@@ -63,10 +64,10 @@ def equivalent(prediction: str, answers: Sequence[str]) -> bool:
 
 
 def math_verify_says(prediction: str, answers: Sequence[str]) -> bool:
-  """Whether math-verify, as published, takes the prediction for one of the answers.
+  """Whether math-verify, as published, accepts the prediction for one of the answers.
 
   Args:
-    prediction: the content of an `answer` span, of any length.
+    prediction: an `answer` span's content, of any length.
     answers: gold answers.
 
   Raises:
@@ -76,11 +77,11 @@ def math_verify_says(prediction: str, answers: Sequence[str]) -> bool:
 
 
 def final_answer(text: str) -> str:
-  r"""The content of the last `\boxed{}`, or all of `text`, stripped.
+  r"""Returns the content of the last `\boxed{}`, or the whole `text`, stripped.
 
-  A box that is never closed reaches to the end of `text`. A full stop, quotes around
-  the answer and one pair of `$` are taken off: the released prompt asks for
-  `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
+  An unclosed box extends to the end of `text`. A full stop, quotes around the answer
+  and one pair of `$` are removed: the released prompt asks for `\boxed{'The final
+  answer goes here.'}`, and some models copy the quotes.
   """
   text = _last_boxed(text).strip()
   if text.endswith((".", "\u3002")) and not text.endswith(".."):
@@ -138,7 +139,8 @@ def _equal(prediction: str, gold: str) -> bool:
 
 
 class _Verifier:
-  """One child that compares; started on first use, replaced where it dies."""
+  """One child process for comparisons; started on first use, replaced after its
+  death."""
 
   def __init__(self, bare: bool) -> None:
     self._bare = bare
@@ -147,14 +149,14 @@ class _Verifier:
     atexit.register(self.close)
 
   def ask(self, prediction: str, gold: str) -> bool:
-    """math-verify's verdict; False where it takes more than CPU_SECONDS.
+    """Returns math-verify's verdict; False after more than CPU_SECONDS.
 
     Raises:
       RuntimeError: the child cannot be started, or gets no CPU time.
     """
     with self._lock:
-      # Twice: the first death may have been the machine's doing, the second is the
-      # answer's. A child that ran out of its CPU time is not tried again.
+      # Twice: the first death may be the machine's fault, the second is the answer's. A
+      # child that ran out of CPU time is not retried.
       for _ in range(2):
         reply = self._exchange(json.dumps([prediction, gold, CPU_SECONDS]))
         if reply:
@@ -165,7 +167,7 @@ class _Verifier:
       return False
 
   def _exchange(self, request: str) -> bytes:
-    """The child's reply; b"" where it died over the request."""
+    """Returns the child's reply; b"" if it died during the request."""
     child = self._child
     if child is None or child.poll() is not None:
       self._stop()
@@ -211,7 +213,7 @@ class _Verifier:
     return child
 
   def _stop(self, grace: float = 0.0) -> int | None:
-    """Ends the child after `grace` seconds; its return code, None where none ran."""
+    """Ends the child after `grace` seconds; returns its exit code, None if none ran."""
     child = self._child
     self._child = None
     if child is None:
@@ -228,7 +230,7 @@ class _Verifier:
 
 
 def _read_line(child: subprocess.Popen[bytes]) -> bytes:
-  """The child's next line; b"" where it is dead. Raises TimeoutError."""
+  """Reads the child's next line; b"" if it is dead. Raises TimeoutError."""
   # A reply is one short write, so once something can be read the whole line can.
   poll = select.poll()  # not select: a host has descriptors above 1023
   assert child.stdout is not None  # a pipe

@@ -1,9 +1,9 @@
 """The child process of the math grader: math-verify (sympy) behind one pipe.
 
 It compares formulas, sets and intervals that `math` cannot compare as text. The process
-limits its own CPU time and memory, which bounds whatever an answer makes sympy do.
+limits its own CPU time and memory, and so bounds sympy's work on any answer.
 
-`same` is math-verify with the comparison of numbers of `math_numbers`; `same_bare` is
+`same` is math-verify with number comparison by `math_numbers`; `same_bare` is
 math-verify as published.
 """
 
@@ -31,7 +31,7 @@ def serve(bare: bool = False) -> None:
   """Answers each line [prediction, gold, CPU seconds] with one boolean.
 
   Args:
-    bare: whether the verdicts are those of math-verify as published.
+    bare: True for the verdicts of math-verify as published.
   """
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   compare = same_bare
@@ -53,9 +53,10 @@ def serve(bare: bool = False) -> None:
 
 
 def same(prediction: str, gold: str) -> bool:
-  """math-verify's verdict by exact numbers, or whether both have the same solutions."""
-  # A bare formula has no anchor that math-verify would find; a box gives it one.
-  # In prose math-verify finds the formula itself.
+  """math-verify's verdict with exact numbers, or whether both have the same
+  solutions."""
+  # math-verify finds a bare formula only with an anchor; a box provides one. In prose,
+  # math-verify finds the formula itself.
   if notation.is_prose(prediction):
     ours = _parsed(prediction)
   else:
@@ -101,8 +102,8 @@ def _verified(gold: object, prediction: object) -> bool:
 def _letters(parsed: list) -> dict:
   """Replacements of symbols: i is the imaginary unit unless it is a variable.
 
-  math-verify reads i as a symbol, and where one is, all symbols of that formula are
-  others (not real) than those of a formula without i.
+  math-verify reads i as a symbol, and then the formula's other symbols are not real and
+  so differ from the symbols of a formula without i.
   """
   formulas = [part for part in parsed if isinstance(part, sympy.Basic)]
   symbols = {s for part in formulas for s in part.atoms(sympy.Symbol)}
@@ -120,7 +121,7 @@ def _letters(parsed: list) -> dict:
 
 
 def _is_variable(symbol: sympy.Symbol, formulas: list) -> bool:
-  """Whether a symbol is counted over, assigned to or compared: `i = 3`, `i > 3`."""
+  """Whether a symbol is an index, assigned to or compared: `i = 3`, `i > 3`."""
   for formula in formulas:
     if formula.has(symbol) and symbol not in formula.free_symbols:
       return True
@@ -153,10 +154,10 @@ def _with_letters(part: Any, letters: dict) -> Any:
 
 
 def _same_solutions(prediction: str, gold: str) -> bool:
-  """Whether an inequality and another, or an interval, have the same solutions.
+  """Whether an inequality has the same solutions as another one, or as an interval.
 
-  math-verify is less strict here already, but only where the gold answer is one
-  inequality and the prediction a set: `(3,\\infty)` for `x>3`, and not the reverse.
+  math-verify has a looser comparison, but only if the gold answer is one inequality and
+  the prediction a set: `(3,\\infty)` for `x>3`, and not the reverse.
   """
   if not (notation.RELATION.search(prediction) or notation.RELATION.search(gold)):
     return False
@@ -173,7 +174,7 @@ def _same_solutions(prediction: str, gold: str) -> bool:
 
 
 def _solutions(text: str) -> tuple[set, sympy.Set] | None:
-  """The variables and the values of a statement such as `x<1 or 2<x\\le 3`."""
+  """Returns the variables and the values of a statement such as `x<1 or 2<x\\le 3`."""
   variables = set()
   union = sympy.EmptySet
   # `and` binds closer than `or`: a union of intersections.
@@ -197,15 +198,15 @@ def _bounds(parsed: object) -> tuple[set, sympy.Set] | None:
     parsed = take_last_relation(parsed).rhs
   if isinstance(parsed, sympy.Set) and not parsed.has(Relational):
     return set(), parsed
-  # math-verify reads `2<x\le 3` as two relations that both hold.
+  # math-verify reads `2<x\le 3` as a conjunction of two relations.
   relations = (parsed,)
   if isinstance(parsed, sympy.And):
     relations = parsed.args
   variables = set()
   values = sympy.S.Reals
   for relation in relations:
-    # The bare variable has to stand alone on its side: `x^2>4` only repeats a question
-    # whose answer is `x<-2 or x>2`.
+    # The bare variable has to be alone on its side: `x^2>4` only repeats the question
+    # to which `x<-2 or x>2` is the answer.
     if not isinstance(relation, Relational):
       return None
     left = relation.lhs

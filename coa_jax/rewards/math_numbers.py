@@ -21,8 +21,8 @@ from sympy.functions.elementary.trigonometric import (
 
 from coa_jax.rewards import notation
 
-# Two exact numbers are equal if they agree to this many digits: many where digits are
-# cheap, so that 1 - 2^{-2005} is not 1 - 2^{-2006}.
+# Two exact numbers are equal if they agree to this many digits; digits are cheap, so
+# many, or 1 - 2^{-2005} would equal 1 - 2^{-2006}.
 _DIGITS = 300
 _CHEAP_DIGITS = 2500
 _CHEAP = (
@@ -60,7 +60,7 @@ def _solve(*args: object) -> list:
 
 
 def _same_value(gold: Any, prediction: Any, *_: object) -> bool:
-  """Whether two values are equal, term by term; False also if that is not known."""
+  """Whether two values are equal, term by term; False also if undecided."""
   try:
     if isinstance(gold, sympy.MatrixBase | sympy.MatrixExpr):
       return _same_matrix(gold.doit(), prediction.doit())
@@ -113,12 +113,12 @@ def _same_expression(one: sympy.Expr, other: sympy.Expr) -> bool:
 
 
 def _exact(value: sympy.Expr) -> sympy.Expr:
-  """The same with each decimal as the fraction that was written."""
+  """Replaces each decimal by its exact fraction."""
   return value.xreplace({f: sympy.Rational(str(f)) for f in value.atoms(sympy.Float)})
 
 
 def _terms(value: sympy.Expr) -> dict[sympy.Expr, sympy.Expr]:
-  """The parts of a sum that hold a variable -> their coefficients."""
+  """Returns the parts with variables of a sum -> their coefficients."""
   terms: dict[sympy.Expr, sympy.Expr] = {}
   for term in sympy.Add.make_args(value):
     coefficient, rest = term.as_independent(*value.free_symbols, as_Add=False)
@@ -142,7 +142,7 @@ def _fraction(value: sympy.Expr) -> Fraction:
 
 
 def _is_zero(value: sympy.Expr) -> bool:
-  """Whether a number is 0, as far as `_DIGITS` of its terms tell."""
+  """Whether a number is 0, judged by `_DIGITS` digits of its terms."""
   digits = _DIGITS
   if value.has(*_UNEVALUATED):
     digits = 15

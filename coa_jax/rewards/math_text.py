@@ -1,9 +1,9 @@
-r"""Answers that math-verify takes for a formula, and a reader for something else.
+r"""Answers that math-verify reads as a formula, but a person reads differently.
 
-It multiplies the letters of a word, in any order; it adds up numbers that stand side by
-side; it divides the hours of a clock by the minutes; it drops the base of a number and
-what may be a unit. Each rule refuses a wrong answer that it would pay for, and a few
-accept a right one that it would refuse.
+math-verify multiplies the letters of a word, in any order; adds adjacent numbers;
+divides a clock's hours by its minutes; drops a number's base and possible units. Each
+rule here refuses wrong answers that it would accept, and a few accept right ones that
+it would refuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from coa_jax.rewards import notation
 _WORDS = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
 # Three letters may be a product: abc = cab.
 _LONG_WORD = re.compile(r"[A-Za-z]{4}")
-# Names of one unit, a line each. Units have no end; only two that are known can differ.
+# Names of one unit on each line. There are endless units; only two known ones can
+# differ.
 _UNIT_NAMES = r"""
 mm millimeter millimeters millimetre millimetres
 cm centimeter centimeters centimetre centimetres
@@ -44,7 +45,7 @@ radian radians
 
 
 def _units_by_name() -> dict[str, str]:
-  """Every name of a unit -> the first of its names."""
+  """Every name of a unit -> the unit's first name."""
   units: dict[str, str] = {}
   for line in _UNIT_NAMES.strip().splitlines():
     names = line.split()
@@ -79,14 +80,15 @@ _CLOCK = re.compile(
 )
 _LAST_LETTERS = re.compile(r"(.*[\d}\s])([A-Za-z]{1,2})", re.DOTALL)
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-# Short words that math-verify takes for units. No one measures in the former: `2ab` is
-# not 2; the latter may be variables.
+# Short words that math-verify reads as units. Nobody measures in the first group: `2ab`
+# is not 2; the second group may be variables.
 _NO_UNITS = frozenset(("ab", "bc", "st", "rd", "th", "by", "t", "c", "d", "o"))
 _MAYBE_UNITS = frozenset("ghlms")
 
 
 def units_differ(prediction: str, gold: str) -> bool:
-  """5 m is not 5 cm, for math-verify it is; where either has no unit, none is asked."""
+  """5 m is not 5 cm (math-verify says it is); a missing unit on either side is
+  allowed."""
   ours = _unit(prediction)
   theirs = _unit(gold)
   return bool(ours and theirs) and ours != theirs
@@ -100,15 +102,17 @@ def _unit(text: str) -> str | None:
 
 
 def verdict(prediction: str, gold: str) -> bool | None:
-  """Whether the two are the same text, time or ratio; None leaves it to math-verify."""
+  """Whether the two are the same text, time or ratio; None leaves the verdict to
+  math-verify."""
   prediction = notation.unwrapped(prediction)
   gold = notation.unwrapped(gold)
-  # The first rule that both sides fit decides.
+  # The first rule that applies to both sides decides.
   for rule in (_words, _clock, _date, _ratio, _base):
     same = rule(prediction, gold)
     if same is not None:
       return same
-  # `1 2` is neither 12 nor, as in math-verify, 3. Prose may hold it and a formula.
+  # `1 2` is neither 12 nor, as in math-verify, 3. Prose may contain it, a formula may
+  # not.
   loose = notation.has_loose_fields
   if loose(gold) or (loose(prediction) and not notation.is_prose(prediction)):
     return False
@@ -136,7 +140,7 @@ def _clock(prediction: str, gold: str) -> bool | None:
     return None
   one = _minutes(ours)
   other = _minutes(theirs)
-  # Where one side leaves out which half of the day it is, the other's stands.
+  # If one side omits the half of the day, the other side's applies.
   if ours[3] and theirs[3]:
     return one == other
   return one % 720 == other % 720
@@ -181,7 +185,7 @@ def _date(prediction: str, gold: str) -> bool | None:
 
 
 def _date_fields(text: str) -> list[int] | None:
-  """The three numbers of a date in their order, of either form of `_DATE`."""
+  """Returns a date's three numbers in their order, for either form of `_DATE`."""
   match = _DATE.fullmatch(text)
   if match is None:
     return None
@@ -189,9 +193,9 @@ def _date_fields(text: str) -> list[int] | None:
 
 
 def _base(prediction: str, gold: str) -> bool | None:
-  """`101_2` is not `101_3`; a base that one side alone has is left out.
+  """`101_2` is not `101_3`; a base on one side only is ignored.
 
-  No base is converted: 5 is no answer to the question what 5 is in base two.
+  No base is converted: 5 is not an answer to "5 in base two".
   """
   ours = _in_base(prediction)
   theirs = _in_base(gold)
@@ -216,7 +220,7 @@ def _in_base(text: str) -> tuple[str, int | None] | None:
 
 
 def without_false_units(text: str) -> str:
-  r"""Braces the last letters of a formula where math-verify would drop a variable.
+  r"""Braces a formula's last letters if math-verify would drop a variable as a unit.
 
   `\pi r^2 h` is not `\pi r^2` measured in hours: a letter after a formula with another
   variable is one more, and after a number the least likely units are variables too.

@@ -1,9 +1,9 @@
 r"""The many ways to write one number or formula, turned into one.
 
-math-verify reads LaTeX. What it reads otherwise than people write it is spelled out
-here first: `2 1/2`, `1 234`, `1e3`, `0.\overline{3}`, characters beyond ASCII. Nothing
-here computes at length: an answer is hostile text, so every pattern is bounded, and an
-exponent has at most three digits.
+math-verify reads LaTeX. Notations that it misreads are rewritten here first: `2 1/2`,
+`1 234`, `1e3`, `0.\overline{3}`, characters beyond ASCII. No computation here is long:
+an answer is hostile text, so every pattern is bounded, and an exponent has at most
+three digits.
 
 budget: tables of notations, most of it.
 """
@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
-# An honest final answer is short; what is longer is refused, not searched.
+# An honest final answer is short; a longer one is refused, not searched.
 MAX_CHARS = 1000
 
 # ---- characters ----------------------------------------------------------------------
@@ -83,7 +83,8 @@ _CURRENCY = re.compile("[\u20ac\u00a3\u00a5\u20b9]")
 
 
 def _ascii(text: str) -> str:
-  """The same with LaTeX for signs, and NFKC for what is left, as full-width digits."""
+  """Replaces signs by LaTeX, and other characters (full-width digits) by their NFKC
+  form."""
   if text.isascii():
     return text
   text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
@@ -104,7 +105,7 @@ _CJK_LABEL = re.compile(
 
 # ---- numbers inside a formula --------------------------------------------------------
 
-# Fields of digits are one number as groups of three alone: `7 8` is not 78.
+# Fields of digits are one number only as groups of three: `7 8` is not 78.
 _GROUPS = r"[1-9]\d{0,2}(?:\s\d{3})+"
 _GROUPED = re.compile(
   rf"(?<![\w.,^])(?<!\d\s)(?:{_GROUPS}|\d+\.\d{{3}}(?:\s\d{{3}})+)(?!\d|\s\d)"
@@ -132,7 +133,7 @@ _TWO_FIELDS = re.compile(r"(?<![\w^_.])\d[\d.]*\s+\.?\d")
 
 # ---- functions, words and brackets ---------------------------------------------------
 
-# Names of functions that LaTeX has, and other names of them.
+# Function names in LaTeX, and their aliases.
 _COMMANDS = (
   *("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth"),
   *("arcsin", "arccos", "arctan", "arccot", "ln", "log", "exp"),
@@ -228,7 +229,7 @@ _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
 def spelled_out(text: str) -> str:
-  """The same formula in the notation that math-verify reads as it is meant."""
+  """Rewrites a formula in a notation that math-verify reads correctly."""
   text = _ascii(text)
   for pattern, spelling in _SPELLINGS:
     text = pattern.sub(spelling, text)
@@ -274,7 +275,7 @@ def _repeating(match: re.Match) -> str:
 
 
 def has_loose_fields(text: str) -> bool:
-  """True where fields of digits stand side by side that are no one number."""
+  """Whether adjacent fields of digits are not one number."""
   return bool(_TWO_FIELDS.search(text))
 
 
@@ -296,17 +297,17 @@ _NUMBER = re.compile(
 
 
 def number(text: str) -> fractions.Fraction | None:
-  """The exact value of a plain number; None for all else.
+  """The exact value of a plain number; None otherwise.
 
-  That is an integer, decimal, fraction, mixed number, repeating decimal, or a number in
-  scientific notation.
+  Accepts an integer, decimal, fraction, mixed number, repeating decimal, or scientific
+  notation.
   """
   if len(text) > MAX_CHARS:
     return None
   text = text.strip().removeprefix("$")
   if _INTEGER.fullmatch(text):  # most answers
     return fractions.Fraction(int(text))
-  # Only what is no number as it stands is spelled out: that takes many patterns.
+  # Only text that does not match directly is rewritten: this takes many patterns.
   match = _NUMBER.fullmatch(text) or _NUMBER.fullmatch(spelled_out(text))
   if match is None:
     return None
@@ -317,7 +318,7 @@ def number(text: str) -> fractions.Fraction | None:
 
 
 def _size(match: re.Match) -> fractions.Fraction | None:
-  """The number that `_NUMBER` matched, without its sign; None where it is none."""
+  """Returns the value matched by `_NUMBER`, without its sign; None if invalid."""
   if match["decimal"]:
     return fractions.Fraction(match["decimal"].replace(",", ""))
   power = match["power"] or match["digit"]
@@ -339,11 +340,10 @@ def _size(match: re.Match) -> fractions.Fraction | None:
 
 
 def same_decimal(one: fractions.Fraction, other: fractions.Fraction) -> bool:
-  """Whether two numbers are equal where a person may have rounded one of them.
+  """Whether two numbers are equal up to a person's rounding of one of them.
 
-  They are equal to six decimal places, as in math-verify. Below 0.01, where six places
-  hold few digits, they differ by at most a millionth of the larger one. Integers are
-  exact.
+  Equal to six decimal places, as in math-verify. Below 0.01, where six places have few
+  digits, equal to a millionth of the larger one. Integers are exact.
   """
   if one == other:
     return True
@@ -374,9 +374,9 @@ _SCALE = rf"(?:{'|'.join(_SCALES)})"
 _SCALED = re.compile(
   rf"(\S*[\d}}])((?:\s+{_SCALE})+)s?\b((?:\s+[A-Za-z]+)*)", re.IGNORECASE
 )
-# Words after a number that make another one of it. Nouns have no end, so these are
-# listed and units are not; a word that is missing here gains an answer nothing that the
-# bare number would not.
+# Words after a number that change its value. There are endless nouns, so these words
+# are listed and units are not; for a word missing here, the answer counts like the bare
+# number.
 _NO_UNIT = re.compile(
   rf"""zero | one | two | three | four | five | six | seven | eight | nine | ten
   | eleven | twelve | (thir|four|fif|six|seven|eigh|nine)teen
@@ -400,14 +400,15 @@ _CJK_NO_UNIT = re.compile(
   "\u842c\u4ebf\u5104\u5146\u534a\u4e4b\u7684\u548c\u4e0e\u6216\u53c8\u70b9\u6210\u6298\u6253"
   "\u4f59\u591a\ub9cc\uc5b5\ucc9c\ubc31\uc2ed\ubc18]"
 )
-# What words after a number may be wrapped in: `$5$ \text{ million}`.
+# Wrappers of the words after a number: `$5$ \text{ million}`.
 _WRAPPING = re.compile(
   r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|~|\\[ ,;:]|(?<!\\)\$"
 )
 
 
 def without_words(text: str) -> str:
-  """`18 dollars` as `18` and `5 million` as `5000000`; anything else as it is."""
+  """Reads `18 dollars` as `18` and `5 million` as `5000000`; returns other text
+  unchanged."""
   text = _written_out(text)
   plain = unwrapped(text)
   unit = _WITH_CJK_UNIT.fullmatch(plain)
@@ -440,10 +441,10 @@ def unwrapped(text: str) -> str:
   return " ".join(_WRAPPING.sub(r" \1 ", text).split())
 
 
-# What tells that mathematics stands somewhere inside prose.
+# Signs of mathematics inside prose.
 _INSIDE_PROSE = re.compile(r"\$|\\\(|\\\[|answer is", re.IGNORECASE)
 
 
 def is_prose(text: str) -> bool:
-  """True where a formula has to be looked for; False where all of `text` is one."""
+  """True if a formula has to be searched for; False if the whole `text` is one."""
   return bool(_INSIDE_PROSE.search(text))

@@ -1,15 +1,15 @@
 """Rewards for questions with short text answers.
 
-Normalisation, exact match and token F1 are those of the SQuAD evaluation (Rajpurkar et
-al. 2016, arXiv 1606.05250), after Unicode is normalised: NFC and NFKC, full-width and
-ASCII characters are the same, punctuation of any script and invisible characters are
-left out. Several answers are joined by `|` inside one `answer` span; the two readings
-of that convention are the released Chain-of-Agents ones (arXiv 2508.13167): training
-asks for every part to be right, evaluation looks at the first. Either accepts a gold
-answer that itself holds a `|` as a whole.
+Normalisation, exact match and token F1 follow the SQuAD evaluation (Rajpurkar et al.
+2016, arXiv 1606.05250), after Unicode is normalised: NFC and NFKC, full-width and ASCII
+characters are the same, punctuation of any script and invisible characters are left
+out. Several answers are joined by `|` inside one `answer` span; the two readings are
+the released Chain-of-Agents ones (arXiv 2508.13167): training requires every part to be
+right, evaluation only the first. Either accepts a gold answer with its own `|` as a
+whole.
 
-MuSiQue counts as SQuAD does. HotpotQA has one more rule, which holds for all here, as
-the others ask no yes/no questions: token F1 is 0 where one side alone is yes, no or
+MuSiQue counts as SQuAD does. HotpotQA has one more rule, applied to all here, because
+the others have no yes/no questions: token F1 is 0 if only one side is yes, no or
 noanswer.
 """
 
@@ -24,11 +24,11 @@ from collections.abc import Sequence
 
 from coa_jax.protocol.roles import ANSWER_SEPARATOR
 
-# Answers that are right or wrong as a whole: "no" earns no part of "no one".
+# Answers that are right or wrong as a whole: "no" gets no credit for "no one".
 _WHOLE = frozenset(("yes", "no", "noanswer"))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-# As answers to a question whose gold answer is true or false.
+# Synonyms for questions with the gold answer true or false.
 _TRUTHS = {"yes": "true", "no": "false"}
 
 
@@ -63,19 +63,19 @@ def _character(character: str) -> str:
 
 
 def match_key(text: str) -> str:
-  """The normalised text, which is the same for answers that match.
+  """The normalised text; matching answers have the same one.
 
-  Where that is empty it is the articles themselves ("A" may be a choice), or else the
-  characters ("%", "+"): SQuAD calls all of those equal.
+  If the normalised text is empty, the key is the articles ("A" may be a choice), or
+  else the characters ("%", "+"): SQuAD would call all of those equal.
   """
   characters = unicodedata.normalize("NFKC", text).strip().lower()
   return normalize(text) or _plain(text) or characters
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:
-  """True where the whole prediction is one of the answers after normalisation.
+  """Whether the whole prediction is one of the answers after normalisation.
 
-  Yes and no stand for true and false if the answers are nothing else.
+  Yes and no equal true and false if all answers are true or false.
   """
   key = match_key(prediction)
   keys = set(map(match_key, answers))
@@ -94,7 +94,7 @@ def every_part(prediction: str, answers: Sequence[str]) -> bool:
   """The training form: there is a part, and each one is among the answers."""
   if exact_match(prediction, _joined(answers)):
     return True
-  # No part at all is no answer, though `all` of none would be true.
+  # No part at all is not an answer, though `all` of none would be true.
   each = parts(prediction)
   return bool(each) and all(exact_match(part, answers) for part in each)
 
@@ -117,7 +117,7 @@ def every_part_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def first_part_f1(prediction: str, answers: Sequence[str]) -> float:
-  """The evaluation form of token F1: that of the first part."""
+  """Token F1 for evaluation: the first part's."""
   whole = token_f1(prediction, _joined(answers))
   each = parts(prediction)
   if not each:
@@ -126,7 +126,7 @@ def first_part_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _joined(answers: Sequence[str]) -> list[str]:
-  """The answers that hold a separator themselves."""
+  """Returns the answers that contain a separator."""
   return [a for a in answers if ANSWER_SEPARATOR in a]
 
 

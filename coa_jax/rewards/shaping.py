@@ -1,8 +1,8 @@
-"""From the verdict on an answer to the number that is trained on.
+"""Computes the training reward from an answer's verdict.
 
-reward = base + overlong + repetition + tool_cost, where base joins answer and format,
-and each of the others is a penalty, at most 0, that a config switches on. Every part is
-on record as what it added, so the record's penalties and its base sum to the reward.
+reward = base + overlong + repetition + tool_cost: base combines answer and format, and
+each of the others is an optional penalty, at most 0. Every part is recorded with its
+contribution, so the record's penalties and base sum to the reward.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class RepetitionConfig:
 
   Attributes:
     weight: the largest penalty.
-    ngram: 0: the whole weight where a tool call, think or plan is written twice (the
+    ngram: 0: the whole weight if a tool call, think or plan is written twice (the
       released web agent's term). n: the weight times the share of n-grams of policy
-      tokens that occurred before.
+      tokens seen before.
   """
 
   weight: float = 0.5
@@ -66,7 +66,7 @@ class ToolCostConfig:
 
   Attributes:
     per_call: penalty of one call.
-    free: calls that cost nothing.
+    free: number of free calls.
     most: the largest penalty; below 1, a right answer is worth any number of calls.
   """
 
@@ -86,13 +86,13 @@ class ShapingConfig:
   """Config section `reward.shaping`.
 
   Attributes:
-    format: product: answer x format (the released code agent's reward); weighted:
-      (1 - format_weight) x answer + format_weight x format; none: the answer alone
-      (the released web agent's), the format being on record only.
+    format: product: answer x format (the released code agent's reward); weighted: (1 -
+      format_weight) x answer + format_weight x format; none: the answer alone (the
+      released web agent's), with the format only recorded.
     format_weight: for `weighted`, between 0 and 1.
-    overlong: soft penalty of long trajectories; None for none.
-    repetition: penalty of repeating oneself; None for none.
-    tool_cost: penalty of tool calls; None for none.
+    overlong: soft penalty for long trajectories; None for none.
+    repetition: penalty for repetition; None for none.
+    tool_cost: penalty for tool calls; None for none.
   """
 
   format: str = choice("product", of=FORMATS)
@@ -137,14 +137,14 @@ def shape(
   """The reward of a trajectory, and its parts.
 
   Args:
-    config: what counts.
+    config: the reward terms.
     answer: verdict on the answer, 0 to 1.
     trajectory: with ids, calls and usage.
-    variant: the dialect that its text should obey.
+    variant: its expected dialect.
 
   Returns:
     (reward, parts): `answer` and `format`, 0 to 1, always; `overlong`, `repetition` and
-    `tool_cost`, each at most 0, where the config has them.
+    `tool_cost`, each at most 0, if the config has them.
   """
   # --- The base: answer and format. One slip anywhere breaks the whole format.
   form = float(parse(trajectory.text, variant).ok)
@@ -154,7 +154,7 @@ def shape(
     "weighted": (1 - weight) * answer + weight * form,
     "none": answer,
   }[config.format]
-  # --- The penalties that the config has.
+  # --- The config's penalties.
   penalties: dict[str, float] = {}
   if config.overlong is not None:
     penalties["overlong"] = overlong(config.overlong, trajectory)
@@ -171,7 +171,7 @@ def overlong(config: OverlongConfig, trajectory: Trajectory) -> float:
 
   0 up to limit - buffer tokens, then linear down to -weight at the limit and beyond.
   """
-  # The prompt is not the policy's doing; what it asked tools for is.
+  # The prompt is not the policy's doing; observations of its calls are.
   length = trajectory.usage.generated + trajectory.usage.observation
   over = (length - (config.limit - config.buffer)) / config.buffer
   return -config.weight * min(max(over, 0.0), 1.0)
@@ -181,7 +181,7 @@ def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
   """The repetition term; see `RepetitionConfig`."""
   own = [s for s in trajectory.segments if s.author == Author.POLICY]
   if config.ngram:
-    # --- By tokens: the share of n-grams that are not the first of their kind.
+    # --- By tokens: the share of repeated n-grams.
     n = config.ngram
     ids: list[int] = []
     for segment in own:
@@ -190,8 +190,8 @@ def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
     if not grams:
       return 0.0
     return -config.weight * (1 - len(set(grams)) / len(grams))
-  # --- By spans: the same call, thought or plan again, blanks aside.
-  # No other span counts: to give the same score twice is no repetition.
+  # --- By spans: a repeated call, thought or plan, ignoring blanks. No other span
+  # counts: giving the same score twice is not repetition.
   spans = [(call.name, call.arguments) for call in trajectory.calls]
   spans += [(s.role, s.text) for s in own if s.role in (roles.THINK, roles.PLAN)]
   seen: set[tuple[str, str]] = set()
@@ -204,6 +204,6 @@ def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
 
 
 def tool_cost(config: ToolCostConfig, trajectory: Trajectory) -> float:
-  """The cost of the calls that are not free."""
+  """The cost of the calls beyond the free ones."""
   calls = max(len(trajectory.calls) - config.free, 0)
   return -min(config.per_call * calls, config.most)

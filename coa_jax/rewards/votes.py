@@ -1,4 +1,4 @@
-"""Which answers are the same answer, where no right one is known: what votes count."""
+"""Keys that group equal answers for voting, without a known right one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ _FORMULA = re.compile(r"[\\^_=+*/<>{}|]|^\s*-")
 
 
 def vote_key(answer: str) -> str:
-  """What answers are the same vote: equal numbers, else equal normalised text."""
+  """Returns an answer's vote: equal numbers have the same key, else equal normalised
+  text."""
   answer = math.final_answer(answer)
   value = notation.number(answer)
   if value is not None:
     return str(value)
-  # Formulas that differ in blanks or case alone are one vote.
+  # Formulas that differ only in blanks or case are one vote.
   if _FORMULA.search(answer):
     return "".join(answer.lower().split())
   return qa.match_key(answer)

@@ -1,1 +1,1 @@
-"""What is asked, and how an answer earns reward."""
+"""Tasks: questions, accepted answers, and their sources."""

@@ -1,4 +1,4 @@
-"""Lists that a table holds as text."""
+"""Reads lists stored as text in a table's cell."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import re
 import tokenize
 from typing import Any
 
-# Text that is a list of texts and cannot be read as one, or a list of nothing.
+# Text that is a list of texts but cannot be parsed, or an empty list.
 _LIST = re.compile(r"\[\s*['\"].*|\[\s*\]|(?:np\.)?array\(.*\)", re.DOTALL)
-# Tokens that say nothing in a list on several lines.
+# Layout tokens in a list on several lines.
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
 
 
@@ -33,18 +33,18 @@ def listed(text: str) -> Any:
 
 
 def is_unread_list(text: str) -> bool:
-  """Whether a text is a list of texts that `listed` does not read, or an empty list."""
+  """Whether a text is a list that `listed` cannot read, or an empty list."""
   return _LIST.fullmatch(text.strip()) is not None
 
 
 def _python_list(text: str) -> list[str] | None:
-  """The texts of "['a', 'b']", of "('a', 'b')" and of numpy's "['a' 'b']"."""
+  """Parses the texts of "['a', 'b']", "('a', 'b')" and numpy's "['a' 'b']"."""
   # By tokens: Python itself reads 'a' 'b' as one text.
   try:
     lines = io.StringIO(text).readline
     tokens = [t for t in tokenize.generate_tokens(lines) if t.type not in _LAYOUT]
     inner = [t for t in tokens[1:-1] if t.string != ","]
-    # A name in brackets, ("Weird Al"), is no list.
+    # A name in brackets, ("Weird Al"), is not a list.
     if text[0] == "(" and len(inner) == len(tokens) - 2:
       return None
     if tokens[-1].string != {"[": "]", "(": ")"}[text[0]]:

@@ -1,8 +1,8 @@
 """Multiple choice: options go into the question, the right one's letter is the answer.
 
-Rows of MMLU, MMLU-Pro, ARC, GPQA, MedQA, MedMCQA, C-Eval, SciQ and others of their
-shapes. Options are in a list, under letters, in columns A, B, C, or are a right answer
-beside wrong ones.
+Rows of MMLU, MMLU-Pro, ARC, GPQA, MedQA, MedMCQA, C-Eval, SciQ and similar sets.
+Options are a list, under letters, in columns A, B, C, or a right answer next to wrong
+ones.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from coa_jax.json_io import shown
 from coa_jax.tasks.cells import listed
 from coa_jax.tasks.task import Row, first_of, is_absent
 
-# Columns of one option each: A, "Option B", option_c, opd; of wrong answers.
+# Columns of one option each: A, "Option B", option_c, opd; or of wrong answers.
 _LETTERED = re.compile(r"([A-J])|(?:option|choice|op)[ _]?([a-jA-J])", re.IGNORECASE)
 _RIGHT = re.compile(r"correct[ _]answer", re.IGNORECASE)
 _WRONG = re.compile(
   r"(?:incorrect|wrong)[ _]answers?[ _]?\d*|distractors?[ _]?\d*", re.IGNORECASE
 )
-# Columns that say the right option, besides those of answers.
+# Columns of the right option, besides those of answers.
 _GOLD = (
   "answerKey",
   "answer_index",
@@ -37,7 +37,7 @@ _GOLD = (
 )
 _LABELS = ("label", "letter", "key", "id")
 _TEXTS = ("text", "value", "content", "option")
-# What a question of this kind may be about, which nothing else shows.
+# Columns of the text that a question refers to, not shown otherwise.
 _PASSAGES = ("article", "passage", "context")
 
 
@@ -46,9 +46,9 @@ class _Options:
   """Options of a row.
 
   Attributes:
-    labels: what the row calls them; letters where it does not.
+    labels: the row's labels, or letters.
     texts: the options.
-    numeric: they are numbers, so that a number may mean one by value.
+    numeric: whether the options are numbers, so that a value can select one.
   """
 
   labels: list[str]
@@ -57,13 +57,13 @@ class _Options:
 
 
 def with_options(question: Any, answers: Any, row: Row, where: str) -> Row | None:
-  """Question and answers of a row of multiple choice.
+  """Returns question and answers of a multiple-choice row.
 
   Args:
-    question: of the row.
-    answers: of the row; None where no column of answers is there.
+    question: the row's question.
+    answers: the row's answers; None without a column of answers.
     row: its columns.
-    where: how messages name the row.
+    where: the row's name in messages.
 
   Returns:
     `question`, with the options under letters, and `answers`: the right option's letter
@@ -117,7 +117,7 @@ def _in_question(line: str, question: str) -> bool:
 
 
 def _options(row: Row, where: str) -> _Options | None:
-  """The options of a row; None where it has none."""
+  """Reads a row's options; None if it has none."""
   for name in row:
     if name.lower() in ("options", "choices"):
       value = row[name]
@@ -154,7 +154,7 @@ def _structured(text: str) -> Any:
 
 
 def _labelled(value: Any) -> _Options | None:
-  """Options in any of their shapes; None where it is none."""
+  """Reads options in any of their forms; None if there are none."""
   labels: Sequence[Any] = string.ascii_uppercase
   # --- {"text": [...], "label": [...]}, or {"A": text}; a table has all letters of all.
   if isinstance(value, dict) and isinstance(value.get("text"), list):
@@ -186,7 +186,7 @@ def _labelled(value: Any) -> _Options | None:
 
 
 def _gold(said: Row, options: _Options, where: str) -> int:
-  """The number of the option that all fields of a row agree on."""
+  """Returns the index of the option on which all fields of a row agree."""
   found: set[int] = set(range(len(options.texts)))
   fits = [_fitting(value, options) for value in said.values()]
   for fitting in filter(None, fits):
@@ -202,7 +202,7 @@ def _gold(said: Row, options: _Options, where: str) -> int:
 
 
 def _fitting(value: Any, options: _Options) -> set[int]:
-  """Numbers of the options that a value may mean: by letter, by text, by number."""
+  """Indices of the options matching a value: by letter, by text, by number."""
   if isinstance(value, list) and len(value) == 1:
     value = value[0]
   if isinstance(value, bool) or not isinstance(value, str | int | float):

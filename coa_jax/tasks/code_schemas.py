@@ -1,6 +1,6 @@
 """Rows of programming tasks as data sets have them; hidden tests in `meta["tests"]`.
 
-A reader takes a row, what messages call it, and the id of a row that has none.
+A reader takes a row, its name in messages, and a default id.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from coa_jax.json_io import parse_json
 from coa_jax.tasks.task import Kind, Row, Task, first_of
 
-# What the tests of one task may have when unpacked, in bytes.
+# The maximum size of one task's tests when unpacked, in bytes.
 _MOST_TESTS = 1 << 30
-# The operations of a pickle that holds one text and nothing else.
+# The operations in a pickle of a single text.
 _TEXT_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "STOP")
 
 
@@ -25,7 +25,7 @@ def humaneval(row: Row, where: str, default_id: str) -> Task:
   prompt = _text(row, where, "prompt")
   entry = _text(row, where, "entry_point")
   test = _text(row, where, "test")
-  # Tests may use what stands before the function in its prompt: imports, helpers.
+  # Tests may use the prompt's code before the function: imports, helpers.
   before, definition, _ = prompt.partition(f"def {entry}(")
   if not definition:
     raise ValueError(f"{where}: field 'prompt' defines no function {entry!r}")
@@ -55,7 +55,8 @@ def mbpp(row: Row, where: str, default_id: str) -> Task:
   if "prompt" in row:
     field = "prompt"
   text = _text(row, where, field)
-  # --- The tests: a program of MBPP+'s own, else the asserts below what they need.
+  # --- The tests: MBPP+'s own program, or otherwise the asserts after their
+  # preparation.
   if "test" in row:
     name = "mbppplus"
     source = row["test"]
@@ -66,8 +67,8 @@ def mbpp(row: Row, where: str, default_id: str) -> Task:
   if not asserts or not isinstance(source, str) or not source.strip():
     raise ValueError(f"{where}: there is no test in 'test_list' or 'test'")
   tests = {"functional": source}
-  # The question shows the first assert, as elsewhere: nothing else tells the name of
-  # the function.
+  # The question shows the first assert, as elsewhere: only it gives the function's
+  # name.
   plain = {
     "id": f"Mbpp/{first_of(row, 'task_id', default=default_id)}",
     "question": f"{text}\n\nYour program must pass this test, among others:\n"
@@ -96,7 +97,7 @@ def livecodebench(row: Row, where: str, default_id: str) -> Task:
   }
   if metadata.get("func_name"):
     found["fn_name"] = metadata["func_name"]
-  # --- The question shows the code to start from, where there is any.
+  # --- The question shows the starter code, if any.
   plain = {
     "id": first_of(row, "question_id", default=default_id),
     "question": _with_starter(row["question_content"], row.get("starter_code")),
@@ -114,7 +115,7 @@ def livecodebench(row: Row, where: str, default_id: str) -> Task:
 
 
 def apps(row: Row, where: str, default_id: str) -> Task:
-  """A row of APPS as on the hub: programs, or functions where `fn_name` says so."""
+  """A row of APPS as on the hub: programs, or functions if `fn_name` is set."""
   tests = row["input_output"]
   if isinstance(tests, str):
     tests = parse_json(tests, f"{where}: field 'input_output'")
@@ -124,8 +125,8 @@ def apps(row: Row, where: str, default_id: str) -> Task:
       "task without tests cannot be graded"
     )
   name = first_of(row, "problem_id", "id", default=default_id)
-  # APPS itself lists the value that a call must return; other sets of this form (TACO)
-  # have no such field.
+  # APPS lists a call's expected value in a list; other sets of this form (TACO) have no
+  # such field.
   if tests.get("fn_name") and "problem_id" in row:
     tests = {**tests, "wrapped_outputs": True}
   plain = {
@@ -164,7 +165,7 @@ def _test_list(value: Any, where: str, name: str) -> list[Row]:
 def _unpacked(packed: str, where: str) -> str:
   """The text inside base64, zlib and a pickle, of which nothing is ever run.
 
-  The pickle's operations are listed, not executed; one that does more than to hold one
+  The pickle's operations are listed, not executed; a pickle with anything besides one
   text is refused.
   """
   texts = []
@@ -186,7 +187,7 @@ def _unpacked(packed: str, where: str) -> str:
 
 
 def _text(row: Row, where: str, name: str) -> str:
-  """The field of this name, a text that says something."""
+  """Returns the field of this name as non-empty text."""
   value = row.get(name)
   if not isinstance(value, str) or not value.strip():
     raise ValueError(
@@ -196,7 +197,7 @@ def _text(row: Row, where: str, name: str) -> str:
 
 
 def are_strings(value: Any) -> bool:
-  """Whether it is a list of texts alone."""
+  """Whether it is a list of texts only."""
   return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 

@@ -1,10 +1,10 @@
 """How hard a task is for a model, and which tasks reinforcement learning can use.
 
 A group of attempts that are all right or all wrong has no advantage and teaches
-nothing, so RL wants tasks that a model solves sometimes. Chain-of-Agents (arXiv
-2508.13167, RL data): web questions that Qwen2.5-72B without tools answers in at most
-30 % of 32 attempts; code and math tasks less those that the fine-tuned model solves in
-8 of 8, and those that another model fails in 16 of 16.
+nothing, so RL needs tasks that a model solves sometimes. Chain-of-Agents (arXiv
+2508.13167, RL data): web questions with at most 30 % right in 32 attempts of
+Qwen2.5-72B without tools; code and math tasks except those solved in 8 of 8 attempts by
+the fine-tuned model, or failed in 16 of 16 by another model.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ STRATA = ("source", "family", "rate")
 
 @dataclasses.dataclass(frozen=True)
 class SelectConfig:
-  """Config section `select`: which tasks are kept. The default is what GRPO can use.
+  """Config section `select`: the tasks to keep. The default keeps tasks useful to GRPO.
 
   Attributes:
     at_least: the lowest pass rate.
-    at_most: the highest one; 0.3 with `all_wrong` is the paper's choice for the web.
-    all_wrong: True to keep tasks that no attempt solved, if the band has them.
-    all_right: likewise those that every attempt solved.
-    min_attempts: tasks with fewer graded attempts are left out: infrastructure failed
-      the others.
-    limit: how many tasks to keep; 0 keeps all.
-    strata: with a limit, what tasks are balanced over: any of "source", "family" and
-      "rate" (how many attempts were right). Each stratum gives as many as the others,
-      as far as it has them. () draws from all alike.
-    without: files of tasks or trajectories (.jsonl) whose tasks are left out, by id or
-      by question, such as the training set of SFT.
-    played: files of attempts that were made before (an evaluation's sampled.jsonl, a
-      distillation's teacher.jsonl); with any, nothing is played.
-    seed: of the draw.
+    at_most: the highest pass rate; 0.3 with `all_wrong` is the paper's choice for the
+      web.
+    all_wrong: True to keep tasks without a right attempt, if the band includes them.
+    all_right: likewise for tasks with only right attempts.
+    min_attempts: tasks with fewer graded attempts are left out (the missing attempts
+      were infrastructure failures).
+    limit: the number of tasks to keep; 0 keeps all.
+    strata: with a limit, the strata to balance: any of "source", "family" and "rate"
+      (the number of right attempts). Each stratum gives equally many tasks, until it is
+      empty. () draws uniformly.
+    without: files of tasks or trajectories (.jsonl) to exclude, by id or by question,
+      such as the training set of SFT.
+    played: files of earlier attempts (an evaluation's sampled.jsonl, a distillation's
+      teacher.jsonl); with any, no attempts are made.
+    seed: the seed of the draw.
   """
 
   at_least: float = bounded(0.0, least=0, most=1)
@@ -75,12 +76,12 @@ class Attempts:
 
   @property
   def rate(self) -> float:
-    """The share of right ones: the unbiased estimate of the chance to solve it."""
+    """The share of right attempts: the unbiased estimate of the success probability."""
     return self.right / self.graded
 
 
 def pass_rates(outcomes: Iterable[tuple[str, bool]]) -> dict[str, Attempts]:
-  """Attempts by task id, from (task id, whether it was right) of graded attempts."""
+  """Counts attempts by task id, from graded attempts (task id, whether right)."""
   counts: dict[str, list[int]] = {}
   for task_id, right in outcomes:
     entry = counts.setdefault(task_id, [0, 0])
@@ -95,7 +96,7 @@ def keep_tasks(
   config: SelectConfig,
   used: Collection[str] = (),
 ) -> tuple[list[Task], dict[str, Any]]:
-  """The tasks that fit, with their pass rates, in the order given.
+  """Returns the selected tasks with their pass rates, in input order.
 
   Args:
     tasks: to choose from.
@@ -105,11 +106,11 @@ def keep_tasks(
 
   Returns:
     The tasks, with `pass_rate` and `attempts` in their `meta`; and the funnel: `in`,
-    why tasks were left out (`used`, `attempts`, `all_wrong`, `all_right`, `too_hard`,
-    `too_easy`, `limit`), `out`, `rates` (right/graded -> tasks, of all that have
-    attempts) and `kept_rates` and `kept_strata` (of those kept).
+    the reasons for leaving tasks out (`used`, `attempts`, `all_wrong`, `all_right`,
+    `too_hard`, `too_easy`, `limit`), `out`, `rates` (right/graded -> number of tasks
+    with attempts), and `kept_rates` and `kept_strata` (of kept tasks).
   """
-  # --- Those whose pass rate is in the band, and why the others are not.
+  # --- Tasks with a pass rate in the band, and the reasons for dropping the others.
   left: collections.Counter[str] = collections.Counter()
   rates: collections.Counter[str] = collections.Counter()
   fitting: list[Task] = []
@@ -121,7 +122,7 @@ def keep_tasks(
     if reason or outcome is None:  # None always has a reason
       left[reason] += 1
       continue
-    # What samplers order and weigh by.
+    # Used by samplers for order and weights.
     meta = {**task.meta, "pass_rate": outcome.rate, "attempts": outcome.graded}
     fitting.append(dataclasses.replace(task, meta=meta))
   # --- No more than the limit, from every stratum alike.
@@ -130,7 +131,7 @@ def keep_tasks(
   if config.limit and len(fitting) > config.limit:
     chosen = _balanced(fitting, strata, config.limit, config.seed)
     left["limit"] = len(fitting) - len(chosen)
-  # --- What became of all of them.
+  # --- The statistics of all tasks.
   chosen_rates: collections.Counter[str] = collections.Counter()
   chosen_strata: collections.Counter[str] = collections.Counter()
   for task in chosen:
@@ -150,7 +151,7 @@ def keep_tasks(
 def _reason(
   task: Task, outcome: Attempts | None, config: SelectConfig, used: Collection[str]
 ) -> str:
-  """Why a task is left out, the first reason that holds; "" where it fits."""
+  """Returns the first reason to leave a task out; "" if it fits."""
   # By question too: the same one may have another id in another file.
   if task.id in used or task.question.strip() in used:
     return "used"
@@ -184,7 +185,7 @@ def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
 def _balanced(
   tasks: Sequence[Task], strata: Mapping[str, tuple[str, ...]], limit: int, seed: int
 ) -> list[Task]:
-  """`limit` tasks, one from each stratum in turn, in the order given."""
+  """Returns `limit` tasks, one from each stratum in turn, in input order."""
   # --- The tasks of every stratum, in an order by chance.
   rng = random.Random(seed)
   groups: dict[tuple[str, ...], list[str]] = {}
@@ -192,7 +193,7 @@ def _balanced(
     groups.setdefault(strata[task.id], []).append(task.id)
   for group in groups.values():
     rng.shuffle(group)
-  # --- One from each in turn; a stratum that has given all is left out from then on.
+  # --- One from each in turn; an empty stratum is dropped.
   chosen: set[str] = set()
   turns = [groups[name] for name in sorted(groups)]
   while len(chosen) < limit:

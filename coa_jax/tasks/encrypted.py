@@ -1,8 +1,8 @@
 """Reads encrypted rows: BrowseComp, BrowseComp-Plus, xbench.
 
-They are published so against leaks into training data. A text is base64 of bytes that
-are XORed with a key, repeated as long as they are. The key is the SHA-256 of the row's
-canary (openai/simple-evals, browsecomp_eval.py), or the canary itself (xbench).
+They are encrypted against leaks into training data. A text is base64 of bytes XORed
+with a repeated key. The key is the SHA-256 of the row's canary (openai/simple-evals,
+browsecomp_eval.py), or the canary itself (xbench).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from coa_jax.tasks.task import Row, Task, first_of
 
-# A text without a space that is no ciphertext is shorter: a name, a formula.
+# Shortest ciphertext; other texts without a space are shorter: a name, a formula.
 _LEAST = 32
 
 
@@ -40,14 +40,14 @@ def opened(
   """Decrypts a question and its answers by the row's canary.
 
   Args:
-    question: of the row.
-    answers: of the row: a text or a list of texts.
-    canary: of the row; None where it has none.
-    where: how messages name the row.
-    names: how messages name the fields of question and answers.
+    question: the row's question.
+    answers: the row's answers: a text or a list of texts.
+    canary: the row's canary; None if it has none.
+    where: the row's name in messages.
+    names: the names of the question's and answers' fields in messages.
 
   Returns:
-    Question and answers; as they are where the question is no base64.
+    Question and answers; unchanged if the question is not base64.
 
   Raises:
     ValueError: the question is encrypted, and the canary does not open both.
@@ -60,7 +60,7 @@ def opened(
     digest = hashlib.sha256(canary.encode()).digest()
     for key in (digest, canary.encode()):
       text = _decrypted(question, key)
-      # XOR of ASCII with ASCII is ASCII: a wrong canary is known by what it gives.
+      # XOR of ASCII with ASCII is ASCII: a wrong canary shows in its plain text.
       if text is None or (key is not digest and not _is_plain(text)):
         continue
       several = answers if isinstance(answers, list) else [answers]
@@ -75,7 +75,7 @@ def opened(
 
 
 def check_in_clear(question: str, where: str) -> None:
-  """Refuses a question that is ciphertext.
+  """Refuses an encrypted question.
 
   Raises:
     ValueError: it is one long word of base64.
@@ -97,12 +97,12 @@ def _from_base64(text: Any) -> bytes | None:
 
 
 def _is_plain(text: str) -> bool:
-  """Whether a text is letters, digits and spaces for the most part."""
+  """Whether a text is mostly letters, digits and spaces."""
   return 4 * sum(c.isalnum() or c.isspace() for c in text) >= 3 * len(text)
 
 
 def _decrypted(text: Any, key: bytes) -> str | None:
-  """The text in clear; None where this key gives none."""
+  """Decrypts a text; None if the key is wrong."""
   secret = _from_base64(text)
   if secret is None:
     return None

@@ -1,4 +1,4 @@
-"""Do answers look like the kind that they are judged as?"""
+"""Checks whether answers look like their kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from coa_jax.tasks.task import Kind, Task
 
-# An answer that a mathematician wrote: LaTeX anywhere, a power, a sign, ...
+# Mathematical notation in an answer: LaTeX anywhere, a power, a sign, ...
 _NOTATION = re.compile(r"\\[a-zA-Z(\[{%]|\$[^$]+\$|\^|[\u221a\u221e\u03c0]")
 # ... or nothing but a number, a fraction, a tuple, an equation.
 _NUMBERS = re.compile(
@@ -17,19 +17,20 @@ _NUMBERS = re.compile(
 # Prose: it starts with a letter and has a word, which no formula has.
 _PROSE = re.compile(r"[^\W\d].*", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]{3}")
-# One that text and value judge alike, but for how it is written: a year, a count.
+# A number for which comparing text and value agree (unless written differently): a
+# year, a count.
 _WHOLE_NUMBER = re.compile(r"0|[1-9]\d*")
 
 
 def check_kinds(unsaid: Iterable[Task], uri: str) -> None:
-  """Refuses to judge by exact match what most likely is mathematics, or the reverse.
+  """Refuses to grade likely mathematics by exact match, or the reverse.
 
   Args:
-    unsaid: tasks whose rows do not say their kind.
-    uri: how the message names where they come from.
+    unsaid: tasks without a kind in their rows.
+    uri: the source's name in the message.
 
   Raises:
-    ValueError: most answers of a source do not look like the kind that they have.
+    ValueError: most of a source's answers do not look like their kind.
   """
   groups: dict[tuple[str, Kind], list[Task]] = {}
   for task in unsaid:
@@ -62,5 +63,5 @@ def _is_prose(answer: str) -> bool:
 
 
 def are_whole_numbers(task: Task) -> bool:
-  """Whether text and value judge the answers of a task alike."""
+  """Whether comparing text and value agree on a task's answers."""
   return all(_WHOLE_NUMBER.fullmatch(answer) for answer in task.answers)

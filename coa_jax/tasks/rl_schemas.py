@@ -1,7 +1,7 @@
 """Rows of RL data sets in verl's schema: `prompt`, `reward_model`, `extra_info`.
 
-The released Chain-of-Agents rows, DAPO-Math, Skywork-OR1 and Search-R1 are of it. What
-a row's truth looks like says how it is judged.
+The released Chain-of-Agents rows, DAPO-Math, Skywork-OR1 and Search-R1 use it. The form
+of a row's truth decides its kind.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from coa_jax.json_io import shown
 from coa_jax.tasks.code_schemas import are_strings, count_tests
 from coa_jax.tasks.task import Kind, Row, Task, first_of, is_absent
 
-# Where the question starts in a released prompt: below the last rule of its head.
+# The start of the question in a released prompt: after the last rule of its head.
 _QUESTION = re.compile(r"\n\s*\n(?:Task|Question):\s*")
-# Words around the problem of DAPO-Math, which ask for a format that is not ours.
+# Words around DAPO-Math's problem; they ask for a format different from ours.
 _DAPO = re.compile(
   r"\ASolve the following math problem step by step\. The last line of your response "
   r"should be of the form Answer:.*?\n\n(.*?)"
@@ -34,7 +34,7 @@ _TESTS = (
 
 def released(row: Row, where: str, default_id: str) -> Task:
   """A row of the released RL schema, as written for verl."""
-  # --- What the answer is judged by.
+  # --- The ground truth of the answer.
   truth = None
   reward_model = _structured(row["reward_model"])
   if isinstance(reward_model, dict):
@@ -97,7 +97,8 @@ _CODE_META = ("starter_code", "platform", "contest_id", "contest_date", "metadat
 
 
 def _structured(truth: Any) -> Any:
-  """A JSON string of an object or of a list of strings as such; all else unchanged.
+  """Decodes a JSON string of an object or of a list of strings; returns other values
+  unchanged.
 
   `[0,1]` is a mathematical answer, so a list of anything but strings stays text.
   """
@@ -113,7 +114,7 @@ def _structured(truth: Any) -> Any:
 
 
 def _question(row: Row, extra: Row, messages: list[Any], where: str) -> str:
-  """The question as it was stored, else that of the prompt's last user message."""
+  """Returns the stored question, or else the one in the prompt's last user message."""
   stored = None
   for question in (extra.get("question"), row.get("question")):
     if isinstance(question, str) and question.strip():
@@ -125,7 +126,7 @@ def _question(row: Row, extra: Row, messages: list[Any], where: str) -> str:
 
 
 def _messages(prompt: Any) -> list[Any]:
-  """A prompt as messages: they are a list, its JSON, or the text of one of a user."""
+  """Reads a prompt as messages: a list, its JSON, or one user message's text."""
   if isinstance(prompt, str):
     try:
       value = json.loads(prompt)
@@ -137,14 +138,14 @@ def _messages(prompt: Any) -> list[Any]:
 
 
 def last_question(messages: list[Any], where: str, question: str | None = None) -> str:
-  """The question of a prompt's messages, below what was said before it.
+  """Returns the question in a prompt's messages, without earlier turns.
 
-  A message that does not mark its question is the question as a whole.
+  If a message does not mark its question, the whole message is the question.
 
   Args:
-    messages: of the prompt; its last one is the user's.
-    where: how messages of errors name the row.
-    question: what the last message asks, where the row stores it.
+    messages: the prompt's messages; the last one is the user's.
+    where: the row's name in errors.
+    question: the last message's question, if the row stores it.
 
   Raises:
     ValueError: there is none, or a message has another role or no text.
@@ -179,7 +180,7 @@ def last_question(messages: list[Any], where: str, question: str | None = None) 
 
 
 def system_text(messages: list[Any]) -> str:
-  """Returns the system messages of a prompt, which are no part of the question."""
+  """Returns a prompt's system messages, which are not part of the question."""
   texts = [_text(m) for m in messages if _role(m) == "system"]
   return "\n\n".join(filter(None, texts))
 
@@ -189,7 +190,7 @@ def _role(message: Any) -> str:
 
 
 def _text(message: Any) -> str | None:
-  """The content of a message, its parts joined; None where it is no text."""
+  """Returns a message's content, its parts joined; None if it is not text."""
   content = message.get("content") if isinstance(message, dict) else None
   if isinstance(content, list) and all(isinstance(part, dict) for part in content):
     texts = [part.get("text") for part in content]
@@ -198,7 +199,7 @@ def _text(message: Any) -> str | None:
 
 
 def question_below(prompt: str) -> str | None:
-  """The question of a released prompt, below its head; None where it has no mark."""
+  """Returns a released prompt's question, after its head; None without a mark."""
   match = _QUESTION.search(prompt)
   if match is None:
     return None

@@ -3,20 +3,20 @@
   FILE.jsonl, FILE.json, FILE.parquet,    by the file's suffix; JSON may be gzipped
     FILE.array_record, FILE.csv, FILE.tsv (FILE.jsonl.gz)
   A.jsonl,B.jsonl  DIR/*.jsonl  DIR       several files: a list, a glob, all of a folder
-  json:FILE, parquet:FILE                 whatever the suffix; and array_record:FILE
+  json:FILE, parquet:FILE                 with any suffix; also array_record:FILE
   hf:NAME?split=S&config=C&revision=R     the Hugging Face hub, or a local folder (of
                                           files, or by `save_to_disk`), read as a stream
                                           through `datasets`
   hf:NAME?cache=DIR                       the same, prepared in a cache of `datasets`
-                                          and read from there: without a network, with
-                                          HF_HUB_OFFLINE=1, what is in it
+                                          and read from there; with HF_HUB_OFFLINE=1 it
+                                          works without a network
   tfds:NAME?split=S&data_dir=D            TensorFlow Datasets, prepared as ArrayRecord,
                                           through `tfds.data_source` (no TensorFlow)
 
-A split that is left out is `train`. Rows come in the source's own order, always the
-same. `datasets` and `tensorflow_datasets` are asked for only where a URI names them.
+The default split is `train`. Rows come in the source's own, fixed order. `datasets` and
+`tensorflow_datasets` are imported only if a URI needs them.
 
-budget: one reader for each kind of file, and the table that names them.
+budget: one reader for each kind of file, and their table.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from coa_jax.tasks.cells import listed
 from coa_jax.tasks.task import Row
 
 Rows = Iterator[tuple[str, Row]]
-_MOST_OF_JSON = 1 << 31  # bytes of a file that is read whole
-_MOST_CELL = 1 << 24  # characters in a cell of a table of text
+_MOST_OF_JSON = 1 << 31  # limit in bytes of a file read whole
+_MOST_CELL = 1 << 24  # limit of characters in a cell of a text table
 
 
 def read_rows(uri: str | os.PathLike[str]) -> Rows:
-  """Yields ("where it stands", row) for every row of a source.
+  """Yields ("PLACE", row) for every row of a source.
 
   All are streamed but a JSON list, which is read whole.
 
   Raises:
-    FileNotFoundError: there is no such file, or a glob or a folder names none.
-    ValueError: the kind of the file or the URI is unknown, its library is missing, or
-      a row is no JSON object; the message names the source and the row.
+    FileNotFoundError: the file does not exist, or a glob or a folder has none.
+    ValueError: the kind of the file or the URI is unknown, its library is missing, or a
+      row is not a JSON object; the message names the source and the row.
   """
   path = os.fspath(uri)
   # --- Several files.
@@ -63,13 +63,13 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
     for one in uris:
       yield from read_rows(one)
     return
-  # --- A URI, unless a file has that very name.
+  # --- A URI, unless a file has exactly this name.
   scheme, colon, rest = path.partition(":")
   if colon and scheme in _SCHEMES and not os.path.exists(path):
     yield from _SCHEMES[scheme](rest)
     return
-  # --- A file by its suffix. One that is not there is better called missing than odd,
-  # which is what any reader says.
+  # --- A file by its suffix. For a missing file, "missing" is a better message than
+  # "unknown suffix", and any reader reports it.
   suffix = _suffix(path)
   if suffix not in _SUFFIXES and os.path.exists(path):
     raise ValueError(
@@ -80,7 +80,7 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
 
 
 def list_uris(uri: str) -> list[str]:
-  """The files and sources that a URI names, each once in the order they are read.
+  """Lists a URI's files and sources, each once in reading order.
 
   A glob's and a folder's files come in the order of their names.
 
@@ -166,7 +166,7 @@ def _json(path: str) -> Rows:
 
 
 def _csv(path: str) -> Rows:
-  """A table of text whose first row names the columns; an empty cell is left out."""
+  """A text table with column names in the first row; an empty cell is left out."""
   _check_exists(path)
   csv.field_size_limit(_MOST_CELL)
   delimiter = "\t" if _suffix(path) == ".tsv" else ","
@@ -202,7 +202,7 @@ def _parquet(path: str) -> Rows:
   import pyarrow
   import pyarrow.parquet
 
-  # What is no parquet file is refused by its reader.
+  # A file other than parquet is refused by its reader.
   with contextlib.suppress(pyarrow.ArrowException, OSError):
     _check_columns(path, pyarrow.parquet.read_schema(path).names)
   yield from read_parquet(path)
@@ -221,7 +221,7 @@ def _hf(rest: str) -> Rows:
     raise ValueError(f"hf:{rest}: needs `pip install datasets`") from e
   split = options.get("split", "train")
   try:
-    # --- A folder of `save_to_disk`, which has a loader of its own.
+    # --- A folder of `save_to_disk`, with its own loader.
     if _saved(name):
       rows = datasets.load_from_disk(name)
       if isinstance(rows, datasets.DatasetDict):
@@ -260,7 +260,7 @@ def _tfds(rest: str) -> Rows:
   except ImportError as e:
     packages = "tensorflow-datasets array_record"
     raise ValueError(f"tfds:{rest}: needs `pip install {packages}`") from e
-  # Never code to fetch: only what is prepared, by folder or by registered name.
+  # Never download code: only prepared data, by folder or by registered name.
   try:
     source = tfds.data_source(
       name,
@@ -296,7 +296,7 @@ _SCHEMES: dict[str, Callable[[str], Rows]] = {
 def _query(
   scheme: str, rest: str, known: tuple[str, ...]
 ) -> tuple[str, dict[str, str]]:
-  """The name and the options of what stands after a scheme."""
+  """Splits the part after a scheme into name and options."""
   name, _, query = rest.partition("?")
   options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
   # Refused, not passed over: a misspelt `split` would read another one.

@@ -1,9 +1,9 @@
-"""Which task is played next: all alike, those that teach most, or easy ones first.
+"""Selects the next task: uniform, the most instructive, or easy ones first.
 
-All samplers walk through one endless stream in which every epoch is a new permutation
-of the tasks. A weighted one skips tasks of it by chance, so a task is taken in
-proportion to its weight and seldom twice in a batch. What comes next depends on the
-seed and on the sampler's state alone.
+All samplers iterate over one endless stream; each epoch is a new permutation of the
+tasks. A weighted sampler skips tasks at random, so a task is taken in proportion to its
+weight and seldom twice in a batch. The next task depends only on the seed and the
+sampler's state.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.tasks.task import Task
 
 TASK_SAMPLERS = ("uniform", "learnability", "curriculum")
-_MIN_CHANCE = 0.1  # of a task that is always or never solved
+_MIN_CHANCE = 0.1  # weight of a task that is always or never solved
 _DECAY = 0.5  # of earlier attempts, by older policies, at every new group
-_FIRST_SHARE = 0.1  # of the tasks, that a curriculum begins with
+_FIRST_SHARE = 0.1  # share of the tasks at a curriculum's start
 
 
 class TaskSampler:
@@ -34,7 +34,7 @@ class TaskSampler:
     self._order = (-1, np.zeros(0, int))  # an epoch, and its permutation
 
   def task(self, n: int, step: int) -> Task:
-    """Returns the task of the n-th group of a run.
+    """Returns the task of a run's n-th group.
 
     Args:
       n: asked for once and in order; some may be left out.
@@ -51,7 +51,7 @@ class TaskSampler:
     return {}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes on where another sampler of the same tasks was."""
+    """Continues from the state of another sampler of the same tasks."""
 
   def _in_stream(self, place: int) -> Task:
     # An epoch's order needs nothing but its number: any place can be asked for.
@@ -74,8 +74,8 @@ class _WeightedTaskSampler(TaskSampler, abc.ABC):
       place = self._place
       self._place += 1
       task = self._in_stream(place)
-      # Keyed by the place (and 1, so that it is no epoch's stream): to go on, a
-      # restored sampler needs to know its place alone.
+      # Keyed by the place (and 1, to differ from an epoch's stream): a restored sampler
+      # needs only its place.
       threshold = np.random.default_rng((self.seed, place, 1)).random()
       if threshold < self.chance(task, step):
         return task
@@ -93,14 +93,15 @@ class _WeightedTaskSampler(TaskSampler, abc.ABC):
 
 
 class Learnability(_WeightedTaskSampler):
-  """Prefers tasks that are solved sometimes: by 4 p (1 - p), p their pass rate so far.
+  """Prefers tasks solved sometimes: weight 4 p (1 - p), with p their pass rate so far.
 
-  p (1 - p) is the variance of a reward of 0 or 1, and what a group's advantages are
-  made of; as a measure of what a task can teach it is "learnability" (arXiv 2408.15099;
-  for language models 2502.12272). p is estimated by the rule of
-  succession, (right + 1) / (graded + 2), over attempts that fade; those on record in
-  `meta` (`difficulty.keep_tasks`) count first. An unknown task has p 1/2 and is taken.
-  One that is always or never solved is drawn less often, but at least by 1/10.
+  p (1 - p) is the variance of a reward of 0 or 1, and the source of a group's
+  advantages; as a measure of a task's value for training it is called "learnability"
+  (arXiv 2408.15099; for language models 2502.12272). p is estimated by the rule of
+  succession, (right + 1) / (graded + 2), over attempts with decaying weight; recorded
+  attempts in `meta` (`difficulty.keep_tasks`) count first. An unknown task has p 1/2
+  and is taken. A task always or never solved is drawn less often, but at least with
+  weight 1/10.
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int):
@@ -116,7 +117,7 @@ class Learnability(_WeightedTaskSampler):
     graded = [t for t in group if t.reward is not None]
     if not graded:
       return
-    # What counts is the answer: shaping can make a right one worth little.
+    # Only the answer counts: shaping can lower the reward of a right one.
     parts = [t.reward_parts.get("answer", t.reward) for t in graded]
     task_id = graded[0].task_id
     right, attempts = self._counts.get(task_id, (0.0, 0.0))
@@ -132,7 +133,7 @@ class Learnability(_WeightedTaskSampler):
 
   @property
   def state(self) -> dict[str, Any]:
-    # Lists, as JSON has no tuples: what is restored equals what was saved.
+    # Lists, as JSON has no tuples: the restored state equals the saved one.
     counts = {task_id: list(count) for task_id, count in self._counts.items()}
     return {**super().state, "counts": counts}
 
@@ -146,13 +147,14 @@ class Learnability(_WeightedTaskSampler):
 class Curriculum(_WeightedTaskSampler):
   """Takes the easiest tasks first, by the pass rates on record; later all.
 
-  At step t of T the easiest share c(t) = min(1, sqrt(t (1 - c0^2) / T + c0^2)) is drawn
-  from, all of it alike: the square-root competence of arXiv 1903.09848. (Its
-  c0 is 0.01, for data sets of millions; here it is 0.1.)
+  At step t of T, draws uniformly from the easiest share c(t) = min(1, sqrt(t (1 - c0^2)
+  / T + c0^2)): the square-root competence of arXiv 1903.09848. (Its c0 is 0.01, for
+  data sets of millions; here it is 0.1.)
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int, steps: float):
-    """Takes what `TaskSampler` does, and T, from which on all tasks are taken.
+    """Takes the arguments of `TaskSampler`, and T, the step from which on all tasks are
+    used.
 
     Raises:
       ValueError: a task has no pass rate on record.
@@ -165,7 +167,7 @@ class Curriculum(_WeightedTaskSampler):
           "algo.sampling.task_sampler='curriculum' orders by; "
           "experiments.select_tasks writes task files that have it"
         )
-    # Stable: tasks of one pass rate stay in the order of their file.
+    # Stable: tasks with the same pass rate keep the file's order.
     easiest_first = sorted(tasks, key=lambda t: -t.meta["pass_rate"])
     self._rank = {task.id: i for i, task in enumerate(easiest_first)}
     self._steps = steps
@@ -186,13 +188,13 @@ def make_task_sampler(
   """Makes one of TASK_SAMPLERS.
 
   Args:
-    name: which.
-    tasks: what to choose from.
-    seed: of all chance.
-    steps: after which a curriculum takes all tasks.
+    name: the sampler's name.
+    tasks: the tasks to choose from.
+    seed: the seed of all random draws.
+    steps: the step from which on a curriculum uses all tasks.
 
   Raises:
-    ValueError: no such sampler, or the tasks lack what it needs.
+    ValueError: the sampler is unknown, or the tasks lack its required fields.
   """
   if name == "curriculum":
     return Curriculum(tasks, seed, steps)

@@ -1,7 +1,7 @@
-"""Reads a row of a data set as a task, by the fields that the row has.
+"""Reads a data set's row as a task, by the row's fields.
 
-A file's name never decides the schema, and a row that fits none is an error that names
-the row and what would be accepted. Columns that no schema asks for go into `meta`.
+A file's name never decides the schema, and a row without a matching schema is an error
+with the row's name and the accepted schemas. Unused columns go into `meta`.
 
 budget: a schema is a reader and a row of `_SCHEMAS`, side by side.
 """
@@ -25,7 +25,7 @@ from coa_jax.tasks.rl_schemas import last_question, released, system_text
 from coa_jax.tasks.task import Kind, Row, Task, first_of, is_absent
 
 _GSM8K_FINAL = re.compile(r"\n#### *(\S.*?)\s*$")
-# What data sets call our fields; the first that a row has is taken.
+# Data sets' names of our fields; the first one in a row is used.
 _NAMES = {
   "question": (
     "question",
@@ -69,15 +69,15 @@ _ATTACHED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-  """How a row is read where it does not say by itself.
+  """The defaults and column names for reading rows.
 
   Attributes:
-    default_id: the task's id where the row has none.
-    fields: our field -> the row's column, "a.b" for b inside a; a column that is not
-      there is no fault where the row has our field.
-    kind: of a task whose row says none; None to tell it by the row's columns.
-    source: of a task whose row says none; "" for `default_source`.
-    default_source: what the file is called.
+    default_id: the task's id if the row has none.
+    fields: our field -> the row's column, "a.b" for b inside a; a missing column is
+      allowed if the row has our field.
+    kind: the default kind; None to infer it from the row's columns.
+    source: the default source; "" for `default_source`.
+    default_source: the file's name.
   """
 
   default_id: str
@@ -92,8 +92,8 @@ def read_task(row: Row, where: str, default_id: str) -> Task:
 
   Args:
     row: the row.
-    where: what an error message calls the row.
-    default_id: the task's id where the row has none of its own.
+    where: the row's name in errors.
+    default_id: the task's id if the row has none.
 
   Raises:
     ValueError: the row fits no schema.
@@ -102,7 +102,8 @@ def read_task(row: Row, where: str, default_id: str) -> Task:
 
 
 def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
-  """One row of any accepted schema as a task, and whether it said its kind.
+  """Reads a row of any accepted schema as a task; also returns whether it gives its
+  kind.
 
   Raises:
     ValueError: the row fits no schema, or lacks a column of `reading.fields`.
@@ -114,9 +115,9 @@ def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
   if task is None:
     task, said = _plain_row(row, where, reading, mapped)
   else:
-    # A truth that is text is taken for mathematics, but may be anything.
+    # A text truth is assumed to be mathematics, but may be anything.
     said = "reward_model" not in row or task.kind != Kind.MATH
-    # What is named over a known schema stands above what it says.
+    # Configured columns override a known schema's.
     if mapped:
       task = Task.from_json({**task.to_json(), **mapped}, where)
       said = said or "kind" in mapped
@@ -130,7 +131,7 @@ def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
 
 
 def attached(row: Row) -> str | None:
-  """The column of a row that holds a picture or a file; None where none does."""
+  """Returns a row's column with a picture or a file; None if there is none."""
   for name, value in row.items():
     if _ATTACHED.fullmatch(name) and _holds_something(value):
       return name
@@ -144,7 +145,7 @@ def attached(row: Row) -> str | None:
 
 
 def _holds_something(value: Any) -> bool:
-  """Whether a value is neither null nor empty, nor has empty values alone."""
+  """Whether a value is neither null nor empty, and not made only of empty values."""
   if isinstance(value, dict):
     return any(map(_holds_something, value.values()))
   if isinstance(value, list | tuple):
@@ -155,7 +156,7 @@ def _holds_something(value: Any) -> bool:
 
 
 def _mapped(row: Row, where: str, fields: Mapping[str, str]) -> Row:
-  """Our field -> its value, for every field that the config maps to a column."""
+  """Our field -> its value, for every field mapped to a column by the config."""
   mapped = {}
   absent = []
   for ours, column in fields.items():
@@ -173,11 +174,11 @@ def _mapped(row: Row, where: str, fields: Mapping[str, str]) -> Row:
 
 
 def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
-  """By the reader of a data set that the row's fields tell; None if they tell none."""
+  """Reads a row with the reader of the data set identified by its fields; None if
+  unknown."""
   for name, needed, reader in _SCHEMAS:
     if needed <= set(row):
-      # The row comes from a file of anybody's: what its reader stumbles over is the
-      # row's fault.
+      # The file is untrusted: an exception in its reader is the row's fault.
       try:
         return reader(row, where, default_id)
       except (TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
@@ -191,7 +192,7 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
           "to read it as a plain question name its columns: "
           "tasks.fields=dict(question='COLUMN', answers='COLUMN')"
         ) from e
-  # GSM8K, whatever stands beside: a solution that ends in its answer.
+  # GSM8K, with any other columns: the solution ends in its answer.
   answer = row.get("answer")
   final = _GSM8K_FINAL.search(answer) if isinstance(answer, str) else None
   if final is None or row.get("kind") is not None or not row.get("question"):
@@ -215,15 +216,15 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
 def _plain_row(
   row: Row, where: str, reading: Reading, mapped: Row
 ) -> tuple[Task, bool]:
-  """A row of question and answers, under our names or those of `_NAMES`.
+  """Reads a row with question and answers, under our names or those of `_NAMES`.
 
   Returns:
-    The task, and whether the row says its kind.
+    The task, and whether the row gives its kind.
   """
   empty = [name for name, value in row.items() if is_absent(value)]
   row = {name: value for name, value in row.items() if name not in empty}
   whole_row = dict(row)
-  # --- The columns that fields.* name are used up, whole ones only.
+  # --- The columns named by fields.* are used up, if they are whole columns.
   for ours, column in reading.fields.items():
     if ours in mapped:
       row.pop(column, None)
@@ -233,7 +234,7 @@ def _plain_row(
   columns = dict(reading.fields)
   for ours, names in _NAMES.items():
     found = [name for name in names if name in row]
-    # One that is filled, where there are several.
+    # If there are several, a non-empty one.
     found.sort(key=lambda name: row[name] == "")
     if ours not in plain and found:
       columns[ours] = found[0]
@@ -260,7 +261,7 @@ def _plain_row(
   missing = [ours for ours in ("question", "answers") if ours not in plain]
   if missing:
     raise ValueError(_lacking(missing, row, plain, empty, where))
-  # --- A problem is one of mathematics, but where the row or the config says otherwise.
+  # --- A problem is mathematics, unless the row or the config gives another kind.
   said = "kind" in row or "kind" in plain
   if not said and options is None and columns["question"] in ("problem", "Problem"):
     plain["kind"] = Kind.MATH
@@ -272,10 +273,10 @@ def _plain_row(
 
 
 def _read_list(text: str, where: str, column: str) -> Any:
-  """Answers that are one text: the texts of the list that it is, or itself.
+  """Reads answers stored as one text: the texts of a list, or the text itself.
 
   Raises:
-    ValueError: it is a list that cannot be read.
+    ValueError: the list cannot be read.
   """
   answers = listed(text)
   if isinstance(answers, str) and is_unread_list(answers):
@@ -307,7 +308,7 @@ def _lacking(
 
 
 def _nearest_schema(columns: set[str]) -> str:
-  """Says which data set has most of a row's columns; "" where none is near."""
+  """Names the data set with most of a row's columns; "" if none is near."""
   shared, name, needed = max(
     (
       (len(needed & columns) / len(needed), name, needed)
@@ -322,7 +323,7 @@ def _nearest_schema(columns: set[str]) -> str:
 
 
 def _with_extras(plain: Row, where: str) -> Task:
-  """Our schema, and in `meta` what else the row has."""
+  """Returns our schema, with the row's other columns in `meta`."""
   extras = {k: v for k, v in plain.items() if k not in _OURS and v is not None}
   row = {k: v for k, v in plain.items() if k in _OURS}
   meta = row.get("meta")
@@ -333,10 +334,9 @@ def _with_extras(plain: Row, where: str) -> Task:
 
 
 def misspelt(row: Row, task: Task) -> dict[str, str]:
-  """Columns of a row that went into `meta` -> the field that each may have meant.
+  """Columns of a row that went into `meta` -> the field that was probably meant.
 
-  Only fields that no other column fills: a row that lacks a required one has been
-  refused.
+  Only fields without another column: a row without a required one has been refused.
   """
   unfilled = {"kind", "source", "family"}
   for ours, names in _NAMES.items():
@@ -356,7 +356,8 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_json(value: Any) -> bool:
-  """Whether JSON holds it: a picture of `datasets` is left out, a text is not."""
+  """Whether JSON can represent it: a picture of `datasets` is left out, a text is
+  not."""
   try:
     json.dumps(value)
   except (TypeError, ValueError, RecursionError):
@@ -418,7 +419,7 @@ def _webwalker(row: Row, where: str, default_id: str) -> Task:
 
 
 def _triviaqa(row: Row, where: str, default_id: str) -> Task:
-  """A row of TriviaQA; the pages that come with it are left out."""
+  """A row of TriviaQA; its web pages are left out."""
   answer = row["answer"]
   aliases = filter(None, answer["aliases"])
   plain = {
@@ -445,7 +446,7 @@ def _popqa(row: Row, where: str, default_id: str) -> Task:
   return Task.from_json(plain, where)
 
 
-# A data set, the fields that tell it, its reader; the first that fits is taken.
+# A data set, its identifying fields, its reader; the first match is used.
 _SCHEMAS: tuple[tuple[str, set[str], Callable[[Row, str, str], Task]], ...] = (
   ("verl", {"prompt", "reward_model"}, released),
   (

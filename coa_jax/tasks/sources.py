@@ -1,9 +1,8 @@
 """Reads tasks from files: this project's own schema, the released one, and data sets'.
 
-Which schema a row has is told by its fields (`schemas`), where rows come from by the
-URI (`rows`). Code tasks keep their tests in `meta["tests"]`, GSM8K's their worked
-solution in `meta["solution"]`; nothing of either is in the question, but one assert in
-MBPP's.
+A row's fields decide its schema (`schemas`), the URI its source (`rows`). Code tasks
+keep their tests in `meta["tests"]`, GSM8K's their worked solution in
+`meta["solution"]`; the question shows neither, except one assert in MBPP's.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from coa_jax.tasks.rows import list_uris, read_rows
 from coa_jax.tasks.schemas import FIELDS, Reading, attached, misspelt, read_row
 from coa_jax.tasks.task import Kind, Task
 
-# Files that are called by what they hold of a data set have their folder's name.
+# Files named by their split take their folder's name.
 _SPLITS = ("train", "test", "dev", "val", "valid", "validation", "data")
-# The end of a name that says which part of a data set a file is.
+# The end of a name with the file's part number in a data set.
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _log = logging.getLogger(__name__)
 
@@ -39,14 +38,15 @@ class TasksConfig:
       see `rows`.
     limit: take this many tasks; 0 takes all.
     limit_per_source: take this many tasks of each source, before `limit`; 0 takes all.
-    families: take only these families; () takes all.
-    seed: of the order; None keeps the file's. With a limit: which tasks are taken.
-    fields: question, answers, id, kind, source or family -> the column that holds it,
-      where the rows call it otherwise; "a.b" is b inside a.
-    kind: how answers are judged of rows that do not say it: qa, math or code.
-    source: name of the data set, for rows that do not say it; the file's where empty.
-    attachments: read rows that come with a picture or a file, too. No model is shown
-      it; by default such rows are left out and counted.
+    families: take only these; () takes all.
+    seed: the seed of the order; None keeps the file's order. With a limit, it also
+      selects the tasks.
+    fields: question, answers, id, kind, source or family -> its column in the rows, if
+      the name differs; "a.b" is b inside a.
+    kind: the kind of rows without one: qa, math or code.
+    source: the data set's name for rows without one; the file's name if empty.
+    attachments: True also reads rows with a picture or a file, which no model sees; by
+      default such rows are left out and counted.
   """
 
   uri: str
@@ -69,11 +69,11 @@ class TasksConfig:
 
 
 def select_tasks(config: TasksConfig) -> list[Task]:
-  """The tasks that a config asks for.
+  """Returns the tasks selected by a config.
 
   Raises:
-    FileNotFoundError, ValueError: as `load_tasks`; or no task is left; or rows that do
-      not say their kind have answers that look like mathematics.
+    FileNotFoundError, ValueError: as `load_tasks`; or no task is left; or rows without
+      a kind have answers that look like mathematics.
   """
   tasks, unsaid = _load(config)
   if not config.kind:
@@ -113,13 +113,13 @@ def _first_of_each_source(tasks: Sequence[Task], limit: int) -> list[Task]:
 
 
 def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
-  """Every task of a file or of a source that `rows.read_rows` knows, in order.
+  """Reads every task of a file or source known to `rows.read_rows`, in order.
 
   Rows with pictures and files are among them: their questions are held out, too.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: the file's kind is unknown, it holds no task, a row fits no schema, or
+    FileNotFoundError: the file does not exist.
+    ValueError: the file's kind is unknown, it has no task, a row matches no schema, or
       two rows have the same id; the message names the file, the row and the field.
   """
   return _load(TasksConfig(os.fspath(uri), attachments=True))[0]
@@ -145,7 +145,7 @@ def describe_tasks(tasks: Sequence[Task]) -> str:
 
 @dataclasses.dataclass
 class _Found:
-  """A task, where it was found, and whether its row says its kind."""
+  """A task, its place, and whether its row gives its kind."""
 
   task: Task
   where: str
@@ -154,7 +154,7 @@ class _Found:
 
 
 def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
-  """All tasks, and those among them whose rows do not say their kind."""
+  """Returns all tasks, and those without a kind in their rows."""
   found: list[_Found] = []
   seen: dict[str, Task] = {}
   numbers: collections.Counter[str] = collections.Counter()
@@ -166,7 +166,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
     stem = os.path.splitext(os.path.basename(uri).removesuffix(".gz"))[0]
     name = _source_of(uri)
     for where, row in read_rows(uri):
-      # Files of one name in several folders count on, so that no two ids are the same.
+      # Files of one name in several folders share a count, so that ids stay unique.
       default_id = f"{stem}-{numbers[stem]}"
       numbers[stem] += 1
       column = None if config.attachments else attached(row)
@@ -180,7 +180,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
         before = seen.setdefault(task.id, task)
         if before is not task and before == task:
           continue
-      # Looked at once for every set of columns: a file may have millions of rows.
+      # Checked once per set of columns: a file may have millions of rows.
       shape = (frozenset(row), frozenset(task.meta))
       if shape not in shapes:
         shapes.add(shape)
@@ -197,7 +197,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
 def _warn_unasked(
   left_out: collections.Counter[tuple[str, str]], found: list[_Found]
 ) -> None:
-  """Reports rows that are left out, and system messages, which are not asked."""
+  """Reports skipped rows, and system messages, which are not part of questions."""
   for (uri, column), count in left_out.items():
     _log.warning(
       "%s: rows left out: %d; column %r holds a picture or a file, which no model is "
@@ -219,7 +219,7 @@ def _warn_unasked(
 
 
 def _tell_ids_apart(found: list[_Found]) -> None:
-  """Puts the source, or the file's name, before ids that several of them have.
+  """Puts the source's or the file's name before ids used by several of them.
 
   Raises:
     ValueError: an id occurs twice in one file.
@@ -270,7 +270,7 @@ def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> Non
 
 
 def _source_of(uri: str) -> str:
-  """The name of a data set: its file's stem, or its folder's where that is a split's.
+  """A data set's name: its file's stem, or its folder's name if the stem is a split.
 
   A config of the hub counts: FlashRAG_datasets-nq.
   """

@@ -33,13 +33,13 @@ class Task:
 
   Attributes:
     id: unique in its source; also the group id in RL.
-    question: the text put to the model.
-    answers: accepted answers; () where none is known and attempts stay ungraded (a
-      question from a user), in a data set at least one.
-    kind: how an answer is judged.
-    source: data set it came from; rewards and reports group by it.
-    family: finer kind inside a source (e.g. "two_hop"); "" where there is none.
-    meta: what else its source knows (JSON values only).
+    question: the text for the model.
+    answers: accepted answers; at least one in a data set; () if unknown, and attempts
+      stay ungraded (a user's question).
+    kind: selects the grader.
+    source: its data set; rewards and reports group by it.
+    family: finer kind inside a source (e.g. "two_hop"); "" for none.
+    meta: its source's other data (JSON values only).
   """
 
   id: str
@@ -58,14 +58,14 @@ class Task:
   def from_json(cls, row: dict[str, Any], where: str = "task") -> Task:
     """Builds a task from a row in this project's schema.
 
-    Besides `answers` (a list) a row may hold `answer` (a string or a list); `id`
-    defaults to `where`. A field that is null counts as left out.
+    A row may have `answers` (a list) or `answer` (a string or a list); `id` defaults to
+    `where`. A null field counts as left out.
 
     Raises:
       ValueError: a field is missing, unknown or of the wrong kind; the message starts
-        with `where` and names the field and what would be accepted.
+        with `where` and names the field and the accepted values.
     """
-    # --- Names: null is left out, `answer` may stand for `answers`.
+    # --- Names: null is left out, `answer` may replace `answers`.
     row = {name: value for name, value in row.items() if not is_absent(value)}
     if "answer" in row and "answers" not in row:
       row["answers"] = row.pop("answer")
@@ -78,12 +78,12 @@ class Task:
         f"{where}: unknown field {unknown[0]!r}; a task has "
         f"{', '.join(sorted(fields))}, and what else a row knows goes into meta"
       )
-    # --- What a task can not do without.
+    # --- Required fields.
     question = row.get("question")
     if not isinstance(question, str) or not _is_visible(question):
       raise ValueError(f"{where}: field 'question' must be a non-empty string")
     row["answers"] = _answers(row.get("answers"), where)
-    # --- What it may have.
+    # --- Optional fields.
     for field, kind, label in _KINDS:
       if not isinstance(row.get(field, kind()), kind):
         raise ValueError(
@@ -104,12 +104,12 @@ class Task:
 
 
 def is_absent(value: Any) -> bool:
-  """Whether a value is null: None, or the NaN by which tables mark an empty cell."""
+  """Whether a value is null: None, or NaN (an empty cell in tables)."""
   return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def first_of(row: Row, *names: str, default: Any = "") -> Any:
-  """Returns the first value that is there and not empty text; 0 is a value."""
+  """Returns the first value that is present and not empty text; 0 is a value."""
   for name in names:
     value = row.get(name)
     if not is_absent(value) and value != "":
@@ -121,7 +121,7 @@ def _answers(value: Any, where: str) -> tuple[str, ...]:
   """Returns accepted answers as texts.
 
   Raises:
-    ValueError: there is none, or one that no attempt could match.
+    ValueError: there is no answer, or one that cannot be matched.
   """
   # A number is an answer as good as a text: tables read 42 as one.
   if isinstance(value, str | int | float):
@@ -140,7 +140,7 @@ def _answer(value: Any, where: str) -> str:
   if isinstance(value, float):
     accepted = math.isfinite(value)
   elif isinstance(value, str):
-    # "nan" is what Python and tables write for a number that is missing.
+    # Python and tables write "nan" for a missing number.
     accepted = _is_visible(value) and value.strip() not in ("nan", "NaN")
   if not accepted:
     raise ValueError(
@@ -154,5 +154,5 @@ def _answer(value: Any, where: str) -> str:
 
 
 def _is_visible(text: str) -> bool:
-  """Whether a text has a character that is neither space nor of zero width."""
+  """Whether a text has a character besides spaces and zero-width ones."""
   return any(c.isprintable() and not c.isspace() for c in text)

@@ -1,1 +1,1 @@
-"""A real multi-agent system, and what turns its runs into trajectories."""
+"""A multi-agent system, and the conversion of its runs into trajectories."""

@@ -1,15 +1,15 @@
 """A multi-agent team: agents with their own prompts and contexts, exchanging messages.
 
 An orchestrator reads the shared history and names the next agent. A planner lists the
-facts and plans, a search agent and a code agent call tools, a reflector reviews what
-came back, a solver proposes an answer and a verifier scores it 1 to 4. Every agent
-keeps a conversation of its own, which shows it only the kinds of events that it needs
-(`SEES`), so a team pays for its context again at every call: that cost is counted here.
+facts and plans, a search agent and a code agent call tools, a reflector reviews the
+results, a solver proposes an answer and a verifier scores it 1 to 4. Every agent has
+its own conversation, with only the kinds of events that it needs (`SEES`), so a team
+pays for its context again at every call: this cost is counted here.
 
-A malformed reply is asked for once more, then recorded and worked around; a run ends
-with a status, never with a crash.
+A malformed reply is requested once more, then recorded and skipped; a run ends with a
+status, never with a crash.
 
-budget: what an agent is shown and who may work next are one set of rules.
+budget: an agent's context and the order of agents are one set of rules.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class TeamConfig:
   """Limits of one run.
 
   Attributes:
-    max_turns: decisions of the orchestrator.
-    max_calls: tool calls; when they are spent the team has to answer.
+    max_turns: the orchestrator's decisions.
+    max_calls: tool calls; after the last one the team has to answer.
     max_checks: verified candidates.
-    review: what a reflection is: "facts" alone, "analysis" with the outcome on the last
-      line, or analysis with "grades" of all three criteria on the last line. The first
-      suits variant unified, the second mhqa, the third web; see
+    review: the form of reflections: "facts" alone, "analysis" with the outcome on the
+      last line, or analysis with "grades" of all three criteria on the last line. The
+      first suits variant unified, the second mhqa, the third web; see
       `prompts.review_style`.
-    facts: whether the planner, before its plan, lists the facts that are given, to be
-      looked up and to be derived.
+    facts: whether the planner, before its plan, lists the known facts, those to look up
+      and those to derive.
   """
 
   max_turns: int = bounded(24, least=1)
@@ -109,7 +109,8 @@ class _Team:
     """Has an agent reply; None if its reply was malformed twice."""
     context = self._open(agent, legal)
     for _ in range(2):
-      # --- Reply. A malformed one stays in the conversation: it shows what to mend.
+      # --- Reply. A malformed one stays in the conversation: it shows the mistake to
+      # correct.
       reply = self.backend(agent, context)
       context.append(Message("assistant", reply.text))
       try:
@@ -134,19 +135,20 @@ class _Team:
     return None
 
   def note(self, agent: str, kind: str, content: str, detail: str = "") -> Event:
-    """Adds an event that no model wrote."""
+    """Adds an event without a model's reply."""
     event = Event(agent, kind, content, detail)
     self.run.events.append(event)
     return event
 
   def _open(self, agent: str, legal: Collection[str]) -> list[Message]:
-    """The agent's conversation, brought up to date with what it may see."""
+    """Returns the agent's conversation, updated with the events it may see."""
     context = self._contexts.setdefault(agent, [])
     parts = []
     if not context:
       context.append(Message("system", self._prompt(agent)))
       parts.append(f"Question: {self.task.question}\nTools: {', '.join(self.tools)}")
-    # Only what is new: a conversation grows at its end, which a prefix cache serves.
+    # Append only new events: a conversation grows at its end, which suits a prefix
+    # cache.
     for event in self.run.events[self._shown.get(agent, 0) :]:
       if event.agent != agent and event.kind in SEES[agent]:
         parts.append(render(event))
@@ -204,13 +206,14 @@ def solve(
   """Has the team work on one task until it is answered or out of turns.
 
   Args:
-    task: what is asked.
+    task: the task.
     backend: answers every agent's messages.
     call: runs a tool.
-    tools: tags that may be called; `code` is the code agent's, all others search's.
+    tools: the tools' tags; `code` belongs to the code agent, all others to the search
+      agent.
     config: limits.
-    encode: text -> token ids, for the token meter alone.
-    sample: which of the task's runs this is.
+    encode: text -> token ids, for the token meter only.
+    sample: the run's number for this task.
   """
   team = _Team(task, backend, tools, config, encode, sample)
   run = team.run
@@ -254,7 +257,7 @@ def _work(team: _Team, call: CallTool) -> None:
     # --- An answer is proposed and checked.
     if agent == SOLVER:
       verdict = _propose(team)
-      if verdict is not None:  # else a reply was malformed: that is no check
+      if verdict is not None:  # otherwise a reply was malformed: no check
         checks += 1
         if int(verdict.detail) >= roles.PASS_SCORE:
           run.status = Status.ENDED
@@ -271,7 +274,7 @@ def _work(team: _Team, call: CallTool) -> None:
     result = call(work.detail, work.content)
     run.calls.append(result)
     if result.status == CallStatus.INFRASTRUCTURE:
-      # No agent may learn from, or be taught by, a tool that was down.
+      # No agent may learn from an unavailable tool.
       raise InfrastructureError(f"tool {work.detail}: {result.result}")
     team.note(work.detail, OBSERVATION, result.result, work.detail)
     team.ask(REFLECTOR)
@@ -279,7 +282,7 @@ def _work(team: _Team, call: CallTool) -> None:
 
 
 def _propose(team: _Team) -> Event | None:
-  """A candidate and its verdict; None unless both came."""
+  """Asks for a candidate and its verdict; None unless both arrive."""
   candidate = team.ask(SOLVER)
   if candidate is None:
     return None
@@ -288,12 +291,13 @@ def _propose(team: _Team) -> Event | None:
 
 
 def _legal_agents(run: Run, tools: Sequence[str]) -> list[str]:
-  """Agents that may work next, by the protocol's order rules; the last is the safest.
+  """Returns the agents allowed next by the protocol's order rules; the last is the
+  safest.
 
-  A poor grade asks for a new plan, and after a failed check something has to be done
-  before a new candidate.
+  A poor grade requires a new plan, and after a failed check another action has to
+  precede a new candidate.
   """
-  last = None  # the event that says where the work stands
+  last = None  # the event with the present state of the work
   for event in run.events:
     if event.kind in _STATES:
       last = event

@@ -1,8 +1,8 @@
-"""What answers a team's agents: messages in, one reply out, and how that can fail.
+"""The interface of a team's backend: messages in, one reply out, and its errors.
 
-`llm.ChatBackend` (an OpenAI-compatible endpoint), `scripted.ScriptedBackend`,
-`gsm8k_replay.Gsm8kReplay`, `gsm8k_programs.Gsm8kPrograms` and `cloze.answer` are such
-backends.
+Implementations: `llm.ChatBackend` (an OpenAI-compatible endpoint),
+`scripted.ScriptedBackend`, `gsm8k_replay.Gsm8kReplay`, `gsm8k_programs.Gsm8kPrograms`
+and `cloze.answer`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from coa_jax.protocol.trajectory import ToolCall
 
-# Runs a tool: (tag, content of its span) -> what it gave.
+# Runs a tool: (tag, content of its span) -> its result.
 CallTool = Callable[[str, str], ToolCall]
 
 
@@ -27,19 +27,19 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-  """A model's answer and what it cost.
+  """A model's answer and its cost.
 
   Attributes:
-    text: the answer, without the reasoning that a model may put before it.
-    prompt_tokens: tokens sent, as the endpoint counts them; 0 if it does not say. This
-      and the next two include the tokens of unusable replies before this one.
-    cached_tokens: how many of those came from its prefix cache.
+    text: the answer, without any reasoning before it.
+    prompt_tokens: tokens sent, counted by the endpoint; 0 if unknown. This and the next
+      two include the tokens of unusable replies before this one.
+    cached_tokens: the part of them from its prefix cache.
     completion_tokens: tokens of the answer.
     seconds: wall time, retries included.
     retries: attempts beyond the first.
-    faults: what was wrong with each of those attempts but the last.
-    model: the model that the endpoint says it is; "" if it does not say.
-    cut: whether it hit the limit of tokens, so that its end is missing.
+    faults: the failures of all attempts before the last.
+    model: the model's name from the endpoint; "" if unknown.
+    cut: whether it hit the token limit and lacks its end.
   """
 
   text: str
@@ -54,7 +54,7 @@ class Reply:
 
   @property
   def reported(self) -> tuple[int, ...]:
-    """(prompt, cached, completion) tokens; () where the endpoint does not count."""
+    """(prompt, cached, completion) tokens; () if the endpoint does not count."""
     counts = (self.prompt_tokens, self.cached_tokens, self.completion_tokens)
     if any(counts):
       return counts
@@ -79,14 +79,14 @@ class BackendError(Exception):
   """No usable reply came.
 
   Attributes:
-    charged: (prompt, cached, completion) tokens of replies that could not be used.
+    charged: (prompt, cached, completion) tokens of unusable replies.
   """
 
   charged: tuple[int, ...] = (0, 0, 0)
 
 
 class InfrastructureError(BackendError, RuntimeError):
-  """A service is down or refuses to serve: says nothing about the run that met it."""
+  """A service is down or refuses to serve: no verdict on the affected run."""
 
 
 class RefusedError(BackendError, RuntimeError):
@@ -94,11 +94,11 @@ class RefusedError(BackendError, RuntimeError):
 
 
 class Unsolvable(BackendError):
-  """A backend cannot go on with a task; the run ends and its record says why.
+  """A backend cannot continue with a task; the run ends and records the reason.
 
   Attributes:
-    reason: a short name that counts can be kept by.
-    detail: what exactly was wrong.
+    reason: a short name for counting.
+    detail: the exact problem.
   """
 
   def __init__(self, reason: str, detail: str = ""):

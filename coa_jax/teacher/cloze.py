@@ -1,15 +1,15 @@
-"""A backend for task synthesis without a model: gaps in what pages say.
+"""A backend for task synthesis without a model: gaps in pages' sentences.
 
-Questions come from any text that has titles, offline and for nothing:
+Questions come from any text with titles, offline and at no cost:
 
   Which words fill the gap in "was born in 1961 in ___." on the page Mira Quill?
 
-and one deeper, where another page names that one:
+and one level deeper, if another page names this one:
 
   ... on the page that fills the gap in "Its mayor is ___, a former" on the page Tarn?
 
-They need the tools, for a page has to be found before its gap can be filled; they are
-no natural language, which `ChatBackend` writes.
+They need the tools, because a page has to be found before its gap can be filled; unlike
+`ChatBackend`'s, they are not natural language.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GAP = "___"
 _WORDS_BEFORE = 8  # at most, of a gap
 _MIN_WORDS_BEFORE = 4
 _WORDS_AFTER = 5
-# What is asked for: names within a sentence, whole ones, or a number.
+# The answers to ask for: whole names within a sentence, or a number.
 _SPAN = re.compile(r"(?<=[a-z,] )[A-Z][\w-]+(?: [A-Z][\w-]+)*|\b\d[\d,.]*\d\b")
 _NAME_BEFORE = re.compile(r"\b[A-Z][\w.'-]* $")
 
@@ -35,7 +35,7 @@ _NAME_BEFORE = re.compile(r"\b[A-Z][\w.'-]* $")
 def answer(agent: str, messages: Sequence[Message]) -> Reply:
   """Replies as an agent of `synthesis`; see `backend.ModelBackend`. It never guesses.
 
-  Empty where a document has no gap to ask for, or a gap can be filled in two ways.
+  Empty if a document has no suitable gap, or a gap can be filled in two ways.
   """
   request = messages[1].content
   if agent == synthesis.READER:
@@ -62,7 +62,7 @@ def _read(request: str) -> str:
 
 def _describe(title: str, rest: str) -> str:
   text, _, subject = rest.rpartition("\nDescribe: ")
-  # The first mention that has enough around it.
+  # The first mention with enough text around it.
   for mention in re.finditer(re.escape(subject), text):
     gap = _gap(text, mention.span(), title)
     if gap:
@@ -74,20 +74,20 @@ def _ask(title: str, text: str) -> str:
   gaps = []
   for match in _SPAN.finditer(text):
     if _NAME_BEFORE.search(text[: match.start()]):
-      continue  # the end of a name that began before it
+      continue  # the end of a longer name
     gap = _gap(text, match.span(), title)
     if gap:
       gaps.append((gap, match[0]))
   if not gaps:
     return ""
-  # Drawn, so that not every question is of a document's first words.
+  # Drawn, so that questions are not all about a document's first words.
   gap, filling = random.Random(title).choice(gaps)
   return f"QUESTION: {_QUESTION}{gap} {_PAGE}{title}?\nANSWER: {filling}"
 
 
 def _gap(text: str, span: tuple[int, int], title: str) -> str | None:
-  """What stands around a span, in quotes; None where that is too little to find it."""
-  # The title stands in the question once: there a deeper one describes it.
+  """Returns the quoted text around a span; None if it is too short to find the span."""
+  # The title occurs in the question once: a deeper question replaces it there.
   left = text[: span[0]].rpartition(title)[2]
   right = text[span[1] :].partition(title)[0]
   before = re.search(rf"(?:[^\s\"]+ ){{0,{_WORDS_BEFORE}}}$", left)[0]
@@ -99,9 +99,9 @@ def _gap(text: str, span: tuple[int, int], title: str) -> str | None:
 
 
 def _filled(part: str, documents: str) -> str | None:
-  """What fills the first gap of a question, if all its gaps can be filled one way."""
+  """Fills a question's first gap, if all its gaps can be filled in only one way."""
   # A deeper question has a gap for every page on the way: the first one is asked for,
-  # the others say where it stands. All must be filled, or the way is not clear.
+  # the others locate it. All must be filled, or the way is ambiguous.
   filled = []
   for gap in re.findall(rf'"([^"]*{_GAP}[^"]*)"', part):
     before, after = map(re.escape, gap.split(_GAP))

@@ -3,15 +3,15 @@
 The mapping follows arXiv 2508.13167 (multi-agent distillation): decisions and facts
 become `think`, plans `plan`, calls the tool's own tag, results `observation`, reviews
 `reflection`, candidates `suggested_answer`, verdicts a `think` with the rationale and a
-`double_check` with the score, and the end `answer`. Where a variant wants a think
+`double_check` with the score, and the end `answer`. If a variant requires a think
 before each reflection, a review's last line is the reflection and the rest the think.
-Every tool call and every observation is kept verbatim and in order; what the protocol
-has no place for (who comes next, malformed replies, a candidate that was never
-verified) is left out. Two rules may change that, and what they changed is recorded in
-the trajectory's `meta`: long observations may lose their middle, and a think that the
-variant asks for may be filled in.
+Every tool call and every observation is kept verbatim and in order; parts outside the
+protocol (the next agent's name, malformed replies, an unverified candidate) are left
+out. Two rules may change this, and their changes are recorded in the trajectory's
+`meta`: long observations may lose their middle, and a think required by the variant may
+be filled in.
 
-budget: the mapping and the two rules that may change it share every convention.
+budget: the mapping and its two exceptions share every convention.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from coa_jax.teacher.runs import Event, Run
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-  """A run that gives no trajectory.
+  """A run without a trajectory.
 
   Attributes:
     task_id: the task.
-    sample: which of its runs.
-    reason: a short name that counts can be kept by.
-    detail: what exactly was wrong.
+    sample: the run's number.
+    reason: a short name for counting.
+    detail: the exact problem.
   """
 
   task_id: str
@@ -54,14 +54,14 @@ class ConvertConfig:
   """Config section `convert`.
 
   Attributes:
-    observation_chars: an observation longer than this keeps so many characters of its
-      head and tail, around a marker that says how many are gone; 0 keeps all.
-      `meta["shortened"]` lists the call's number and its result's length of each.
-    missing_think: what a think says that the variant asks for and the run does not
-      have; "" drops such a run. `meta["filled"]` counts them.
-    score_right: a run without a verdict whose answer is right is given the answer as
-      its candidate and the best score as its verdict, for a variant that asks for them;
-      the paper's scores too were given afterwards. `meta["scored"]` says so.
+    observation_chars: a longer observation keeps this number of characters of its head
+      and tail, around a marker with the number removed; 0 keeps all.
+      `meta["shortened"]` lists each one's call number and original length.
+    missing_think: the text of a think required by the variant but missing in the run;
+      "" drops such a run. `meta["filled"]` counts them.
+    score_right: True gives a run with a right answer but no verdict this answer as its
+      candidate and the best score as its verdict, if the variant requires them; the
+      paper also added its scores afterwards. `meta["scored"]` records it.
   """
 
   observation_chars: int = 0
@@ -75,7 +75,7 @@ class ConvertConfig:
       raise ValueError("missing_think must not hold a tag")
 
 
-# Kinds of events whose content is the whole span, in every variant that has the tag.
+# Kinds of events that become a whole span, in every variant with the tag.
 _TAGS = {
   runs.PLAN: roles.PLAN,
   runs.REFLECTION: roles.REFLECTION,
@@ -96,12 +96,12 @@ def convert(
   budget: one pass over a run, event by event.
 
   Args:
-    run: what the team did.
-    task: what it was asked.
-    variant: the dialect; what an agent wrote that it has no tag for is left out.
+    run: the team's run.
+    task: its task.
+    variant: the dialect; content without a tag in it is left out.
     prompt: the first segments, e.g. `protocol.prompts.prompt_segments(...)`.
-    config: what may be shortened and filled in; nothing unless it says so.
-    lost: what is left out is added to it, a line each; malformed replies are not.
+    config: the allowed changes; none by default.
+    lost: collects the omitted contents, a line each, except malformed replies.
 
   Returns:
     A trajectory, with the run's reward if it has one, whose tool calls have their wall
@@ -115,7 +115,7 @@ def convert(
   if run.status != Status.ENDED:
     return Dropped(run.task_id, run.sample, run.status.value, run.error)
 
-  # --- What the config lets change: long observations, a missing verdict.
+  # --- The config's changes: long observations, a missing verdict.
   run, changes = _shortened(run, config.observation_chars)
   if config.score_right and _lacks_verdict(run, variant) and _is_right(task, run):
     run = _with_best_score(run)
@@ -156,18 +156,18 @@ def convert(
 
 
 def _shortened(run: Run, limit: int) -> tuple[Run, dict[str, Any]]:
-  """The run with its observations cut, and what has to be recorded of that."""
+  """Returns the run with its observations cut, and the record of the cuts."""
   if not limit:
     return run, {}
   calls = []
-  lengths = []  # (call's number, its result's length) of each that is cut
+  lengths = []  # (call's number, its result's length) of each cut
   for number, call in enumerate(run.calls):
     if len(call.result) > limit:
       lengths.append([number, len(call.result)])
     calls.append(dataclasses.replace(call, result=cut_middle(call.result, limit)))
   if not lengths:
     return run, {}
-  # Each result stands in the run twice: what the call gave, and what was observed.
+  # Each result is in the run twice: as the call's result, and as an observation.
   events = []
   for event in run.events:
     if event.kind == runs.OBSERVATION:
@@ -178,7 +178,7 @@ def _shortened(run: Run, limit: int) -> tuple[Run, dict[str, Any]]:
 
 
 def _lacks_verdict(run: Run, variant: Variant) -> bool:
-  """Whether the variant asks for a verdict and the run has none."""
+  """Whether the variant requires a verdict and the run has none."""
   if roles.DOUBLE_CHECK not in variant.roles or not run.events:
     return False
   return runs.VERDICT not in {event.kind for event in run.events}
@@ -203,7 +203,7 @@ def _with_best_score(run: Run) -> Run:
 def _fill(
   spans: Iterator[tuple[str, str]], variant: Variant, text: str, changes: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
-  """The spans, with a think of `text` before each that asks for one and has none."""
+  """Yields the spans, with a think of `text` before each that lacks a required one."""
   has_thought = False
   for tag, content in spans:
     if text and tag in variant.think_required and not has_thought:
@@ -213,14 +213,14 @@ def _fill(
       has_thought = True
     elif tag in variant.think_allowed:
       has_thought = False
-    # Else a thought that may not stand here waits for the next span: `_place_thinks`.
+    # Otherwise a misplaced thought waits for the next span: `_place_thinks`.
     yield tag, content
 
 
 def _spans(
   events: Sequence[Event], variant: Variant, lost: list[str]
 ) -> Iterator[tuple[str, str]]:
-  """(tag, content) of every span, thinks where they were thought."""
+  """(tag, content) of every span, thinks at their original places."""
   for i, event in enumerate(events):
     kind = event.kind
     if kind in (runs.DECISION, runs.FACTS):
@@ -266,7 +266,7 @@ def _no_span(name: str, content: str, variant: Variant) -> str:
 
 
 def _is_repeated(events: Sequence[Event], i: int) -> bool:
-  """Whether the candidate at i stands again below it: as another, or as the answer."""
+  """Whether the candidate at i is repeated later: as a candidate, or as the answer."""
   for event in events[i + 1 :]:
     is_answer = event.kind in (runs.CANDIDATE, runs.FINAL)
     if is_answer and event.content == events[i].content:
@@ -275,7 +275,7 @@ def _is_repeated(events: Sequence[Event], i: int) -> bool:
 
 
 def _is_verified(events: Sequence[Event], i: int) -> bool:
-  """Whether the candidate at i was scored before anything else was done."""
+  """Whether the candidate at i was scored before any other action."""
   for event in events[i + 1 :]:
     if event.kind != runs.MALFORMED:  # a verdict may have been asked for twice
       return event.kind == runs.VERDICT
@@ -287,8 +287,7 @@ def _place_thinks(
 ) -> Iterator[Segment]:
   """Segments of the spans; thoughts before one span become one think.
 
-  A thought where the variant allows none waits for the next span that may have one; one
-  that comes to none is left out.
+  A misplaced thought waits for the next span that allows one; at the end it is dropped.
   """
   thoughts: list[str] = []
   for tag, content in spans:
@@ -300,7 +299,7 @@ def _place_thinks(
       yield Segment(Author.POLICY, roles.THINK, text)
       thoughts = []
     if tag == roles.OBSERVATION:
-      # No tool can write a tag of the protocol: what looks like one is escaped.
+      # No tool can write a protocol tag: text like a tag is escaped.
       text = roles.wrap(tag, roles.escape(content))
       yield Segment(Author.TOOL, tag, text)
     else:

@@ -2,12 +2,12 @@
 
 Source: arXiv 2508.13167, section on supervised fine-tuning data: complexity, quality,
 reflection, error correction, in that order. The paper gives neither ratios nor
-definitions for counting; those used here are stated field by field. Between quality and
-error correction stand two that it lacks: what is of an evaluation set, and what was
-there before.
+definitions for counting; the config's fields state those used here. Two stages are
+added between quality and error correction: contamination by evaluation sets, and
+duplicates.
 
-`examine` looks at one trajectory alone, so any number of processes may share the work;
-`Funnel` takes these results in the order of the input, and decides.
+`examine` looks at a single trajectory, so any number of processes may share the work;
+`Funnel` takes the results in input order, and decides.
 
 budget: the stages, their config and their funnel are one list.
 """
@@ -37,10 +37,10 @@ from coa_jax.teacher.novelty import (
   visits,
 )
 
-# An answer's reward; None where it cannot be judged, and then nothing is dropped. Asked
-# for trajectories that have no verdict yet.
+# An answer's reward; None if it cannot be judged, and then nothing is dropped. Called
+# for trajectories without a verdict.
 GradeAnswer = Callable[[Task, str | None], float | None]
-# The stages that drop; then error correction, which writes some trajectories again.
+# The dropping stages; then error correction, which writes copies of some trajectories.
 STAGES = ("complexity", "quality", "contamination", "reflection", "duplicates")
 
 
@@ -49,27 +49,28 @@ class FiltersConfig:
   """Config section `filters`.
 
   Attributes:
-    min_activations: complexity: the fewest agent activations; one for every span that
-      an agent wrote (think, plan, call, reflection, candidate, check), observations and
-      the final answer not among them.
+    min_activations: complexity: the fewest agent activations; one for every agent's
+      span (think, plan, call, reflection, candidate, check), without observations and
+      the final answer.
     min_calls: complexity: the fewest tool calls.
-    min_reward: quality: the judge's reward below which an answer is wrong.
-    max_repeats: quality: how many calls may repeat an earlier one of the same tool with
-      the same input (white space aside).
-    benchmarks: contamination: evaluation sets (files or URIs of tasks) whose questions
-      no text of a trajectory may hold.
-    overlap_words: words of an n-gram that a trajectory may not share with one of them;
-      of a shorter question all words, and with the trajectory's question only. In a
-      script without spaces two letters count as a word.
-    blocked: contamination: domains (`host` or `host/path`) that no call may name.
+    min_reward: quality: the minimum reward of a right answer.
+    max_repeats: quality: the maximum of repeated calls (same tool and input, ignoring
+      white space).
+    benchmarks: contamination: evaluation sets (files or URIs of tasks) with questions
+      that no trajectory may contain.
+    overlap_words: n, in words, of an n-gram that a trajectory may not share with a
+      benchmark question; a shorter question is compared as a whole, and with the
+      trajectory's question only. In a script without spaces two letters count as a
+      word.
+    blocked: contamination: domains (`host` or `host/path`) forbidden in calls.
     keep_unreflected: reflection: the share kept of trajectories without a reflection.
-    reflected_copies: reflection: how often one with a reflection is written.
-    max_similarity: duplicates: Jaccard similarity of word 5-grams (of the question and
-      what the policy wrote) above which only the first is kept; 1 keeps all.
-    corrected_copies: error correction: how often a trajectory is written that went
-      wrong, noticed (a first double_check below the pass score, or a reflection graded
-      poor) and ended right.
-    seed: of the down-sampling.
+    reflected_copies: reflection: the number of copies of one with a reflection.
+    max_similarity: duplicates: the Jaccard similarity of word 5-grams (question and
+      policy text) above which only the first is kept; 1 keeps all.
+    corrected_copies: error correction: the number of copies of a trajectory that made a
+      mistake, noticed it (a first double_check below the pass score, or a reflection
+      graded poor) and ended right.
+    seed: the seed of the down-sampling.
   """
 
   min_activations: int = 5
@@ -94,9 +95,9 @@ class Inspection:
   """A verdict on a trajectory's instruction violations; see `violations`.
 
   Attributes:
-    violations: (rule, quote) of each; () for none.
-    read: False where no reply could be read, or the trajectory was too long for the
-      judge: nothing is known of it.
+    violations: (rule, quote) pairs; () for none.
+    read: False if no reply was readable, or the trajectory was too long for the judge:
+      its violations are unknown.
   """
 
   violations: tuple[tuple[int, str], ...] = ()
@@ -107,7 +108,7 @@ Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]  # one verdict 
 
 
 def load_benchmarks(config: FiltersConfig) -> Benchmarks:
-  """Reads the questions that `config.benchmarks` name.
+  """Reads the questions of `config.benchmarks`.
 
   Raises:
     FileNotFoundError, ValueError: as `tasks.sources.load_tasks`.
@@ -120,16 +121,15 @@ def load_benchmarks(config: FiltersConfig) -> Benchmarks:
 
 @dataclasses.dataclass
 class FilterResult:
-  """What the filters that look at one trajectory alone say of it.
+  """The result of the filters of a single trajectory.
 
   Attributes:
     trajectory: the trajectory, with its reward.
-    fault: the stage that drops it and the reason; None if all let it pass.
+    fault: the dropping stage and the reason; None if it passed all.
     reflected: whether it has a reflection.
-    corrected: whether it noticed a mistake of its own (see `was_corrected`) and is
-      known to have ended right.
-    graded: whether its answer could be judged.
-    signature: of its text, where duplicates are looked for.
+    corrected: whether it noticed its own mistake (see `was_corrected`) and ended right.
+    graded: whether its answer was judged.
+    signature: its text's signature, if duplicates are searched.
   """
 
   trajectory: Trajectory
@@ -148,15 +148,15 @@ def examine(
   config: FiltersConfig,
   benchmarks: Benchmarks,
 ) -> FilterResult:
-  """Looks at one trajectory; what is after its first fault is not looked at.
+  """Examines one trajectory, up to its first fault.
 
   Args:
-    task: what it was asked.
+    task: its task.
     trajectory: its reward is written here.
-    variant: the dialect that it must obey.
+    variant: its required dialect.
     grade: (task, prediction) -> reward.
     config: thresholds and ratios.
-    benchmarks: as from `load_benchmarks`.
+    benchmarks: the result of `load_benchmarks`.
   """
   # --- The stages in the order of STAGES; the first fault ends it.
   verdict = parse(trajectory.text, variant)
@@ -169,10 +169,10 @@ def examine(
   if fault is not None:
     return FilterResult(trajectory, fault)
 
-  # --- What `Funnel` decides by.
+  # --- The inputs of `Funnel`.
   result = FilterResult(trajectory, None, graded=trajectory.reward is not None)
   result.reflected = _has_reflection(verdict)
-  # A mistake that was noticed is worth copies only where the answer is right after all.
+  # A noticed mistake earns copies only if the final answer is right.
   result.corrected = bool(_recorded_reward(trajectory)) and was_corrected(verdict.spans)
   if config.max_similarity < 1:
     result.signature = signature(policy_text(trajectory))
@@ -189,14 +189,14 @@ class Funnel:
     self._count: Counter[str] = Counter()
 
   def admit(self, result: FilterResult) -> int:
-    """Decides how often the trajectory is to be written; 0 drops it.
+    """Returns the number of copies to write; 0 drops the trajectory.
 
     Args:
-      result: a `FilterResult`, or what has all its fields but the trajectory.
+      result: a `FilterResult`, or an object with all its fields but the trajectory.
     """
     c = self._config
     self._count["in"] += 1
-    # Only what has passed is remembered: a dropped trajectory drops no other.
+    # Only passed texts are remembered: a dropped trajectory drops no other.
     fault = result.fault
     has_passed = fault is None and result.signature is not None
     if has_passed and not self._duplicates.is_new(result.signature):
@@ -218,11 +218,11 @@ class Funnel:
     return copies
 
   def report(self) -> dict[str, Any]:
-    """Reports what every stage kept, and dropped by reason.
+    """Reports the kept and dropped counts of every stage, by reason.
 
-    Each stage's kept and dropped add up to what the one before it kept. Of what the
-    last one kept, "ungraded" had no judgement; "reflected" and "corrected" earned
-    copies, of which "added" were written.
+    Each stage's kept and dropped counts add up to the previous stage's kept. Of the
+    last stage's kept, "ungraded" had no judgement; "reflected" and "corrected" earned
+    copies, and "added" copies were written.
     """
     left = self._count["in"]
     out: dict[str, Any] = {"in": left}
@@ -255,11 +255,12 @@ def filter_trajectories(
 
   Args:
     pairs: each trajectory with its task.
-    variant: the dialect that trajectories must obey.
+    variant: the trajectories' required dialect.
     grade: (task, prediction) -> reward; it is written to the trajectory.
     config: thresholds and ratios.
-    inspect: looks for instruction violations, a part of quality; None does not. Because
-      it costs, only those are put to it that no filter drops which looks at one alone.
+    inspect: checks for instruction violations, a part of quality; None skips it.
+      Because it costs money, it gets only trajectories that passed all filters of a
+      single trajectory.
 
   Returns:
     The trajectories kept, in input order, copies side by side (`meta["copy"]` numbers
@@ -316,7 +317,7 @@ def _quality(
   grade: GradeAnswer,
   c: FiltersConfig,
 ) -> tuple[str, str] | None:
-  # --- The dialect, and calls that were made before.
+  # --- The dialect, and repeated calls.
   if not verdict.ok:
     return "quality", f"protocol_{verdict.verdict.value}"
   inputs = {(call.name, " ".join(call.arguments.split())) for call in trajectory.calls}
@@ -337,7 +338,7 @@ def _quality(
 
 
 def _recorded_reward(trajectory: Trajectory) -> float | None:
-  """The reward of its answer that a trajectory has on record; None for no number."""
+  """Returns a trajectory's recorded reward of its answer; None for no number."""
   parts = trajectory.reward_parts
   if not isinstance(parts, dict):  # of a foreign row, anything
     return None
@@ -371,7 +372,7 @@ def _reflection(
 
 
 def was_corrected(spans: Iterable[Span]) -> bool:
-  """Whether a well-formed trajectory noticed a mistake of its own on the way.
+  """Whether a well-formed trajectory noticed its own mistake.
 
   That is: its first double_check is below the pass score, or some reflection grades a
   criterion poor.

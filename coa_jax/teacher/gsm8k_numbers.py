@@ -1,10 +1,10 @@
 """Makes new tasks of GSM8K's: the same question with other numbers.
 
-The numbers that a solution's notes calculate with and that stand in the question once
-are drawn anew, the notes are calculated again, and the text of question and solution is
-written with the new numbers. What a question says in words ("half", "a week") stays.
-A question is left out if its notes use a constant that it does not state.
-A draw is refused where a result is not positive any more, or no longer an integer.
+New values are drawn for the numbers that occur in a solution's notes and once in the
+question; the notes are calculated again, and question and solution are rewritten with
+the new numbers. Numbers written as words ("half", "a week") stay. A question is left
+out if its notes use a constant that it does not state. A draw is refused if a result is
+not positive any more, or no longer an integer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from coa_jax.teacher.gsm8k_programs import said_in_words
 from coa_jax.teacher.gsm8k_replay import NUMBER, Solution, read_solution, value_of
 
 FAMILY = "new_numbers"  # of the new tasks
-_DRAWS = 60  # of new numbers, before a task is given up
+_DRAWS = 60  # attempts to draw new numbers before a task is skipped
 _FINAL = re.compile(r"(\n#### *)(.*?)\s*$")
-# Numbers in a question that are a part of something else: 1/2, 5th, 3:30, 10-12, 2x4.
+# Numbers in a question that are part of a larger token: 1/2, 5th, 3:30, 10-12, 2x4.
 _PART = re.compile(r"[\w/:.-]")
 _YEARS = range(1800, 2101)
 _OPERATIONS = {
@@ -40,11 +40,11 @@ _Numbers = dict[fractions.Fraction, fractions.Fraction]  # old -> new
 
 
 def with_new_numbers(tasks: Iterable[Task], copies: int) -> list[Task]:
-  """Puts after each task so many copies of it with other numbers, or fewer.
+  """Adds `copies` copies with other numbers after each task, or fewer.
 
   Args:
     tasks: with `meta["solution"]`.
-    copies: of each task, where its numbers can be changed.
+    copies: copies of each task with changeable numbers.
   """
   out = []
   for task in tasks:
@@ -55,7 +55,7 @@ def with_new_numbers(tasks: Iterable[Task], copies: int) -> list[Task]:
 
 
 def _copies(task: Task, copies: int) -> list[Task]:
-  """Different copies of a task, each with the numbers of a draw of its own."""
+  """Yields different copies of a task, each with its own draw of numbers."""
   text = task.meta.get("solution")
   try:
     solution = read_solution(text) if isinstance(text, str) else None
@@ -80,7 +80,7 @@ def _copies(task: Task, copies: int) -> list[Task]:
 
 
 def _changing(question: str, solution: Solution) -> list[fractions.Fraction]:
-  """The numbers of the notes that may change: each stands in the question once."""
+  """Returns the notes' changeable numbers: each occurs once in the question."""
   results = {fractions.Fraction(step.value) for step in solution.steps}
   used = {value for step in solution.steps for value in _constants(step.program)}
   counts = Counter(value_of(match[0]) for match in NUMBER.finditer(question))
@@ -154,7 +154,7 @@ def _recalculated(
   asked = {value_of(number) for number in NUMBER.findall(question)}
   if not all(value in asked or said_in_words(value, question) for value in kept):
     return None
-  # A number that stays and one that changes must not be written alike.
+  # A fixed number and a changed one must not be equal in writing.
   if any(numbers.get(value, value) != value for value in kept):
     return None
   return numbers

@@ -2,9 +2,8 @@
 
 `gsm8k_replay` runs a program for every calculator note. Here the notes of a solution
 are the lines of one program, with a name for every result, so a trajectory is short: a
-thought that says what is calculated, one call, the answer. Two styles, lines with and
-without comments, and the orders that the lines may have make several trajectories of a
-question.
+thought about the calculation, one call, the answer. Two styles (lines with and without
+comments) and the valid orders of the lines give several trajectories for a question.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _FILLERS = re.compile(
   r"(?:a|all|an|and|are|at|be|by|each|for|from|had|has|have|he|her|his|if|in|is|it|its|"
   r"of|on|or|per|she|so|that|the|their|there|they|this|to|was|were|which|will|with)"
 )
-# Names that a program must not take.
+# Names forbidden in a program.
 _TAKEN = frozenset((*keyword.kwlist, *keyword.softkwlist, *dir(builtins), ANSWER))
-# What a question may say in words of a number that stands in a note alone.
+# Words of a question for a number that is only in a note.
 _WORDS = {
   2: r"half|halves|twice|doubl|pair|couple|both|two",
   3: r"third|triple|thrice|three",
@@ -67,10 +66,10 @@ class Line:
   """One line of a program.
 
   Attributes:
-    name: of its result.
-    expression: Python, with the names of earlier results.
-    needs: indices of the lines whose results it takes.
-    step: the note that it is made of.
+    name: its result's name.
+    expression: a Python expression, with earlier results' names.
+    needs: indices of the lines it depends on.
+    step: its note.
   """
 
   name: str
@@ -83,7 +82,7 @@ class Gsm8kPrograms(Gsm8kReplay):
   """Answers as any agent, for its tasks; see `backend.ModelBackend`."""
 
   def __init__(self, tasks: Iterable[Task], sample: int):
-    """Takes the tasks, and which of the runs of each task it plays.
+    """Takes the tasks, and the numbers of each task's runs.
 
     Raises:
       ValueError: as `Gsm8kReplay`.
@@ -94,7 +93,8 @@ class Gsm8kPrograms(Gsm8kReplay):
   def _reply(
     self, agent: str, question: str, solution: Solution, replies: int, output: str
   ) -> str:
-    """An agent's next reply after so many, and after the program's output."""
+    """Returns an agent's next reply, from its number of earlier replies and the
+    program's output."""
     last = solution.steps[-1]
     if agent == runs.REFLECTOR:
       check_output(last, output)
@@ -105,8 +105,8 @@ class Gsm8kPrograms(Gsm8kReplay):
       return "SCORE: 4"  # the program's output is the answer
     if agent == runs.ORCHESTRATOR and replies:
       return f"NEXT: {runs.SOLVER}"
-    # The samples of a question take turns in style; the second of a style may have
-    # another order.
+    # A question's samples alternate in style; the second of a style may have another
+    # order.
     first = random.Random(question).randrange(2)
     commented = (first + self._sample) % 2 == 1
     lines = program_lines(solution, question)
@@ -120,8 +120,8 @@ class Gsm8kPrograms(Gsm8kReplay):
 def program_lines(solution: Solution, question: str) -> list[Line]:
   """Makes a line of each note that the answer depends on.
 
-  A number in a note is an earlier result where their values are equal: the newest that
-  no line has taken yet or, unless the question holds that number, the newest.
+  A number in a note is an earlier result of the same value: the newest one not used by
+  any line or, unless the question has this number, the newest.
   """
   values = [fractions.Fraction(value_of(step.value) or 0) for step in solution.steps]
   asked = {value_of(number) for number in NUMBER.findall(question)}
@@ -139,7 +139,7 @@ def program_lines(solution: Solution, question: str) -> list[Line]:
 
 
 class _Linked(ast.NodeTransformer):
-  """Writes the names of earlier results for the numbers that are these results."""
+  """Replaces numbers by the names of earlier results with the same value."""
 
   def __init__(
     self,
@@ -168,13 +168,13 @@ class _Linked(ast.NodeTransformer):
 
 
 def said_in_words(number: fractions.Fraction | int, question: str) -> bool:
-  """Whether a question may say the number in words: "half" is 2, "a week" 7."""
+  """Whether a question may write the number as words: "half" is 2, "a week" 7."""
   words = _WORDS.get(number)
   return words is not None and bool(re.search(words, question, re.IGNORECASE))
 
 
 def _needed(lines: Sequence[Line]) -> list[Line]:
-  """The lines that the last one depends on, numbered anew."""
+  """Returns the lines that the last one depends on, renumbered."""
   needed = {len(lines) - 1}
   for i in range(len(lines) - 1, -1, -1):
     if i in needed:
@@ -202,7 +202,7 @@ def _names(steps: Sequence[Step]) -> list[str]:
 
 
 def reordered(lines: Sequence[Line], rng: random.Random) -> list[Line]:
-  """Draws one of the orders in which every line stands after those that it needs."""
+  """Draws an order with every line after its dependencies."""
   order: list[int] = []
   left = list(range(len(lines)))
   while left:
@@ -218,7 +218,7 @@ def reordered(lines: Sequence[Line], rng: random.Random) -> list[Line]:
 
 
 def thought(lines: Sequence[Line], commented: bool) -> str:
-  """Says what the program calculates: all of it, or what no comment says."""
+  """Describes the program's calculation: all of it, or the part without comments."""
   goals = [_goal(line) for line in lines]
   if commented:
     return f"Calculate {goals[-1]}."
@@ -226,7 +226,7 @@ def thought(lines: Sequence[Line], commented: bool) -> str:
 
 
 def _goal(line: Line) -> str:
-  """What a line is for, without numbers: they are the program's to say."""
+  """A line's goal, without numbers: the program has to produce them."""
   goal = line.step.goal
   if _DIGIT.search(goal):
     return line.name.replace("_", " ")
@@ -241,7 +241,7 @@ def program_text(lines: Sequence[Line], commented: bool) -> str:
     if commented:
       comment = _sentence(line.step)
       told = {value_of(number) for number in NUMBER.findall(comment)}
-      # A comment must not tell what the program is yet to calculate.
+      # A comment must not reveal results that the program is yet to calculate.
       if len(comment.split()) > _MAX_COMMENT_WORDS or told & results:
         comment = _goal(line)
       text.append(f"# {comment}")
@@ -260,7 +260,7 @@ def _sentence(step: Step) -> str:
 
 
 def _shown(step: Step) -> str:
-  """The expression that prints the answer, rounded where its note rounds it."""
+  """The expression that prints the answer, rounded if its note rounds it."""
   decimals = step.value.partition(".")[2]
   if decimals and len(decimals) <= 2:
     return f"round({ANSWER}, 2)"

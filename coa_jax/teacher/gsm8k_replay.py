@@ -1,10 +1,10 @@
-"""Replays GSM8K's worked solutions as a team that calls real tools.
+"""Replays GSM8K's worked solutions as a team with real tools.
 
-The solutions (arXiv 2110.14168) hold calculator notes, `48/2 = <<48/2=24>>24 clips
-in May.` Each note becomes one round of the team: the text before it is the
-orchestrator's reason, its expression the code agent's program, the text after it, with
-the value, the reflector's review. The planner says what each note is for, the solver
-gives the last value. A program's output must be the value that the note claims.
+The solutions (arXiv 2110.14168) have calculator notes, `48/2 = <<48/2=24>>24 clips in
+May.` Each note becomes one round of the team: the text before it is the orchestrator's
+reason, its expression the code agent's program, the text after it, with the value, the
+reflector's review. The planner gives each note's goal, the solver the last value. A
+program's output must equal the note's value.
 
 The replay keeps no state: how often an agent has replied says which step it is at.
 
@@ -35,27 +35,27 @@ _BECAUSE = re.compile(r" (?:because|since)\b( .+)?$")
 _VALUE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?|[+-]?\d+/\d+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _CLAUSE_END = re.compile(r"(?<!Mr)(?<!Mrs)(?<!Ms)(?<!Dr)[,;:.]+(?:\s|$)|\n")
-# A calculation that ends a text, with nothing but numbers and signs in it.
+# A calculation at the end of a text, of numbers and signs only.
 _CALCULATION = re.compile(
   r"(?<![\w.,])[$(]*[\d.](?:[\d.\s()+\-*/x\u00d7\u00f7$%]|,(?=\d{3}))*$"
 )
-# A calculation that goes on after the text's end.
+# A calculation that continues after the text's end.
 _OPEN_END = re.compile(r"(?:[-+*/\u00d7\u00f7(]|\bx)$")
 
-# Notations that have one reading only, as Python writes them; all else is refused.
+# Unambiguous notations, in Python's form; all others are refused.
 _NOTATIONS = (
   (re.compile(r"\s+"), " "),
   (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),  # 1,000
   (re.compile(r"\$(?=[\d.])"), ""),  # $5
   (re.compile(r"(?<=[\d)])\s*[x\u00d7]\s*(?=[\d(.])"), "*"),
   (re.compile(r"\u00f7"), "/"),
-  (re.compile(r"(?<![\d.])0+(?=\d)"), ""),  # 007 is no number in Python
+  (re.compile(r"(?<![\d.])0+(?=\d)"), ""),  # 007 is not a number in Python
 )
 _PERCENT = re.compile(r"(\d+\.?\d*|\.\d+)%")
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)
-_MAX_CHARS = 200  # of an expression; what is longer is no calculator note
+_MAX_CHARS = 200  # of an expression; a longer one is not a calculator note
 _MAX_GOAL_WORDS = 8
-# What a float's repr may be off by, relative to the value.
+# A float's repr may be off by this much, relative to the value.
 _FLOAT_ERROR = fractions.Fraction(1, 10**9)
 _UNKNOWN = "?"
 _DONE = "all steps done"
@@ -68,10 +68,10 @@ class Step:
   Attributes:
     thought: the text before it, without the calculation and its result.
     program: its expression, as Python.
-    value: what it claims the expression to be, as a plain decimal.
-    rounding: what the claim may be off by: half of its last decimal, 0 for an integer.
+    value: the claimed value of the expression, as a plain decimal.
+    rounding: the claim's tolerance: half of its last decimal, 0 for an integer.
     finding: the value and the text after it.
-    goal: what it is for, in a few words.
+    goal: its purpose, in a few words.
   """
 
   thought: str
@@ -116,9 +116,9 @@ class Gsm8kReplay:
     """Replies with the agent's part of the solution; see `backend.ModelBackend`.
 
     Raises:
-      Unsolvable: the solution cannot be played (`read_solution` says why); or, with
-        the reason "program_failed" or "other_value", the tool's output is no number or
-        not the value of the note.
+      Unsolvable: the solution cannot be played (with a reason of `read_solution`); or,
+        with the reason "program_failed" or "other_value", the tool's output is not a
+        number or not the note's value.
     """
     question = _QUESTION.match(messages[1].content)
     solution = None
@@ -135,7 +135,8 @@ class Gsm8kReplay:
   def _reply(
     self, agent: str, question: str, solution: Solution, replies: int, output: str
   ) -> str:
-    """An agent's next reply after so many, and after a program's output."""
+    """Returns an agent's next reply, from its number of earlier replies and a program's
+    output."""
     del question
     steps = solution.steps
     if agent == runs.PLANNER:
@@ -158,7 +159,7 @@ class Gsm8kReplay:
 
 
 def check_output(step: Step, output: str) -> None:
-  """Raises Unsolvable unless a program's output is what the step's note claims."""
+  """Raises Unsolvable unless a program's output is the value of the step's note."""
   value = value_of(output)
   if value is None:
     raise Unsolvable("program_failed", f"print({step.program}): {output[-200:]}")
@@ -185,9 +186,9 @@ def read_solution(text: str) -> Solution:
 
   Raises:
     Unsolvable: with a reason: "no_program" (no note calculates), "broken_note" (a note
-      that is not `<<expression=value>>`), "not_arithmetic" (an expression that
-      `arithmetic` refuses) or "answer_not_computed" (the final answer is not the last
-      note's value).
+      that is not `<<expression=value>>`), "not_arithmetic" (an expression refused by
+      `arithmetic`) or "answer_not_computed" (the final answer is not the last note's
+      value).
   """
   final = _FINAL.search(text)
   body = text
@@ -196,7 +197,7 @@ def read_solution(text: str) -> Solution:
     body = text[: final.start()]
     answer = final[1]
 
-  # --- The notes that calculate.
+  # --- The notes with a calculation.
   notes = []
   for match in _NOTE.finditer(body):
     expression, equals, value = match[1].rpartition("=")
@@ -247,8 +248,9 @@ def _tidy(text: str) -> str:
 
 
 def _step(before: str, note: _Note, after: str) -> Step:
-  """The step of a note that stands between two texts."""
-  # --- The thought: what stands before it, but for what only the program may tell.
+  """Returns the step of a note between two texts."""
+  # --- The thought: the text before the note, without numbers that only the program may
+  # give.
   after = after.rstrip(" .")
   *earlier, line = _without_calculation(before).split("\n")
   line = _without_result(line, note.value)
@@ -276,7 +278,7 @@ def _step(before: str, note: _Note, after: str) -> Step:
 
 
 def _without_calculation(text: str) -> str:
-  """A text before a note without the calculation that the note repeats."""
+  """Removes the calculation repeated by the note from the text before it."""
   text = text.rstrip("=$: \n")
   bare = _CALCULATION.sub("", text).rstrip("=$: \n")
   if _OPEN_END.search(bare):  # only half of it: one of its numbers has a unit
@@ -285,7 +287,8 @@ def _without_calculation(text: str) -> str:
 
 
 def _without_result(line: str, value: str) -> str:
-  """`The dogs eat 6 because`, before a program that prints 6, as `The dogs eat ?`."""
+  """Rewrites `The dogs eat 6 because`, before a program that prints 6, as `The dogs eat
+  ?`."""
   match = _BECAUSE.search(line)
   if match is None:
     return line
@@ -299,7 +302,8 @@ def _without_result(line: str, value: str) -> str:
 
 
 def _goal(line: str, after: str) -> str:
-  """A few words of the clause after a note or, where that says little, before it."""
+  """Returns a few words of the clause after a note or, if they are uninformative,
+  before it."""
 
   def num_words(clause: str) -> int:
     return len(_WORD.findall(clause))
@@ -307,8 +311,8 @@ def _goal(line: str, after: str) -> str:
   following = _CLAUSE_END.split(after)[0]
   if num_words(following) > 1:
     return " ".join(following.split()[:_MAX_GOAL_WORDS])
-  # One word after it is a unit at most: the last clause before it goes in front, one of
-  # several words where there is such a one.
+  # One word after the note is only a unit: put the last clause before it in front,
+  # preferably one with several words.
   clauses = _CLAUSE_END.split(line)
   preceding = ""
   for least in (2, 1):
@@ -320,11 +324,11 @@ def _goal(line: str, after: str) -> str:
 
 
 def arithmetic(expression: str) -> str | None:
-  """An expression as Python, if it is plain arithmetic; None for all else.
+  """Returns an expression as Python if it is plain arithmetic; None otherwise.
 
-  Plain are numbers, + - * / //, signs and parentheses. Other notations are accepted
-  where they have one reading: 1,000 and $5 and 007, `x` between numbers, and a percent
-  sign where nothing is added (`100+10%` has two readings).
+  Plain are numbers, + - * / //, signs and parentheses. Other notations are accepted if
+  they are unambiguous: 1,000 and $5 and 007, `x` between numbers, and a percent sign
+  without an addition (`100+10%` is ambiguous).
   """
   if len(expression) > _MAX_CHARS:
     return None
@@ -354,7 +358,7 @@ def _plain_tree(node: ast.expr) -> bool:
 
 
 def value_of(text: str) -> fractions.Fraction | None:
-  """The exact value of a number as people and Python write it; None for all else."""
+  """Returns the exact value of a number in human or Python notation; None otherwise."""
   text = text.strip().removeprefix("$").replace(",", "")
   if not _VALUE.fullmatch(text):  # `Fraction` reads more: 1_000, other scripts' digits
     return None

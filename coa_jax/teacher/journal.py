@@ -1,15 +1,14 @@
-"""The journal: every reply and every tool result, on disk before anybody reads it.
+"""The journal: every reply and every tool result, on disk before use.
 
-A run that was interrupted anywhere, by SIGKILL too, is worked again from its start; the
-journal answers what it has answered before, so nothing is paid for twice and the run
-comes out as if it had never stopped. What was asked is known by its content: a call is
-looked up by the run it belongs to, who was asked, the hash of the whole conversation
-(or of the tool's arguments), and how often the run has asked just that before. Tool
-results are kept, too, because the conversation that follows depends on them.
+An interrupted run (also by SIGKILL) is repeated from its start; the journal answers its
+recorded calls, so nothing is paid for twice and the run ends as if it had never
+stopped. A call is identified by its content: its run, the agent, the hash of the whole
+conversation (or of the tool's arguments), and the number of identical calls before it
+in the run. Tool results are stored too, because the later conversation depends on them.
 
-Only a reply that was on its way when the process died is lost. Failures of
-infrastructure are not kept: they are what a second attempt is for. A line is handed to
-the kernel at once and survives the process; a power cut may cost the last ones.
+Only a reply in flight when the process died is lost. Infrastructure failures are not
+stored: they deserve a second attempt. A line goes to the kernel at once and survives
+the process; a power cut may lose the last ones.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ RunKey = tuple[str, int]  # task id, sample
 # Kinds of lines.
 _MODEL = "model"
 _TOOL = "tool"
-_FAILED = "failed"  # a call that was charged for and gave no usable reply
+_FAILED = "failed"  # a call that was charged for but gave no usable reply
 
 
 @dataclasses.dataclass
@@ -48,16 +47,16 @@ class CallUsage:
   """Sums over the journal's calls; tokens as the endpoint counts them.
 
   Attributes:
-    calls: of the model that were answered.
-    failed: others that were charged for, unusable replies alone; in the tokens, too.
-    prompt: tokens sent, and likewise the next two; 0 where the endpoint does not count.
-    cached: how many of those came from a prefix cache.
+    calls: answered calls of the model.
+    failed: other charged calls, with only unusable replies; included in the tokens.
+    prompt: tokens sent, and likewise the next two; 0 if the endpoint does not count.
+    cached: the part of them from a prefix cache.
     completion: tokens of the replies.
     retries: attempts beyond the first.
-    seconds: of waiting for replies; calls wait side by side.
-    tool_calls: that tools ran.
+    seconds: seconds of waiting for replies, summed over concurrent calls.
+    tool_calls: calls run by tools.
     by_agent: agent -> its calls.
-    models: what the endpoint says it is -> replies.
+    models: model name from the endpoint -> replies.
   """
 
   calls: int = 0
@@ -101,17 +100,17 @@ class Journal:
     done: Callable[[RunKey], bool] = lambda run: False,
     usd: Callable[[int, int, int], float | None] = lambda *counts: None,
   ):
-    """Reads what is there; a line cut short by a kill is removed.
+    """Reads the existing rows; a line cut short by a kill is removed.
 
     Args:
-      path: a file of JSON lines, created where it is missing.
-      done: whether a run is finished, so that its calls are never asked for again and
-        need no place in memory.
-      usd: what (prompt, cached, completion) tokens cost; see `ChatConfig.usd`.
+      path: a file of JSON lines, created if missing.
+      done: whether a run is finished, so that its calls are not needed again and use no
+        memory.
+      usd: the cost of (prompt, cached, completion) tokens; see `ChatConfig.usd`.
 
     Raises:
-      ValueError: a line is no line of a journal; the message names file and line. Or
-        another process writes to it.
+      ValueError: a line is not a journal's; the message names file and line. Or another
+        process writes to it.
     """
     self.path = path
     self.usage = CallUsage()
@@ -119,7 +118,7 @@ class Journal:
     self._lock = threading.Lock()
     self._stopped = False
     self._done = done
-    # Where replies stand, not the replies: a corpus of them need not fit in memory.
+    # The places of replies, not the replies: they need not fit in memory.
     self._at: dict[RunKey, dict[str, Place]] = {}  # run -> key -> its line
     self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -159,7 +158,7 @@ class Journal:
     self._stopped = True
 
   def forget(self, run: RunKey) -> None:
-    """Frees the memory of a run that is finished."""
+    """Frees a finished run's memory."""
     with self._lock:
       self._at.pop(run, None)
 
@@ -171,7 +170,7 @@ class Journal:
     return bill
 
   def values(self) -> dict[str, float]:
-    """Returns the numbers of the bill, for a line of metrics."""
+    """Returns the bill's numbers, for a line of metrics."""
     out = {}
     for name, value in self.bill().items():
       if isinstance(value, int | float):
@@ -190,17 +189,17 @@ class Journal:
     return words
 
   def backend(self, backend: ModelBackend, run: RunKey) -> ModelBackend:
-    """Wraps a backend: the journal answers what it has answered this run before."""
+    """Wraps a backend: the journal answers the run's recorded calls."""
     seen: collections.Counter[str] = collections.Counter()
 
     def ask(agent: str, messages: Sequence[Message]) -> Reply:
-      # --- What was answered before.
+      # --- A recorded answer.
       key = _key(seen, _MODEL, agent, [[m.role, m.content] for m in messages])
       row = self._recall(run, key)
       if row is not None:
         return Reply(**{**row, "faults": tuple(row["faults"])})
 
-      # --- A new call. It is on disk before anybody reads it.
+      # --- A new call. Written to disk before use.
       self._check()
       try:
         reply = backend(agent, messages)
@@ -214,7 +213,7 @@ class Journal:
     return ask
 
   def tools(self, call: CallTool, run: RunKey) -> CallTool:
-    """Wraps the tools in the same way; what infrastructure failed is called again."""
+    """Wraps the tools in the same way; infrastructure failures are called again."""
     seen: collections.Counter[str] = collections.Counter()
 
     def ask(name: str, arguments: str) -> ToolCall:
@@ -224,7 +223,7 @@ class Journal:
         return ToolCall(**{**row, "status": CallStatus(row["status"])})
       self._check()
       result = call(name, arguments)
-      # A failure of infrastructure is what a second attempt is for.
+      # An infrastructure failure deserves a second attempt.
       if result.status != CallStatus.INFRASTRUCTURE:
         self._append(run, _TOOL, name, key, dataclasses.asdict(result))
       return result
@@ -254,7 +253,7 @@ class Journal:
       "key": key,
       "reply": reply,
     }
-    # The log has a lock of its own: this one guards what is in memory.
+    # The log has its own lock: this one guards the memory.
     place = self._log.append(row)
     with self._lock:
       self._at.setdefault(run, {})[key] = place
@@ -262,7 +261,7 @@ class Journal:
 
 
 def _key(seen: collections.Counter[str], kind: str, name: str, content: object) -> str:
-  """Names one call of a run; `seen` counts how often that very call has been made."""
+  """Names one call of a run; `seen` counts the identical calls before it."""
   text = json.dumps([kind, name, content]).encode()
   name = hashlib.blake2b(text, digest_size=12).hexdigest()
   # A run may ask the very same twice, and then wants two replies.

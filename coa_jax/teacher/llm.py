@@ -1,8 +1,8 @@
 """The backend behind an OpenAI-compatible endpoint: requests, replies, failures.
 
-A reply is whatever such an endpoint makes of one: text, reasoning before it (left
-out), or tool calls (put into the words that the team's agents use). Replies that the
-endpoint charged for and that could not be used are counted with the one that could.
+A reply is text, text after reasoning (which is dropped), or tool calls (converted to
+the format of the team's agents). Unusable replies that were charged for are counted
+with the usable one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from tools_sandbox.http_client import BadReply, NoReply
 
 @dataclasses.dataclass(frozen=True)
 class TeacherChatConfig(ChatConfig):
-  """Config section `chat` of a teacher: a `ChatConfig` that varies and is patient.
+  """Config section `chat` of a teacher: a `ChatConfig` with sampling and more retries.
 
   Attributes:
-    max_tokens: the longest reply. What is not named here is as in `ChatConfig`.
-    temperature: of sampling; several samples of a task differ only if it is above 0.
+    max_tokens: the longest reply. Fields not listed here are as in `ChatConfig`.
+    temperature: the sampling temperature; several samples of a task differ only if it
+      is above 0.
     retries: attempts beyond the first: an outage of half a minute ends no run.
     backoff_s: seconds before the first retry; doubled for each one after it.
   """
@@ -49,9 +50,8 @@ class ChatBackend:
     """Opens a connection pool; sends nothing yet.
 
     Args:
-      config: where and how to ask.
-      api_key: sent as a bearer token where the config names no file of one; never
-        logged.
+      config: the endpoint.
+      api_key: sent as a bearer token if the config names no key file; never logged.
 
     Raises:
       ValueError: the key file cannot be used.
@@ -73,14 +73,14 @@ class ChatBackend:
     """Returns the model's reply to a conversation; every agent is asked alike.
 
     Raises:
-      InfrastructureError: no usable reply after all retries, or a request that the
-        endpoint refuses for its content.
+      InfrastructureError: no usable reply after all retries, or a request refused for
+        its content.
       Unsolvable: the conversation is longer than the model's context.
       RefusedError: the key, the URL or the model's name is wrong.
     """
     wasted = (0, 0, 0)  # tokens of unusable replies
 
-    # `ChatModel` tries again where this raises, as it does where no reply comes.
+    # `ChatModel` retries if this raises, as it does without a reply.
     def read(data: bytes) -> Reply:
       nonlocal wasted
       text = data.decode("utf-8", "replace")
@@ -99,7 +99,7 @@ class ChatBackend:
       error.charged = wasted
       raise error from None
 
-    # --- The reply, with what all attempts cost.
+    # --- The reply, with the cost of all attempts.
     counts = (reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
     prompt, cached, completion = _sum(counts, wasted)
     return dataclasses.replace(
@@ -115,7 +115,8 @@ class ChatBackend:
   def _error(
     self, agent: str, e: NoReply
   ) -> InfrastructureError | Unsolvable | RefusedError:
-    """What it means for a run, and for the others, that no reply came."""
+    """Chooses the error for a missing reply, by its meaning for this run and the
+    others."""
     url = self.config.url
     status = e.refusal
     start = repr(e.text[:300])
@@ -141,14 +142,14 @@ class ChatBackend:
 
 
 def read_completion(text: str) -> Reply:
-  """Reads the body of a chat completion; `usage` counts where there is one.
+  """Reads the body of a chat completion; `usage` is read if present.
 
-  A call of a function, which some endpoints make of a reply that looks like one, is
-  put into the team's own words; one whose arguments are no JSON is kept as it is: it is
-  malformed, and the agent is asked again.
+  A function call (some endpoints turn a reply into one) is converted to the team's own
+  format; one with invalid JSON arguments is kept unchanged: it is malformed, and the
+  agent is asked again.
 
   Raises:
-    ValueError: it is no chat completion; the message says what it starts with.
+    ValueError: it is not a chat completion; the message shows its start.
   """
   try:
     body = json.loads(text)
@@ -177,8 +178,9 @@ def read_completion(text: str) -> Reply:
   )
 
 
-_MOST_TOKENS = 1 << 40  # that a count can mean; costs are reckoned in floats
-# How endpoints (OpenAI, vLLM, SGLang, TGI) say that a conversation is too long.
+_MOST_TOKENS = 1 << 40  # the largest meaningful count; costs are floats
+# The messages of endpoints (OpenAI, vLLM, SGLang, TGI) for a conversation that is too
+# long.
 _TOO_LONG = re.compile(
   r"context.?(length|window)|maximum (model|input|prompt) length|max_model_len|"
   r"(prompt|input|request) (is|was)? ?(too long|longer than)",
@@ -197,7 +199,7 @@ def _visible(content: str) -> str:
 
 
 def _called(call: Any) -> str:
-  """A function call in the words of the agents that call tools (`prompts`)."""
+  """Converts a function call to the format of the calling agents (`prompts`)."""
   function = call.get("function") if isinstance(call, dict) else None
   if not isinstance(function, dict):
     return str(call)
@@ -221,13 +223,13 @@ def _called(call: Any) -> str:
 
 
 def _charged(text: str) -> tuple[int, int, int]:
-  """(prompt, cached, completion) tokens that a response says it took; 0 for unsaid."""
+  """A response's (prompt, cached, completion) tokens; 0 if missing."""
   try:
     usage = json.loads(text)["usage"]
     details = usage.get("prompt_tokens_details")
   except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
     return 0, 0, 0
-  if not isinstance(details, dict):  # few endpoints say what a prefix cache served
+  if not isinstance(details, dict):  # few endpoints report cached tokens
     details = {}
   return (
     _count(usage.get("prompt_tokens")),

@@ -1,9 +1,9 @@
-"""What is new in a trajectory: near duplicates, evaluation sets, blocked domains.
+"""A trajectory's novelty: near duplicates, evaluation sets, blocked domains.
 
 Words are compared by hashes of n-grams: a duplicate shares most of its 5-grams with an
 earlier trajectory (MinHash with banding: Broder 1997; Leskovec et al., Mining of
-Massive Datasets, chapter 3), a contaminated one shares a whole n-gram with a question
-of an evaluation set (Brown et al. 2020, arXiv 2005.14165, appendix C).
+Massive Datasets, chapter 3), a contaminated one shares a whole n-gram with an
+evaluation question (Brown et al. 2020, arXiv 2005.14165, appendix C).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _UNSPACED = (
 )
 _LETTER = re.compile(f"[{_UNSPACED}]")
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
-_LETTERS = 2  # of such a script that say as much as a word
-_SHINGLE = 5  # words of an n-gram that duplicates are compared by
-# Of a signature; bands of 4 catch a Jaccard of 0.7 with 98.7 %.
+_LETTERS = 2  # letters of such a script that count as a word
+_SHINGLE = 5  # n, in words, of the n-grams that identify duplicates
+# Hashes of a signature; bands of 4 catch a Jaccard of 0.7 with 98.7 %.
 _HASHES = 64
 _BANDS = 16
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -38,7 +38,7 @@ _SHIFT = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64)
 def word_hashes(text: str) -> np.ndarray:
   """Hashes each word of a text, case and punctuation aside; uint64 [words].
 
-  Where a script has no spaces (Chinese, Japanese, Thai, ...) each letter is a word.
+  In a script without spaces (Chinese, Japanese, Thai, ...) each letter is a word.
   """
   text = text.lower()
   if text.isascii():  # the same words; encoded at once they take two thirds of the time
@@ -63,7 +63,7 @@ def gram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 def signature(text: str) -> np.ndarray:
   """Computes the MinHash signature of a text's word 5-grams; uint32 [64].
 
-  The share of equal places of two signatures estimates the Jaccard similarity of the
+  The share of equal positions in two signatures estimates the Jaccard similarity of the
   two sets of 5-grams, with a standard error of at most 1 / 16. A shorter text is one
   n-gram.
   """
@@ -77,15 +77,15 @@ def signature(text: str) -> np.ndarray:
 
 
 def policy_text(trajectory: Trajectory) -> str:
-  """Joins what duplicates are compared by: the question, and all the policy wrote."""
-  # Not what tools gave: two runs that read one page are not the same for it.
+  """Joins the text for finding duplicates: the question and the policy's spans."""
+  # Without tool results: two runs that read one page are not duplicates because of it.
   ours = (Author.PROMPT, Author.POLICY)
   texts = (s.text for s in trajectory.segments if s.author in ours)
   return "\n".join(texts)
 
 
 class Duplicates:
-  """Remembers what it has seen; some 2.5 kB a trajectory, whatever its length."""
+  """Remembers seen texts; some 2.5 kB a trajectory, for any length."""
 
   def __init__(self, max_similarity: float):
     """Takes the Jaccard similarity above which a text is a near duplicate."""
@@ -94,8 +94,8 @@ class Duplicates:
     self._by_band: dict[bytes, int] = {}
 
   def is_new(self, text_signature: np.ndarray) -> bool:
-    """Says whether no text before is too similar; remembers the text if so."""
-    # Only texts that share a whole band are compared: locality-sensitive hashing.
+    """Whether no earlier text is too similar; remembers the text if so."""
+    # Only texts with a whole band in common are compared: locality-sensitive hashing.
     bands = []
     for number, band in enumerate(text_signature.reshape(_BANDS, -1)):
       bands.append(bytes([number]) + band.tobytes())
@@ -106,7 +106,7 @@ class Duplicates:
       similarity = (self._seen[at] == text_signature).mean()
       if similarity > self._limit:
         return False
-    # A later text takes an earlier one's place in a band that both have.
+    # A later text replaces an earlier one in a shared band.
     for band in bands:
       self._by_band[band] = len(self._seen)
     self._seen.append(text_signature)
@@ -117,12 +117,12 @@ class Benchmarks:
   """The questions of evaluation sets, as hashed n-grams; a value workers can have."""
 
   def __init__(self, questions: Iterable[str], n: int):
-    """Takes the questions, and the words of an n-gram that may not be shared.
+    """Takes the questions, and the n of forbidden common n-grams, in words.
 
-    Of a question in a script without spaces, twice as many letters. One of fewer words
-    counts only where a trajectory's question is just that.
+    For a question in a script without spaces, n is twice as many letters. A question
+    with fewer words counts only if a trajectory's question equals it.
     """
-    # --- Hashes of the n-grams, by length; of a short question the whole one.
+    # --- Hashes of the n-grams, by length; for a short question, its whole text.
     whole = []
     grams = {n: [], n * _LETTERS: []}
     for question in questions:
@@ -142,7 +142,7 @@ class Benchmarks:
         self._grams[length] = np.unique(np.concatenate([empty, *some]))
 
   def hold(self, question: str, trajectory: Trajectory) -> bool:
-    """Says whether a question, or a text of its trajectory, is of an evaluation set."""
+    """Whether a question, or a text of its trajectory, is from an evaluation set."""
     words = word_hashes(question)
     if len(words) and np.isin(gram_hashes(words, len(words)), self._whole).any():
       return True
@@ -156,7 +156,7 @@ class Benchmarks:
   def _shares(self, words: np.ndarray) -> bool:
     for length, known in self._grams.items():
       grams = gram_hashes(words, length)
-      # `known` is sorted: each n-gram stands where it is looked for, or nowhere.
+      # `known` is sorted: an n-gram is at the bisection's index, or missing.
       at = np.searchsorted(known, grams).clip(max=len(known) - 1)
       if (known[at] == grams).any():
         return True
@@ -164,11 +164,11 @@ class Benchmarks:
 
 
 def _unspaced(text: str, words: int) -> bool:
-  """Whether most of a text's words are letters of a script without spaces."""
+  """Whether most words in a text are letters of a script without spaces."""
   return 2 * len(_LETTER.findall(text)) > words
 
 
-# A host at the beginning of a word, and what follows it; the path is only looked at, so
+# A host at the beginning of a word, and its path; the path is only a look-ahead, so
 # that a URL inside another (an archive's) is found too.
 _URL = re.compile(
   r"(?<![\w.-])(?:https?://)?((?:[a-z0-9-]+\.)+[a-z]{2,})(?::\d+)?"
@@ -178,12 +178,12 @@ _URL = re.compile(
 
 
 def visits(trajectory: Trajectory, domains: Sequence[str]) -> bool:
-  """Says whether a tool call names a URL of one of the domains.
+  """Whether a tool call names a URL of one of the domains.
 
   Args:
-    trajectory: its calls' arguments are looked at, not what tools gave.
-    domains: `host` or `host/path`: the host and those under it, and of them only what
-      begins with that path.
+    trajectory: its calls' arguments are searched, not the results.
+    domains: `host` or `host/path`: the host and its subdomains; with a path, only URLs
+      that begin with it.
   """
   if not domains:
     return False

@@ -1,4 +1,4 @@
-"""What a distillation's runs came to: verdicts, costs, trajectories, figures."""
+"""Results of a distillation's runs: verdicts, costs, trajectories, figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Job = tuple[Task, int]  # a task, and which of its samples
 def grade_run(run: Run, task: Task, grader: Grader) -> Run:
   """Returns the run with its answer judged by the grader of the task's kind.
 
-  A run that cannot be judged becomes `infrastructure`: it is no wrong answer.
+  A run that cannot be judged becomes `infrastructure`, not a wrong answer.
 
   Raises:
     ValueError: a grader of the user's own fails or returns nonsense.
@@ -67,12 +67,12 @@ def convert_all(
   """Converts every finished run.
 
   Args:
-    jobs: the runs, in order; those that are not in the file are passed over.
+    jobs: the runs, in order; runs missing from the file are skipped.
     file: the runs.
     variant: the dialect of the trajectories.
-    style: of their prompt; see `protocol.prompts`.
-    config: what may be shortened and filled in.
-    selections: by task id, the run that is taken; None takes all.
+    style: the style of their prompt; see `protocol.prompts`.
+    config: the allowed changes.
+    selections: task id -> its selected run; None selects all.
 
   Returns:
     Every run's usage record; tasks with their trajectories; why there is none, counted.
@@ -84,13 +84,13 @@ def convert_all(
     run = file.read(task.id, sample)
     if run is None:
       continue  # infrastructure failed it
-    # A run that was not selected has cost as much as the one that was.
+    # Unselected runs cost as much as selected ones.
     usage_records.append(usage_record(run, task))
     if selections is not None and selections[task.id].sample != sample:
       dropped["not_selected"] += 1
       continue
 
-    # --- Under the prompt that the student will be given.
+    # --- With the student's prompt.
     prompt = prompt_segments(variant, task.question, style)
     result = convert(run, task, variant, prompt, config)
     if isinstance(result, Dropped):
@@ -104,7 +104,7 @@ def figures(
   usage_records: Sequence[Trajectory], kept: Sequence[Trajectory]
 ) -> dict[str, Any]:
   """Computes shares of right answers, a run's mean cost, the kept set's make-up."""
-  # --- Of all runs: which are right, and what a run costs.
+  # --- All runs: their rewards and costs.
   rewards: list[float] = []
   by_family: dict[str, list[float]] = {}
   usage: dict[str, list[float]] = {}
@@ -116,7 +116,7 @@ def figures(
       family = record.meta["family"] or "all"
       by_family.setdefault(family, []).append(record.reward)
 
-  # --- Of what is left to train on.
+  # --- The remaining trajectories for training.
   families = Counter(trajectory.meta["family"] for trajectory in kept)
   return {
     "right": _mean(rewards),

@@ -1,4 +1,4 @@
-"""What every agent is asked to be, and which work of the others it is shown."""
+"""Every agent's system prompt, and the events it sees of other agents."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ REVIEWS = {
   "trajectory_monitoring : Good'.",
 }
 
-# Kinds of events of others that each agent is shown; its own replies it has anyway.
+# Kinds of other agents' events that each agent sees; it always sees its own replies.
 SEES = {
   ORCHESTRATOR: {
     FACTS,
@@ -126,7 +126,7 @@ SEES = {
 
 
 def review_style(variant: Variant) -> str:
-  """Chooses the key of `REVIEWS` whose reflections the variant can hold."""
+  """Returns the key of `REVIEWS` that fits the variant's reflections."""
   if variant.graded:
     return "grades"
   return "analysis" if roles.REFLECTION in variant.think_required else "facts"

@@ -1,7 +1,7 @@
-"""What each agent's reply must look like, and what is read from it.
+"""The format of each agent's reply, and its parser.
 
-`prompts` asks for these forms. A reply that does not have its form is malformed, never
-guessed at: the agent is told what was expected and is asked once more.
+`prompts` asks for these formats. A reply in another format is malformed, never guessed
+at: the agent gets a message with the expected format and is asked once more.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _FENCES = re.compile(r"```.*```", re.DOTALL)
 
 
 class MalformedReply(Exception):
-  """A reply that cannot be used; the message tells the agent what was expected."""
+  """An unusable reply; the message tells the agent the expected format."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-  """What a reply says.
+  """A parsed reply.
 
   Attributes:
-    kind: of the event that it becomes (`runs`).
+    kind: the kind of its event (`runs`).
     content: see `runs.Event`.
     detail: see `runs.Event`.
-    facts: what a planner lists before its plan; "" where it is not asked to.
+    facts: a planner's facts before its plan; "" if not requested.
   """
 
   kind: str
@@ -72,17 +72,17 @@ def read_reply(
   """Reads an agent's reply.
 
   Args:
-    agent: who replied; one of `runs`.
+    agent: the replying agent; one of `runs`.
     text: the reply.
-    legal: agents that the orchestrator may choose.
-    tools: tags that may be called.
+    legal: the orchestrator's allowed choices.
+    tools: the tools' tags.
     review: see `agents.TeamConfig`, and likewise the next.
     facts: whether a plan begins with facts.
 
   Raises:
-    MalformedReply: it does not have the form that the agent's prompt asks for.
+    MalformedReply: it does not have the format in the agent's prompt.
   """
-  # --- Agents whose reply is a line or a block of its own form.
+  # --- Agents with a line or a block in their own format as reply.
   if agent == ORCHESTRATOR:
     following = _field(_NEXT, text, "a line 'NEXT: <agent>'").lower()
     if following not in legal:
@@ -91,7 +91,7 @@ def read_reply(
   if agent == SEARCH:
     return _search_call(text, [tool for tool in tools if tool != CODE])
   if agent == CODE:
-    # From the first fence to the last: prose around them is no part of the call.
+    # From the first fence to the last: prose around them is not part of the call.
     fences = _FENCES.search(text)
     call = None
     if fences:
@@ -134,7 +134,7 @@ def _plan(text: str, facts: bool) -> Parsed:
 
 
 def _check_review(text: str, review: str) -> None:
-  """Refuses a review without analysis or, where they are asked for, grades."""
+  """Refuses a review without analysis or, if required, grades."""
   *analysis, outcome = text.strip().splitlines()
   if not analysis:
     raise MalformedReply("expected an analysis, then the outcome on a line of its own")

@@ -19,7 +19,7 @@ CODE = "code"
 REFLECTOR = "reflector"
 SOLVER = "solver"
 VERIFIER = "verifier"
-SELECTOR = "selector"  # no member of a team: it compares what several runs came to
+SELECTOR = "selector"  # outside a team: it compares several runs
 
 # Kinds of events.
 DECISION = "decision"
@@ -37,20 +37,20 @@ FACTS = "facts"
 
 @dataclasses.dataclass
 class Event:
-  """One thing that happened in a run.
+  """One event in a run.
 
   Attributes:
-    agent: who did it; a tool's name for an observation.
+    agent: its agent; a tool's name for an observation.
     kind: one of the kinds above.
     content: the decision's reason, facts, plan, tool arguments, tool result, review,
-      candidate, rationale or final answer; of a malformed reply, its text.
+      candidate, rationale or final answer; for a malformed reply, its text.
     detail: the next agent of a decision, the tool of a call or an observation, the
-      score of a verdict, the fault of a malformed reply, the reason for giving up (the
-      content has the details); else "".
-    prompt: tokens of the context that was sent; 0 where no model was called.
-    cached: how many of them a prefix cache would have served.
-    generated: tokens of the reply.
-    seconds: what the model took.
+      score of a verdict, the fault of a malformed reply, or the reason for giving up
+      (with details in the content); else "".
+    prompt: context tokens sent; 0 without a model call.
+    cached: the part of them available from a prefix cache.
+    generated: the reply's tokens.
+    seconds: the model's time.
     retries: HTTP attempts beyond the first.
     reported: the endpoint's own (prompt, cached, completion) count; () without one.
   """
@@ -69,19 +69,19 @@ class Event:
 
 @dataclasses.dataclass
 class Run:
-  """What a team did about one task.
+  """A team's run of one task.
 
   Attributes:
     task_id: the task.
-    events: everything in order; each call's event is followed by its observation's.
+    events: all events in order; each call's event is followed by its observation's.
     calls: every tool call, in order.
-    prediction: the answer; None where the run ended without one.
+    prediction: the answer; None if the run ended without one.
     status: how it ended: ended, turn_limit (given up, too) or infrastructure.
     usage: the sum over events.
-    sample: which of the task's runs this is (0-based).
-    error: what broke, for an infrastructure failure.
-    reward: of its answer, 0 to 1; None where nobody has judged it.
-    graded: what else its grader said, as `Graded.record`.
+    sample: the run's number for this task (0-based).
+    error: the cause of an infrastructure failure.
+    reward: its answer's reward, 0 to 1; None if not judged.
+    graded: its grader's other values, as `Graded.record`.
   """
 
   task_id: str
@@ -121,7 +121,7 @@ class Run:
 def render(event: Event) -> str:
   """Writes an event as the other agents read it: a header line, then its content.
 
-  No line of the content can pass for a header: one that starts with "[" is indented.
+  No line of the content can look like a header: a line starting with "[" is indented.
   """
   words = filter(None, (event.kind, event.detail))
   content = re.sub(r"^\[", " [", event.content, flags=re.MULTILINE)
@@ -132,10 +132,10 @@ class RunFile:
   """A file of runs: appended to, read by task and sample, sorted at last."""
 
   def __init__(self, path: str):
-    """Indexes the runs that are there; a line cut short by a kill is removed.
+    """Indexes the existing runs; a line cut short by a kill is removed.
 
     Raises:
-      ValueError: a line is no run; the message names file and line.
+      ValueError: a line is not a run; the message names file and line.
     """
     self.path = path
     self._open()
@@ -157,7 +157,7 @@ class RunFile:
     self._at[done.task_id, done.sample] = self._log.append(done.to_json())
 
   def read(self, task_id: str, sample: int) -> Run | None:
-    """The run of that task and sample, if it is there."""
+    """Reads the run of this task and sample, if present."""
     place = self._at.get((task_id, sample))
     if place is None:
       return None
@@ -167,4 +167,4 @@ class RunFile:
     """Rewrites the file in this order."""
     lines = [self._at[key] for key in order if key in self._at]
     write_jsonl(self.path, map(self._log.read, lines))
-    self._open()  # every line stands somewhere else now
+    self._open()  # every line has moved

@@ -1,13 +1,13 @@
-"""The offline backend: a scripted policy that plays every agent over the seeded world.
+"""The offline backend: a scripted policy that plays every agent in the seeded world.
 
-It is called with the same messages as a language model and reads from them all it goes
-by: the question finds the task and its program, decisions and reviews tell what is
-known, observations are parsed as pages. It keeps no state, so it works behind an HTTP
-endpoint too, and every choice is a function of (seed, task, sample, occasion).
+It gets the same messages as a language model and reads all its information from them:
+the question identifies the task and its program, decisions and reviews give the known
+values, observations are parsed as pages. It has no state, so it also works behind an
+HTTP endpoint, and every choice is a function of (seed, task, sample, occasion).
 
-It makes the mistakes of a real team (queries for the wrong thing, programs with bugs,
-answers one hop short), notices most of them, and has two privileges that a small
-student lacks: it knows some facts by heart and does some arithmetic in its head.
+It makes a real team's mistakes (wrong queries, programs with bugs, answers one hop
+short), notices most of them, and has two advantages over a small student: it knows some
+facts by heart and does some arithmetic in its head.
 
 budget: all agents share one convention of how facts are written and read.
 """
@@ -33,14 +33,14 @@ class ScriptedConfig:
   """Config section `scripted`; all rates are probabilities.
 
   Attributes:
-    seed: of every choice.
-    wrong_query: a search asks for the wrong thing.
+    seed: the seed of every choice.
+    wrong_query: a search uses a wrong query.
     buggy_program: a program computes something else or fails.
-    premature: a question of several steps is answered one step short.
-    caught: one of these three is noticed, where it does not show by itself.
+    premature: a question with several steps is answered one step short.
+    caught: one of these three is noticed, if not obvious.
     recall: a fact is known by heart, so nothing is searched.
     mental: arithmetic is done in the head, so no program is run.
-    slip: what is known by heart or done in the head is wrong; nobody notices.
+    slip: a recalled fact or a mental result is wrong, unnoticed.
   """
 
   seed: int = 0
@@ -58,7 +58,7 @@ class ScriptedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-  """Something an agent has been told, or (kind "own") has replied itself."""
+  """A message to an agent, or (kind "own") its own earlier reply."""
 
   kind: str
   content: str
@@ -68,7 +68,7 @@ class ScriptedBackend:
   """Answers as any agent, for the tasks it was made with."""
 
   def __init__(self, tasks: Iterable[Task], config: ScriptedConfig, sample: int = 0):
-    """Takes the tasks it may be asked about; `meta["program"]` is what it follows.
+    """Takes its known tasks; it follows their `meta["program"]`.
 
     Raises:
       ValueError: a task has no program.
@@ -99,10 +99,10 @@ _QUESTION = re.compile(r"^Question: (.*)$", re.MULTILINE)
 _HEADER = re.compile(r"^\[(\w+)(?: \w+)?\]\n", re.MULTILINE)
 _NUMBER = re.compile(r"-?\d+")
 _DECISION = re.compile(r"NEXT: \w+(?:\nREASON: (.*))?")
-_PROGRAMS = ("compute ", "compare ")  # what an assignment of the code agent begins with
+_PROGRAMS = ("compute ", "compare ")  # the start of the code agent's assignments
 _STEP_WORDS = {"+": "sum", "-": "difference", "*": "product"}
 _STEP_WORDS |= {"min": "smaller", "max": "larger"}
-# What a program with a wrong operator has in place of the right one.
+# Operator -> its replacement in a wrong program.
 _WRONG = {"+": "-", "-": "+", "*": "+", "<": ">", ">": "<", "min": "max", "max": "min"}
 
 
@@ -110,7 +110,7 @@ def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
   entries = []
   for message in messages[1:]:
     if message.role == "assistant":
-      # What it has said itself is remembered like what others report.
+      # Its own replies are remembered like the others' reports.
       decision = _DECISION.match(message.content)
       if decision:
         entries.append(_Entry(runs.DECISION, decision[1] or ""))
@@ -119,7 +119,7 @@ def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
       else:
         entries.append(_Entry("own", message.content))
       continue
-    # Text, then header and content by turns: see `runs.render`.
+    # Text, then header and content, interleaved: see `runs.render`.
     parts = _HEADER.split(message.content)
     for kind, content in zip(parts[1::2], parts[2::2], strict=True):
       entries.append(_Entry(kind, content.removesuffix("\n")))
@@ -127,7 +127,7 @@ def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
 
 
 class _Mind:
-  """One reply: what the agent has been told, what it believes, what it says."""
+  """One reply: the agent's messages, its beliefs, its text."""
 
   def __init__(self, task: Task, config: ScriptedConfig, sample: int):
     self.config = config
@@ -146,12 +146,12 @@ class _Mind:
     return getattr(self, f"_{agent}")()
 
   def chance(self, *occasion: object) -> float:
-    """A number in [0, 1) that depends on nothing but the run and the occasion."""
+    """A number in [0, 1), a function of only the run and the occasion."""
     text = self.key + "/".join(map(str, occasion))
     hashed = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return int.from_bytes(hashed, "big") / 2**48
 
-  # --- What is known.
+  # --- The known values.
 
   def _learn(self, entry: _Entry) -> None:
     if entry.kind == runs.DECISION:
@@ -166,7 +166,7 @@ class _Mind:
         elif " = " in part:
           self._computed(part.split(" = ")[1])
     elif entry.kind == runs.REFLECTION and "Poor" not in entry.content:
-      # "RELATION VALUE ; ..." of the page that was looked up, or "result VALUE".
+      # "RELATION VALUE ; ..." of a looked-up page, or "result VALUE".
       entity = self.assignment.removeprefix("look up ")
       for part in entry.content.split(" ; "):
         relation, value = part.split(" ", 1)
@@ -196,18 +196,18 @@ class _Mind:
     return self.known.get(int(entity[1:]))  # "$2": the value of step 2
 
   def _last(self, *kinds: str) -> _Entry | None:
-    """The last thing the agent has been told that is of one of these kinds."""
+    """Returns the agent's last message of one of these kinds."""
     for entry in reversed(self.entries):
       if entry.kind in kinds:
         return entry
     return None
 
   def _mentions(self, text: str) -> int:
-    """How many of the things that the agent has been told hold a text."""
+    """Counts the agent's messages that contain a text."""
     return sum(text in entry.content for entry in self.entries)
 
   def _open(self) -> list[int]:
-    """Steps whose value is not known yet."""
+    """Steps without a known value."""
     return [i for i in range(len(self.program)) if i not in self.known]
 
   def _expression(self, argument: str) -> str:
@@ -241,17 +241,18 @@ class _Mind:
     return self._next_step()
 
   def _next_step(self) -> str:
-    """Goes through the open steps until one needs an agent; else the solver's turn."""
-    facts: list[str] = []  # what is known without one
+    """Goes through the open steps until one needs an agent; then it is the solver's
+    turn."""
+    facts: list[str] = []  # values known without a step
     for i in self._open():
       step = self.program[i]
       if self._stops_short(i):
         break
 
-      # --- A page to look up, or a fact that is known by heart.
+      # --- A page to look up, or a fact known by heart.
       if step["op"] == "lookup":
         entity = self._entity(i)
-        # Nobody knows a fact by heart about what was mistaken for something else.
+        # No fact is known by heart about a mistaken entity.
         misled = entity != resolve(step["entity"], self.truth)
         if misled or self.chance("recall", i) >= self.config.recall:
           if self._mentions(f"look up {entity}") >= 3:
@@ -263,7 +264,7 @@ class _Mind:
       # --- A comparison, by a program or in the head.
       elif step["op"] == "compare":
         left, right = (resolve(a, self.known) for a in step["args"])
-        # Asked so that it holds where the first is the one.
+        # Asked so that it is true if the answer is the first one.
         sign = "<" if step["name"] == "min" else ">"
         claim = f"{left} {sign} {right}"
         if self.chance("mental") >= self.config.mental:
@@ -271,7 +272,7 @@ class _Mind:
         self.known[i] = self._result()
         facts.append(f"{claim} is {self.known[i] == step['of'][0]}")
 
-      # --- Arithmetic: all that is left, in one expression.
+      # --- Arithmetic: all remaining steps in one expression.
       else:
         expression = self._expression(f"${len(self.program) - 1}")
         if self.chance("mental") >= self.config.mental:
@@ -282,7 +283,7 @@ class _Mind:
     return _decide(runs.SOLVER, *facts)
 
   def _stops_short(self, i: int) -> bool:
-    """Whether the last step is forgotten, the first time round."""
+    """Whether the last step is forgotten, the first time."""
     if i != len(self.program) - 1 or self.program[i]["op"] == "compare":
       return False
     if i == 0 or self.program[0]["op"] != "lookup":
@@ -292,7 +293,7 @@ class _Mind:
     return self.chance("short") < self.config.premature
 
   def _result(self) -> str:
-    """What the believed look-ups come to: the last step's value."""
+    """The last step's value, from the believed look-ups."""
     return evaluate(self.program, {}, self.known)[-1]
 
   def _task_in_words(self) -> str:
@@ -328,11 +329,11 @@ class _Mind:
     return self.chance("query", entity) < self.config.wrong_query
 
   def _tried(self, entity: str) -> bool:
-    """Whether the entity has been assigned before this last time."""
+    """Whether the entity was already assigned before this time."""
     return self._mentions(f"look up {entity}") > 1
 
   def _wrong_name(self, entity: str) -> str:
-    """Half a name, or the name of something else that shares a word with it."""
+    """Half a name, or another entity's name that shares a word with it."""
     which = self.chance("which word", entity)
     namesakes = self.namesakes.get(entity, ())
     if which < 0.25 or not namesakes:
@@ -342,7 +343,7 @@ class _Mind:
     return namesakes[-1]
 
   def _from_memory(self, value: str, occasion: object) -> str:
-    """The value, or where memory slips a number or a name close to it."""
+    """Returns the value or, on a slip of memory, a number or a name close to it."""
     if self.chance("slip", occasion) >= self.config.slip:
       return value
     if value.isdecimal():
@@ -377,7 +378,7 @@ class _Mind:
     if self.assignment.startswith(_PROGRAMS):
       return self._review_program(text.strip())
 
-    # --- The page that was asked for, or what is mistaken for it.
+    # --- The requested page, or a namesake's.
     entity = self.assignment.removeprefix("look up ")
     pages = read_pages(text)
     page = pages.get(entity)
@@ -385,7 +386,7 @@ class _Mind:
     if page is None and missed and not self._tried(entity) and self._slips(entity):
       page = next(iter(pages.values()), None)
 
-    # --- What it tells of all that is open about the entity.
+    # --- The page's facts for the entity's open steps.
     findings = []
     for i in self._open():
       if self.program[i]["op"] == "lookup" and self._entity(i) == entity:
@@ -401,7 +402,7 @@ class _Mind:
     truth = self._result()
     result = output
     if self.assignment.startswith("compare "):
-      # The program prints whether the first is the one; the result is a name.
+      # The program prints whether the first is the answer; the result is a name.
       first, second = self.program[-1]["of"]
       truth = str(truth == first)
       result = first if output == "True" else second
@@ -416,7 +417,7 @@ class _Mind:
       self.known[len(self.program) - 1] = self._result()
     if not self.known:
       return "ANSWER: unknown"
-    return f"ANSWER: {self.known[max(self.known)]}"  # of the last step that is known
+    return f"ANSWER: {self.known[max(self.known)]}"  # of the last known step
 
   def _verifier(self) -> str:
     is_right = self._last(runs.CANDIDATE).content == self.truth[-1]
@@ -430,14 +431,14 @@ class _Mind:
 
 
 def _bracketed(expression: str) -> str:
-  """A factor, in parentheses where it is a sum."""
+  """Formats a factor, in parentheses if it is a sum."""
   if "+" in expression or "-" in expression:
     return f"({expression})"
   return expression
 
 
 def _goal(step: Mapping[str, Any]) -> str:
-  """What a step is for, in a word."""
+  """A step's purpose, in a word."""
   return step.get("relation") or _STEP_WORDS.get(step["name"], "compare")
 
 

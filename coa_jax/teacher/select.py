@@ -1,8 +1,8 @@
 """Test-time scaling of a team: the best of several runs, chosen list-wise.
 
-One model call sees all candidates side by side and names the best (a list-wise
-selector; arXiv 2506.12928 finds list-wise ahead of scoring and of voting). No right
-answer is known to it. Runs that agree need no selector: the first of them is taken.
+One model call sees all candidates together and names the best (a list-wise selector;
+arXiv 2506.12928 finds list-wise ahead of scoring and of voting). It does not know the
+right answer. Runs that agree need no selector: the first of them is selected.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.prompts import PROMPTS
 from coa_jax.teacher.runs import Event, Run, render
 
-SAMPLE = -1  # what the selector's calls have in a journal for the number of a run
-# What tells sound work from unsound; who was to work next says nothing of it.
+SAMPLE = -1  # the selector's run number in a journal
+# Events that help to judge the work; the order of agents does not.
 _SHOWN = frozenset(
   {runs.PLAN, runs.CALL, runs.OBSERVATION, runs.REFLECTION, runs.VERDICT}
 )
@@ -34,21 +34,21 @@ _WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-  """Which run of a task was taken, and what that cost.
+  """A task's selected run, and the cost of the selection.
 
   Attributes:
     task_id: the task.
-    sample: the run; None where no run has an answer.
-    how: "selector"; "agreement" where all answers are the same; "only" where there is
-      one; "vote" where the selector gave no usable reply, so the commonest answer was
-      taken; "none".
+    sample: the run; None if no run has an answer.
+    how: "selector"; "agreement" if all answers are the same; "only" if there is one;
+      "vote" if the selector gave no usable reply, so the commonest answer was taken;
+      "none".
     why: the selector's reason.
-    candidates: the runs that have an answer.
-    prompt: tokens of the selector's calls, as the endpoint counts them, and likewise
-      the next two.
-    cached: how many of those came from a prefix cache.
-    completion: tokens of its replies.
-    seconds: that it took.
+    candidates: the runs with an answer.
+    prompt: tokens of the selector's calls, counted by the endpoint, and likewise the
+      next two.
+    cached: the part of them from a prefix cache.
+    completion: its replies' tokens.
+    seconds: its time.
   """
 
   task_id: str
@@ -90,19 +90,20 @@ def select(
   """Chooses among a task's runs.
 
   Args:
-    task: what was asked; its answers are not looked at.
+    task: the task; its answers are not used.
     done: its finished runs.
     backend: answers as the agent `selector`.
-    max_chars: of one event that the selector is shown; a longer one loses its middle.
+    max_chars: the limit of an event's text for the selector; a longer one loses its
+      middle.
 
   Raises:
     InfrastructureError: the backend can not answer.
   """
   answered = [r for r in done if r.prediction is not None and r.prediction.strip()]
-  # A model prefers what stands first: the order is drawn anew for every task.
+  # A model prefers the first candidate: the order is random for every task.
   random.Random(f"selector/{task.id}").shuffle(answered)
 
-  # --- Runs that agree, and none at all, need no selector.
+  # --- Runs that agree, or no runs at all, need no selector.
   groups: dict[str, list[Run]] = {}
   for run in answered:
     groups.setdefault(vote_key(run.prediction or ""), []).append(run)
@@ -113,12 +114,12 @@ def select(
     how = "agreement" if len(answered) > 1 else "only"
     return Selection(task.id, first.sample, how, candidates=len(answered))
 
-  # --- The selector chooses; where it can not, the largest group does.
+  # --- The selector chooses; if it cannot, the largest group wins.
   chosen, why, replies = _ask(task, answered, backend, max_chars)
   how = "selector"
   if chosen is None:
     how = "vote"
-    # Of groups of one size the one that was drawn first.
+    # Among groups of equal size, the first drawn.
     chosen = min(max(groups.values(), key=len), key=_quality)
   return Selection(
     task.id,
@@ -148,7 +149,7 @@ def _ask(
     except Unsolvable:  # the candidates are longer than its context
       break
     replies.append(reply)
-    # A reply that was cut may have gone on to another choice.
+    # A cut-off reply could have continued to another choice.
     best = _BEST.search(reply.text)
     if best and not reply.cut and 1 <= int(best[1]) <= len(answered):
       reason = _WHY.search(reply.text)
@@ -167,12 +168,12 @@ def figures(
   selections: Mapping[str, Selection],
   rewards: Mapping[tuple[str, int], float],
 ) -> dict[str, Any]:
-  """Sums up what selecting came to.
+  """Summarises the selections.
 
   Args:
-    tasks: that were asked.
-    selections: by task id.
-    rewards: of every finished run, by task id and sample.
+    tasks: the tasks.
+    selections: task id -> selection.
+    rewards: the rewards of all finished runs, by task id and sample.
 
   Returns:
     `right` (mean reward of the runs taken, over the tasks that have a finished run; a
@@ -180,12 +181,12 @@ def figures(
     is), `any` (1 where some run is right), `tasks`, `how` (counts) and the selector's
     tokens. A mean over no task is None.
   """
-  # --- Rewards by task and sample; a task whose runs all failed has none.
+  # --- Rewards by task and sample; none for a task with only failed runs.
   by_task: dict[str, dict[int, float]] = {}
   for (task_id, sample), reward in rewards.items():
     by_task.setdefault(task_id, {})[sample] = reward
 
-  # --- Of every task the run taken, beside the first one and the best one.
+  # --- Every task's selected run, with the first and the best run.
   right: list[float] = []
   first: list[float] = []
   best: list[float] = []
@@ -218,7 +219,7 @@ def figures(
 
 
 def _quality(run: Run) -> tuple[int, int, int]:
-  """Orders runs that agree: verified ones first, then fewer calls, then earlier."""
+  """Orders agreeing runs: verified ones first, then fewer calls, then earlier."""
   return (run.status.value != "ended", len(run.calls), run.sample)
 
 

@@ -1,4 +1,4 @@
-"""What a distillation is asked for: which backend, how many runs, in which dialect."""
+"""A distillation's settings: backend, number of runs, dialect."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class TeacherConfig:
   """Config section `teacher`.
 
   Attributes:
-    backend: what plays the team's agents: "scripted" (section `scripted`; tasks of the
-      generated world only), "gsm8k_replay" (tasks with worked solutions, such as
+    backend: the model of the team's agents: "scripted" (section `scripted`; tasks of
+      the generated world only), "gsm8k_replay" (tasks with worked solutions, such as
       GSM8K's training rows; a program for each note), "gsm8k_programs" (the same, one
       program for all notes) or "chat" (section `chat`; any OpenAI-compatible endpoint).
     samples: runs per task.
-    select: True to keep one of them, chosen by a list-wise selector (best of N); for
-      backend "chat" only.
-    facts: whether plans begin with the facts that are known and needed; for "chat".
-    new_numbers: copies of each question with other numbers, where they can be changed;
-      for "gsm8k_programs" only.
+    select: True to keep one run per task, chosen by a list-wise selector (best of N);
+      for backend "chat" only.
+    facts: whether plans begin with the known and needed facts; for "chat".
+    new_numbers: copies of each question with other numbers, if they can be changed; for
+      "gsm8k_programs" only.
     workers: runs at once.
     variant: the dialect of the trajectories.
     prompt: the style of their prompt; see `protocol.prompts`.
-    tokenizer: folder of the tokenizer that costs are counted by; None counts words,
-      digits and punctuation marks.
-    max_turns: decisions of the orchestrator in a run.
-    max_calls: tool calls of a run; when they are spent the team has to answer.
+    tokenizer: folder of the tokenizer for counting costs; None counts words, digits and
+      punctuation marks.
+    max_turns: the orchestrator's decisions in a run.
+    max_calls: tool calls of a run; after the last one the team has to answer.
     max_checks: verified candidates of a run.
   """
 
@@ -66,7 +66,7 @@ class TeacherConfig:
       raise ValueError("select chooses among samples: set samples to 2 or more")
 
   def limits(self, variant: Variant) -> TeamConfig:
-    """Returns the limits of a run whose trajectory is of this variant."""
+    """Returns the limits of a run for a trajectory in this variant."""
     return TeamConfig(
       max_turns=self.max_turns,
       max_calls=self.max_calls,

@@ -1,12 +1,11 @@
-"""Task synthesis: questions that need the tools, made from documents, with proofs.
+"""Task synthesis: questions that need the tools, made from documents and verified.
 
-After TaskCraft (arXiv 2506.10055): an atomic task asks for one fact of a document that
-a tool returns; it grows in depth when the thing it names is described by another
-document instead, and in width when two tasks are asked together. A model writes the
-words; what makes a task sound is checked here and not believed: the answer stands in
-what the tool returned and not in the question, a description does not name what it
-describes, a model that reads the documents answers right, and one that reads nothing
-does not.
+After TaskCraft (arXiv 2506.10055): an atomic task asks for one fact in a document
+returned by a tool; it grows in depth if another document's description replaces the
+name in it, and in width if two tasks are combined. A model writes the text; code
+verifies the task: the answer is in the tool's result and not in the question, a
+description does not name its subject, a model with the documents answers right, and one
+without them does not.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ PROMPTS = {
     "no explanation. Guess if you do not know.\nReply in one line:\nANSWER: <answer>"
   ),
 }
-SAMPLE = -2  # what calls of synthesis have in a journal for the number of a run
+SAMPLE = -2  # synthesis's run number in a journal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +63,14 @@ class SynthesisConfig:
   """Config section `synthesis`.
 
   Attributes:
-    backend: who writes and answers: "chat" (an endpoint, by section chat), or "cloze"
-      (nobody: gaps in sentences, for any text and offline).
+    backend: the writer and answerer: "chat" (an endpoint, section chat), or "cloze" (no
+      model: gaps in sentences, for any text and offline).
     seeds: documents to begin with, drawn from the corpus.
-    depth: how often a task may be deepened; every stage that holds is a task.
-    width: the share of tasks that are asked in pairs as well.
-    guesses: attempts without documents, none of which may be right.
-    workers: documents that are worked on at once.
-    seed: of the draws.
+    depth: the maximum of deepening steps; every valid step is a task.
+    width: the share of tasks also combined in pairs.
+    guesses: attempts without documents; a right one rejects the task.
+    workers: documents processed at once.
+    seed: the seed of the draws.
   """
 
   backend: str = choice("chat", of=("chat", "cloze"), was="brain")
@@ -88,11 +87,11 @@ class SynthesisConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SynthesisResult:
-  """A task that holds, or why one does not.
+  """A valid task, or the reason for rejecting one.
 
   Attributes:
-    task: the task; None where none came of it.
-    reason: a short name that counts can be kept by; "" with a task.
+    task: the task; None if rejected.
+    reason: a short name for counting; "" with a task.
   """
 
   task: Task | None
@@ -108,8 +107,8 @@ class Corpus:
     longest = max((len(t.split()) for t in self.documents), default=0)
     self._mentions: dict[str, list[str]] = collections.defaultdict(list)
     for title, text in self.documents.items():
-      # Every phrase that may be a title is looked up: linear in the text, however many
-      # titles there are.
+      # Every phrase that may be a title is looked up: linear in the text, for any
+      # number of titles.
       words = re.findall(r"[\w'-]+", text)
       phrases = set()
       for i, word in enumerate(words):
@@ -120,7 +119,7 @@ class Corpus:
         self._mentions[other].append(title)
 
   def mentioning(self, title: str) -> Sequence[str]:
-    """Lists the titles of the other documents whose text names this one."""
+    """Lists the titles of other documents that name this one."""
     return self._mentions.get(title, ())
 
 
@@ -135,7 +134,8 @@ class Synthesizer:
     config: SynthesisConfig,
     tool: str = "wiki_search",
   ):
-    """Takes documents, who writes and answers, and who runs the tool of that tag."""
+    """Takes the documents, the writer and answerer, and the runner of the tool
+    `tool`."""
     self._corpus = corpus
     self._backend = backend
     self._call = call
@@ -158,7 +158,7 @@ class Synthesizer:
 
   def atomic(self, title: str) -> SynthesisResult:
     """Makes a task about one fact of the document, as the tool returns it."""
-    # --- Ask about what the tool returns, which a solver will see.
+    # --- Ask about the tool's result, which a solver will see.
     page = self._look_up(title)
     if page is None:
       return SynthesisResult(None, "not_found")
@@ -168,7 +168,7 @@ class Synthesizer:
     if not question or not answer:
       return SynthesisResult(None, "malformed")
 
-    # --- A solver can find the document, has to, and reads the answer there.
+    # --- A solver can find the document, needs it, and reads the answer there.
     if title not in question:
       return SynthesisResult(None, "no_title")
     if not _stands_in(answer, page):
@@ -178,7 +178,7 @@ class Synthesizer:
     return self._checked(question, answer, [title], "atomic")
 
   def deepen(self, task: Task) -> SynthesisResult:
-    """Replaces what a task names first by another document's description of it."""
+    """Replaces the first name in a task by another document's description of it."""
     # --- Another document that mentions it, and does not give the answer away.
     titles = list(task.meta["titles"])
     subject = titles[0]
@@ -194,7 +194,7 @@ class Synthesizer:
     if page is None or not _stands_in(subject, page):
       return SynthesisResult(None, "not_found")
 
-    # --- A phrase that stands for it, by that document alone.
+    # --- A phrase that describes it, from this document only.
     request = f"Title: {title}\nDocument:\n{page}\nDescribe: {subject}"
     phrase = self._ask(DESCRIBER, request).get("PHRASE", "").rstrip(".")
     if not phrase:
@@ -237,14 +237,14 @@ class Synthesizer:
 
     # --- Nobody knows it by heart.
     for number in range(self._config.guesses):
-      # Each guess is a question of its own, so that a journal keeps them apart.
+      # Each guess is a separate question, so that a journal distinguishes them.
       request = f"Question: {question}\n(attempt {number + 1})"
       if grade(task, self._ask(GUESSER, request).get("ANSWER")):
         return SynthesisResult(None, "needs_no_tools")
     return SynthesisResult(task)
 
   def _look_up(self, title: str) -> str | None:
-    """What the tool returns for a title; None where the document is not in it."""
+    """Returns the tool's result for a title; None if it lacks the document."""
     result = self._call(self._tool, title)
     if result.status == CallStatus.INFRASTRUCTURE:
       raise InfrastructureError(f"tool {self._tool}: {result.result}")
@@ -270,7 +270,7 @@ _ARTICLES = frozenset({"a", "an", "the"})
 
 
 def _stands_in(answer: str, text: str) -> bool:
-  """Whether the words of the answer stand in the text, in order.
+  """Whether the answer's words occur in the text, in order.
 
   Case and articles do not count. A possessive ("Quill's") names the same thing, so
   punctuation parts words.

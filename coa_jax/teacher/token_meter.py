@@ -1,4 +1,4 @@
-"""Counts the tokens of a team's calls, and which of them a prefix cache would serve."""
+"""Counts the tokens of a team's calls, and those available from a prefix cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WORD = re.compile(rf"</?(?:{_TAGS})>|[^\W\d]+|\d|[^\w\s]")
 
 
 def word_ids(text: str) -> list[int]:
-  """Stands in for a tokenizer: words, single digits, punctuation marks and tags."""
+  """A substitute for a tokenizer: words, single digits, punctuation marks and tags."""
   return [zlib.crc32(word.encode()) for word in _WORD.findall(text)]
 
 
 def encoder(folder: str | None) -> Encode:
-  """The tokenizer that costs are counted by: of a folder, or `word_ids` for None."""
+  """Returns the tokenizer for costs: a folder's, or `word_ids` for None."""
   if folder is None:
     return word_ids
   from coa_jax.protocol.tokens import Tokenizer  # takes seconds to import
@@ -30,10 +30,10 @@ def encoder(folder: str | None) -> Encode:
 
 
 class TokenMeter:
-  """Counts tokens, and those of each prompt that a prefix cache would have held."""
+  """Counts tokens, and those of each prompt available from a prefix cache."""
 
   def __init__(self, encode: Encode):
-    """Takes the tokenizer that everything is counted by."""
+    """Takes the tokenizer for all counts."""
     self._encode = encode
     self._ids: dict[Message, tuple[int, ...]] = {}
     self._sent: list[list[tuple[int, ...]]] = []
@@ -41,8 +41,8 @@ class TokenMeter:
   def charge(self, messages: Sequence[Message], reply: str) -> tuple[int, int, int]:
     """Counts the (prompt, cached, generated) tokens of a call.
 
-    Cached is the longest common token prefix with any earlier call and its reply: what
-    a prefix cache that never evicts would serve.
+    Cached tokens are the longest common token prefix with any earlier call and its
+    reply: a prefix cache without eviction.
     """
     chunks = [self._chunk(message) for message in messages]
     cached = 0
@@ -50,7 +50,7 @@ class TokenMeter:
       cached = max(cached, _common_prefix(chunks, sent))
     prompt = sum(map(len, chunks))
     answer = self._chunk(Message("assistant", reply))
-    self._sent.append([*chunks, answer])  # a cache holds what it generated, too
+    self._sent.append([*chunks, answer])  # a cache also has the generated tokens
     return prompt, cached, len(answer)
 
   def _chunk(self, message: Message) -> tuple[int, ...]:
@@ -63,13 +63,14 @@ class TokenMeter:
 
 
 def _common_prefix(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> int:
-  """Length in tokens of the longest common prefix of two lists of messages' ids."""
+  """Returns the length in tokens of the longest common prefix of two lists of messages'
+  ids."""
   count = 0
   for a, b in zip(ours, theirs, strict=False):
     if a is b or a == b:
       count += len(a)
       continue
-    # The first message that differs: only its own beginning can still be shared.
+    # The first different message: only its own beginning can still be shared.
     for x, y in zip(a, b, strict=False):
       if x != y:
         break

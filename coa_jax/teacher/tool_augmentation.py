@@ -1,7 +1,7 @@
 """The same trajectory under other tool names, argument formats and descriptions.
 
-An augmented copy says in its prompt what its tools are called and how they are written
-to, and is consistent with it; roles, order and observations stay. Why: see
+An augmented copy's prompt gives its tools' names and call formats, and the copy is
+consistent with it; roles, order and observations stay. Reason: see
 `protocol.tool_naming`.
 """
 
@@ -26,8 +26,8 @@ class ToolAugmentation:
   """Config section `formats`.
 
   Attributes:
-    copies: augmented copies of every trajectory, beside itself.
-    seed: of what is drawn.
+    copies: augmented copies of every trajectory, in addition to it.
+    seed: the seed of the draws.
   """
 
   copies: int = bounded(0, least=0)
@@ -43,10 +43,10 @@ def augment(
   """Makes one augmented copy.
 
   Args:
-    trajectory: with `meta["question"]`; left as it is.
+    trajectory: with `meta["question"]`; not changed.
     variant: its dialect, with the tools of its prompt.
-    number: which copy; each draws anew.
-    seed: of the draw, which depends on nothing else but the trajectory's name.
+    number: the copy's number; each has its own draw.
+    seed: the seed of the draw, which otherwise depends only on the trajectory's name.
 
   Returns:
     The copy, without ids, its prompt the full one, with `meta["format"]` (tag -> name
@@ -68,12 +68,12 @@ def augment(
   names = naming.names
   formats = naming.formats
 
-  # --- A prompt that describes them, and the policy's calls in them.
+  # --- A prompt with their description, and the policy's calls in them.
   renamed = naming.apply(variant)
   segments = prompt_segments(renamed, str(question), "full")
   for s in trajectory.segments:
     if s.author == Author.PROMPT:
-      continue  # the new one says what the tools are called
+      continue  # the new prompt has the tools' names
     text = s.text
     role = s.role
     if s.author == Author.POLICY and role in names:
@@ -84,7 +84,7 @@ def augment(
       role = names[role]
     segments.append(Segment(s.author, role, text))
 
-  # --- The calls on record, as they stand in the text now.
+  # --- The recorded calls, as now written in the text.
   calls = []
   for call in trajectory.calls:
     if call.name in names:
@@ -99,7 +99,7 @@ def augment(
 def augmented_copies(
   kept: Iterable[Trajectory], variant: Variant, config: ToolAugmentation
 ) -> list[Trajectory]:
-  """Makes `config.copies` copies of each trajectory that is no such copy itself."""
+  """Makes `config.copies` copies of each trajectory that is not itself a copy."""
   out = []
   for trajectory in kept:
     if "copy" in trajectory.meta:
@@ -120,6 +120,6 @@ def _rewrite_span(
   if not opening or not closing or head.strip() or tail.strip():
     return None
   body = argument_format.write(content.removeprefix(" "))
-  if body is None:  # a content that this format can not hold
+  if body is None:  # a content that this format cannot hold
     return None
   return f"{head}{roles.wrap(name, body)}{tail}"

@@ -1,11 +1,11 @@
 """Instruction violations, judged by a language model: a part of the quality filter.
 
 Chain-of-Agents (arXiv 2508.13167, section on supervised fine-tuning data) drops
-trajectories that violate instructions even where the answer is right, and finds them by
+trajectories that violate instructions even if the answer is right, and finds them by
 prompting; it gives no prompt. The rules here are this project's own. One call a
-trajectory, at temperature 0, on record in a journal, so that none is paid for twice. A
-judge that cannot be reached is an error and never a verdict; one whose replies cannot
-be read leaves the trajectory unchecked.
+trajectory, at temperature 0, recorded in a journal, so that none is paid for twice. An
+unreachable judge is an error and never a verdict; unreadable replies leave the
+trajectory unchecked.
 """
 
 from __future__ import annotations
@@ -57,13 +57,15 @@ _AGAIN = (
 
 @dataclasses.dataclass(frozen=True)
 class ViolationsConfig(TeacherChatConfig):
-  """Config section `violations`: an OpenAI-compatible endpoint that inspects.
+  """Config section `violations`: the OpenAI-compatible endpoint of the judge.
 
   Attributes:
-    temperature: of the judge. What is not named here is as in `TeacherChatConfig`.
-    replies: replies that are read for one verdict, until one can be.
+    temperature: the judge's temperature. Fields not listed here are as in
+      `TeacherChatConfig`.
+    replies: the maximum of replies for one verdict.
     workers: trajectories inspected at once.
-    max_chars: of a trajectory that is shown; a longer one loses its middle.
+    max_chars: the limit of a trajectory's text for the judge; a longer one loses its
+      middle.
   """
 
   temperature: float = 0.0
@@ -85,7 +87,7 @@ class ViolationInspector:
     Args:
       config: the endpoint.
       path: the journal of its calls.
-      api_key: of the endpoint, if it wants one.
+      api_key: the endpoint's key, if required.
 
     Raises:
       ValueError: as `Journal`.
@@ -140,14 +142,14 @@ def inspect_all(
     config: how they are made.
 
   Raises:
-    InfrastructureError, RefusedError: the judge cannot be reached or refuses; no
-      verdict came of it.
+    InfrastructureError, RefusedError: the judge cannot be reached or refuses; there is
+      no verdict.
   """
 
   def work(t: Trajectory) -> Inspection:
     return inspect(t, journal.backend(backend, (t.task_id, t.sample)), config)
 
-  # A few more than are at work: a generator of trajectories is not read ahead of need.
+  # A few more than the workers: trajectories are not generated far ahead.
   waiting: collections.deque[concurrent.futures.Future[Inspection]]
   waiting = collections.deque()
   pool = concurrent.futures.ThreadPoolExecutor(config.workers, "inspect")
@@ -169,7 +171,7 @@ def inspect(
   trajectory: Trajectory, backend: ModelBackend, config: ViolationsConfig
 ) -> Inspection:
   """Gives the verdict on one trajectory; see `inspect_all`."""
-  # --- The record as data: a judge that followed what stands in it could be led.
+  # --- The record as data: a judge that followed its instructions could be misled.
   instructions = ""
   task = ""
   for segment in trajectory.segments:
@@ -187,7 +189,7 @@ def inspect(
     Message("user", json.dumps(data, indent=1)),
   ]
 
-  # --- The first reply that can be read is the verdict.
+  # --- The first readable reply is the verdict.
   for _ in range(config.replies):
     try:
       reply = backend(INSPECTOR, messages)
@@ -202,11 +204,11 @@ def inspect(
 
 
 def read_violations(reply: str) -> tuple[tuple[int, str], ...] | None:
-  """Reads (rule, quote) of each violation that a reply names; None if it is unreadable.
+  """Reads a reply's violations as (rule, quote) pairs; None if unreadable.
 
-  Fences, prose and thoughts around the object, single quotes, trailing commas, and
-  rules as bare numbers do not matter; of several objects the last counts. A rule that
-  does not exist makes the reply unreadable.
+  Ignores fences, prose and thoughts around the object, and accepts single quotes,
+  trailing commas, and rules as bare numbers; of several objects the last counts. An
+  unknown rule makes the reply unreadable.
   """
   reply = reply.rpartition("</think>")[2]
   starts = [match.start() for match in re.finditer(r"\{", reply)]
@@ -221,12 +223,12 @@ def read_violations(reply: str) -> tuple[tuple[int, str], ...] | None:
 
 
 def _object(text: str) -> Any:
-  """The JSON object, or Python's notation of one, that a text starts with; or None."""
+  """Reads the JSON object (or Python dict) at the start of a text; or None."""
   try:
     return json.JSONDecoder().raw_decode(text)[0]
   except (ValueError, RecursionError):
     pass
-  # Python's notation: single quotes, trailing commas. Prose may stand after it.
+  # Python's notation: single quotes, trailing commas. Prose may follow.
   try:
     return ast.literal_eval(text[: text.rindex("}") + 1])
   except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):

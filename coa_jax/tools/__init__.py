@@ -1,1 +1,1 @@
-"""What answers a tool call."""
+"""Execution of tool calls."""

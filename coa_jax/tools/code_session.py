@@ -4,10 +4,10 @@ The sandbox's session opens with the trajectory's first program. It may end befo
 trajectory does: a program uses up its time or memory, or the sandbox loses it. The next
 call then opens another one.
 
-A session keeps the time limit that it was opened with. A later program with a shorter
-limit does not end it: `Toolbox` answers for the program, which runs on at most until
-the session's limit. Only a trajectory whose tool time runs out has a shorter limit, and
-it ends with that call.
+A session keeps the time limit of its start. A later program with a shorter limit does
+not end it: `Toolbox` answers for the program, which continues at most to the session's
+limit. Only a trajectory out of tool time has a shorter limit, and it ends with this
+call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools_sandbox.jail.wire import Result
 
 
 class SandboxSession(Protocol):
-  """What a sandbox opens: see `tools_sandbox.client.Sandbox.session`."""
+  """A sandbox's session: see `tools_sandbox.client.Sandbox.session`."""
 
   @property
   def alive(self) -> bool:
@@ -29,7 +29,7 @@ class SandboxSession(Protocol):
     ...
 
   def run(self, program: str, stdin: str = "") -> Result:
-    """Runs a program with the variables that earlier ones left."""
+    """Runs a program with the variables of earlier ones."""
     ...
 
   def close(self) -> None:
@@ -41,8 +41,8 @@ class CodeSession:
   """A trajectory's session, from its first program to its end. Thread-safe.
 
   Attributes:
-    lost: True once a session ended early, by what a program did or the sandbox.
-    seconds: that a program may take in the session, or in the last one.
+    lost: True once a session ended early, because of a program or the sandbox.
+    seconds: the limit of a program in the session, or in the last one.
   """
 
   def __init__(self, ended: Callable[[CodeSession], None]):
@@ -60,11 +60,11 @@ class CodeSession:
 
   @property
   def closed(self) -> bool:
-    """Whether the trajectory is over, so that nothing is opened any more."""
+    """Whether the trajectory is over; then no session is opened."""
     return self._closed
 
   def allows_more_than(self, seconds: float) -> bool:
-    """Whether a session is open in which a program may run for longer than that."""
+    """Whether an open session allows a program more than `seconds`."""
     return self._session is not None and seconds < self.seconds
 
   def open(
@@ -73,8 +73,8 @@ class CodeSession:
     """Opens a session.
 
     Args:
-      open_session: opens one in which each program has so many seconds.
-      seconds: the same.
+      open_session: opens a session with this limit, in seconds, for each program.
+      seconds: this limit.
 
     Raises:
       TimeoutError, RuntimeError: no session can be had now, or this is closed.
@@ -92,7 +92,7 @@ class CodeSession:
       raise RuntimeError("the trajectory has ended")
 
   def run(self, program: str, stdin: str) -> Result | None:
-    """Runs a program in the session; None where none is open, or it ended before."""
+    """Runs a program in the session; None if none is open, or it has ended."""
     # Without the lock: `close` must not wait for a program.
     session = self._session
     if session is None:
@@ -109,8 +109,8 @@ class CodeSession:
     return result
 
   def close(self) -> None:
-    """Ends the session in the background; does not wait for a program that runs."""
-    # Once: an episode that has ended is dropped afterwards.
+    """Ends the session in the background; does not wait for a running program."""
+    # Once: an ended episode is dropped afterwards.
     with self._lock:
       if self._closed:
         return
@@ -120,7 +120,7 @@ class CodeSession:
     if session is None:
       self._ended(self)
       return
-    # A daemon: it may wait for a program, whose own limits end it.
+    # A daemon: it may wait for a program, until the program's own limits.
     threading.Thread(
       target=self._end, args=(session,), name="end of session", daemon=True
     ).start()

@@ -1,4 +1,4 @@
-"""Functions that a config adds: called by name in the tag `tool`, without their own."""
+"""A config's functions: called by name in the tag `tool`, without their own tag."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class FunctionTool:
-  """A tool that is called by its name.
+  """A tool called by its name.
 
   Attributes:
-    description: one line for the prompt: what it does, and its arguments.
-    mcp: the tool of an MCP server that answers.
-    function: or, `module:name` of a Python function; it is called from several threads
-      with the arguments by name and returns text. It may raise the exceptions of
-      `tools_sandbox.faults`; any other counts as the infrastructure's fault.
+    description: one line for the prompt: its purpose and arguments.
+    mcp: the MCP server's tool for its calls.
+    function: or `module:name` of a Python function; called from several threads with
+      keyword arguments, returns text. It may raise the exceptions of
+      `tools_sandbox.faults`; any other counts as an infrastructure failure.
   """
 
   description: str
@@ -60,7 +60,7 @@ class _Function:
       self._signature.bind(**arguments)
     except TypeError as e:
       raise BadCall(f"{e}; it takes {self._signature}") from None
-    # What it raises is judged by `run_tool`, as any tool's.
+    # `run_tool` handles its exceptions, as for any tool.
     return str(self._function(**arguments))
 
   def close(self) -> None:
@@ -84,7 +84,7 @@ class Functions:
         else:
           self._tools[name] = _Function(tool.function or "")
       except BaseException as e:
-        self.close()  # servers that were started before this one
+        self.close()  # servers started before this one
         if isinstance(e, (ValueError, Unavailable)):
           raise ValueError(f"functions.{name}: {e}") from e
         raise
@@ -99,6 +99,6 @@ class Functions:
     return tool(json.dumps(dict(call.arguments)), seconds)
 
   def close(self) -> None:
-    """Ends the servers that were started."""
+    """Ends the started servers."""
     for tool in self._tools.values():
       tool.close()

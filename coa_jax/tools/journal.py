@@ -1,21 +1,21 @@
-"""Keeps on disk what tools answered to trajectories that are not learnt from yet.
+"""Stores tool results on disk until their trajectories have been learnt from.
 
-A step of RL that is interrupted is made again from the policy that it began with; the
-same tokens are sampled, so the same calls are made, and this journal answers those that
-were answered before. No side effect happens twice, and a tool that would answer
-differently today cannot change a trajectory. A call that was on its way when the
-process died has no answer here and is made again.
+An interrupted RL step is repeated from its initial policy; the same tokens are sampled,
+so the same calls are made, and this journal answers the calls that already have a
+result. No side effect happens twice, and a tool with a different answer today cannot
+change a trajectory. A call in flight when the process died has no answer here and is
+repeated.
 
-Asynchronous rollouts promise less. Which policy samples a token is a matter of time
-there, and a group that is not learnt from yet is sampled anew by whatever policy is the
-newest then, with the random numbers that it had. A call that is the same, word for
-word at the same place, is answered from here; another call is made, and what the one
-before it did outside stays done. With the quickstart's model 90 % of the calls are the
-same after one more update, 78 % after two and 73 % after three.
+Asynchronous rollouts promise less. There, timing decides which policy samples a token,
+and a group not yet learnt from is sampled again by the newest policy, with the same
+random numbers. An identical call at the same place is answered from the journal; any
+other call is made, and the side effects of its predecessor stay. With the quickstart's
+model 90 % of the calls are the same after one more update, 78 % after two and 73 %
+after three.
 
-Failures of infrastructure are not kept: a second attempt is for them, and tools that
-are being closed fail so. A line is handed to the kernel at once and survives the
-process; a power cut may cost the last ones.
+Infrastructure failures are not stored: they deserve a second attempt, and tools being
+closed fail like this. A line goes to the kernel at once and survives the process; a
+power cut may lose the last ones.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class ToolJournal:
     """Changes nothing yet; the folder is made with the first result.
 
     Args:
-      folder: of this process.
-      others: folders of the run's other processes, those of earlier starts among them.
-        What is there now is found, too: with another number of processes another one
-        plays a trajectory than did before.
+      folder: this process's folder.
+      others: folders of the run's other processes, earlier starts included. Their
+        present content is read too: if the number of processes changes, another process
+        plays a trajectory.
     """
     self._folder = folder
     self._lock = threading.Lock()
-    # By step: its file, and the results that were there when it was opened. No call is
-    # made twice in one process, so later ones need not be found.
+    # By step: its file, and the results in it when it was opened. One process makes no
+    # call twice, so it need not look up later ones.
     self._steps: dict[int, tuple[JsonLog, dict[str, ToolCall]]] = {}
-    # Files of the others, by step. What they write from now on is theirs alone.
+    # The other processes' files, by step. Their later writes are only for them.
     self._others: dict[int, list[str]] = {}
     for other in others:
       for step, path in _files(other):
@@ -64,19 +64,19 @@ class ToolJournal:
   def tools(
     self, tools: Tools, step: int, trajectory: tuple[Any, ...], within: int = 0
   ) -> Tools:
-    """Gives one trajectory tools that are answered from here where they can be.
+    """Returns tools for one trajectory, which answer from the journal if possible.
 
     Args:
       tools: answer new calls.
-      step: in which the trajectory is made.
-      trajectory: tells it from all others of the step; JSON values.
-      within: how many steps earlier or later it may have been made before;
-        `trajectory` then tells it from all others of these steps too.
+      step: the trajectory's step.
+      trajectory: identifies it within the step; JSON values.
+      within: the number of earlier or later steps to search; `trajectory` must be
+        unique in all of them.
     """
     return _JournalledTools(self, tools, step, trajectory, within)
 
   def forget(self, before: int) -> None:
-    """Deletes what belongs to steps before this one: they are never made again."""
+    """Deletes the steps before this one: they are never repeated."""
     with self._lock:
       for step in sorted(self._steps):
         if step < before:
@@ -91,7 +91,7 @@ class ToolJournal:
         os.remove(path)
 
   def find(self, steps: Iterable[int], key: str) -> ToolCall | None:
-    """Finds the result of a call that an earlier process made in one of the steps."""
+    """Finds the result of an earlier process's call in one of the steps."""
     with self._lock:
       for step in steps:
         _, calls = self._open(step)
@@ -103,18 +103,18 @@ class ToolJournal:
     """Appends a result; on disk when this returns, unless the power fails."""
     with self._lock:
       log, _ = self._open(step)
-      # Only now: steps that make no call leave no folder.
+      # Only now: a step without calls leaves no folder.
       os.makedirs(self._folder, exist_ok=True)
       log.append({"key": key, **vars(call)})
 
   def _open(self, step: int) -> tuple[JsonLog, dict[str, ToolCall]]:
-    """Opens a step's file once; returns it with the results that were there then."""
+    """Opens a step's file once; returns it with its results at that time."""
     if step in self._steps:
       return self._steps[step]
     calls: dict[str, ToolCall] = {}
 
     def replay(row: Any, where: str, place: Place) -> None:
-      key = ""  # of a row that `to_dataclass` refuses
+      key = ""  # of a row refused by `to_dataclass`
       if isinstance(row, dict):
         key = str(row.pop("key", ""))
       calls[key] = to_dataclass(row, ToolCall, where, needed=("result", "status"))
@@ -166,8 +166,8 @@ class _JournalledTools(Tools):
       # Run again, in their order: the next program needs the variables of this one,
       # which no journal holds.
       return self._tools.start(request)
-    # The same words at the same place of the same trajectory are the same call. Not the
-    # step: under another version of the policy it is looked for, too.
+    # The same words at the same place in the same trajectory are the same call. The
+    # step is not included: another policy version must find it too.
     identity = [self._trajectory, self._calls, request.name, request.arguments]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     known = self._journal.find(self._steps, key)

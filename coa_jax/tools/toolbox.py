@@ -1,16 +1,16 @@
 """All tools of one run behind one `submit`, with permits and deadlines.
 
 A `Toolbox` turns the content of a tool span into a `ToolCall`: it refuses malformed
-calls in words that a model can act on, runs the others, and says whose fault a failure
-is. Calls run concurrently; results do not depend on the order.
+calls with a message for the model, runs the others, and classifies failures. Calls run
+concurrently; results do not depend on the order.
 
-Every call that runs has a thread of its own and a deadline. A call without an answer at
-its deadline is answered for (the tool's fault) and given up: its thread, which nothing
-can end, takes no permit from others. Waiting for a permit is on no call's clock. An
-exception of a tool is the infrastructure's fault. Which tools there are, and what they
-need, is in `tools`.
+Each running call has its own thread and a deadline. A call without an answer at its
+deadline gets one (a tool failure) and is abandoned: its thread cannot be stopped, and
+keeps no permit from others. Waiting for a permit does not count as a call's time. A
+tool's unexpected exception is an infrastructure failure. `tools` lists the tools and
+their requirements.
 
-budget: permits, deadlines and who is to blame are one invariant.
+budget: permits, deadlines and the cause of failures are one invariant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tools_sandbox.faults import NoJail
 from tools_sandbox.mcp_client import McpTool
 
 _CODE = "code"  # the tool that uses cores: its calls need permits
-_CLOSE_S = 2.0  # what `close` waits for calls that the sandbox does not end
+_CLOSE_S = 2.0  # seconds that `close` waits for calls the sandbox does not end
 _log = logging.getLogger(__name__)
 
 
@@ -43,14 +43,14 @@ class _Call:
   name: str
   arguments: str
   seconds: float  # it may take
-  session: CodeSession | None = None  # where it is a program of one
+  session: CodeSession | None = None  # if it is a program's call
   began: float = 0.0
   deadline: float = math.inf
   future: CallFuture = dataclasses.field(default_factory=CallFuture)
 
   def finish(self, status: CallStatus, result: str) -> None:
     seconds = 0.0
-    if self.began:  # a call that is refused never began
+    if self.began:  # a refused call never began
       seconds = time.monotonic() - self.began
     call = ToolCall(self.name, self.arguments, result, status, seconds)
     self.future.set_result(call)
@@ -60,7 +60,7 @@ class Toolbox(Tools):
   """Runs tool calls; use as a context manager, or call `close`. Thread-safe."""
 
   def __init__(self, config: ToolsConfig):
-    """Opens the sandbox, the corpus's index where a tool searches it, and the tools.
+    """Opens the sandbox, the corpus's index if a tool searches it, and the tools.
 
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or malformed; the message
@@ -90,7 +90,7 @@ class Toolbox(Tools):
     self._waiting: list[_Call] = []
     self._running: set[_Call] = set()
     self._hung = 0
-    # Trajectories that have a session, or whose first program runs.
+    # Trajectories with a session, or with their first program running.
     self._session_owners: set[CodeSession] = set()
     self._closed = False
 
@@ -108,9 +108,9 @@ class Toolbox(Tools):
   def close(self) -> None:
     """Ends running programs and frees the sandbox's processes.
 
-    Calls that have no result yet end as `infrastructure`, or at their deadlines.
+    Ends calls without a result as `infrastructure`, or at their deadlines.
     """
-    # Those that wait end now, those that run with the sandbox or at their deadlines.
+    # Waiting calls end now, running ones with the sandbox or at their deadlines.
     with self._changed:
       self._closed = True
       self._start_waiting()
@@ -125,17 +125,17 @@ class Toolbox(Tools):
 
   @property
   def hung(self) -> int:
-    """Calls that were given up and are still running."""
+    """The number of abandoned calls still running."""
     return self._hung
 
   @property
   def session_owners(self) -> int:
-    """Trajectories that have a session, or whose first program is about to open it."""
+    """Trajectories with a session, or with a first program about to open it."""
     return len(self._session_owners)
 
   def code_session(self) -> CodeSession | None:
-    """Gives one where `tools.session` is on and `code` is the sandbox's."""
-    # What an MCP server runs has no session of ours.
+    """Returns a session if `tools.session` is on and the sandbox runs `code`."""
+    # Programs on an MCP server have no session here.
     runs_code = _CODE in self._tools and _CODE not in self.config.mcp
     if not (self.config.session and runs_code):
       return None
@@ -168,7 +168,7 @@ class Toolbox(Tools):
     return call.future
 
   def _limit(self, name: str) -> float:
-    """Seconds that a call of a tool may take, whoever makes it."""
+    """The time limit of a tool's calls, in seconds."""
     return self.config.timeouts.get(name, self.config.timeout_s)
 
   def call(self, name: str, arguments: str) -> ToolCall:
@@ -183,8 +183,8 @@ class Toolbox(Tools):
 
     Args:
       name: one of `config.tags`.
-      arguments: well-formed content of its span.
-      seconds: that it may take; past `grace_s` more nobody waits for it.
+      arguments: the well-formed content of its span.
+      seconds: its time limit; after `grace_s` more it is abandoned.
     """
     return run_tool(self._tools[name], arguments, seconds)
 
@@ -194,7 +194,7 @@ class Toolbox(Tools):
     if name not in self.config.tags:
       return CallStatus.MODEL, f"error: no tool {name}"
     role = name
-    if name in self.config.mcp:  # what an MCP server takes is its own matter
+    if name in self.config.mcp:  # an MCP server sets its own limit
       role = ""
     fault = content_fault(role, arguments)
     if fault is None:
@@ -202,8 +202,8 @@ class Toolbox(Tools):
     return CallStatus.MODEL, f"error: {fault}"
 
   def _start_waiting(self) -> None:
-    """Starts the calls that get a permit. The caller holds the lock."""
-    # In their order, but none waits for one before it that can not start yet.
+    """Starts the calls with a permit. The caller holds the lock."""
+    # In order, but a call does not wait behind one that cannot start yet.
     waiting = self._waiting
     self._waiting = []
     for call in waiting:
@@ -217,7 +217,7 @@ class Toolbox(Tools):
         self._run(call)
 
   def _get_permit(self, call: _Call) -> bool:
-    """Whether a program may run now; its trajectory then owns a session."""
+    """Takes a permit if a program may run now; its trajectory then owns a session."""
     # Programs only: they use the machine's cores, other tools wait for somebody.
     programs = [c for c in self._running if c.name == _CODE]
     if len(programs) >= self.config.workers:
@@ -237,8 +237,8 @@ class Toolbox(Tools):
     call.began = time.monotonic()
     call.deadline = call.began + call.seconds
     if call.session is None or not call.session.allows_more_than(call.seconds):
-      # A session that is open needs no grace to start; in one that allows more, the
-      # grace would let the program have more seconds.
+      # An open session needs no grace to start; if its own limit is higher, the grace
+      # would give the program more seconds.
       call.deadline += self.config.grace_s
     try:
       # A daemon: a hung tool must not keep the program from ending.
@@ -262,34 +262,35 @@ class Toolbox(Tools):
         code = self._tools[call.name]
         assert isinstance(code, CodeTool)  # no other tool has sessions
         status, result = code.in_session(call.session, call.arguments, call.seconds)
-      # Half of a surrogate pair (JSON can hold one) is no character.
+      # Half a surrogate pair (JSON can hold one) is not a character.
       result = result.encode("utf-8", "replace").decode()
       result = _cut(result, self.config.max_chars)
     except BaseException:
-      # Whatever a model can bring about is a result. An exception says that the tool is
+      # A failure caused by a model is a result. An exception means that the tool is
       # broken, which must not be scored as a wrong answer.
-      if not self._closed:  # else it failed because its sandbox was taken away
+      if not self._closed:  # otherwise it failed because its sandbox was closed
         _log.exception("tool %s failed on %.200r", call.name, call.arguments)
       status = CallStatus.INFRASTRUCTURE
       result = "error: the tool failed"
     if status == CallStatus.INFRASTRUCTURE and self._out_of_budget(call):
       status = CallStatus.TOOL
       result = _no_answer(call)
-    # --- Hand it on, where the watch has not answered in its place.
+    # --- Deliver it, unless the watch has already answered.
     with self._changed:
       if call in self._running:
         self._running.remove(call)
         call.finish(status, result)
-      else:  # given up; nobody waits any more
+      else:  # abandoned; nobody waits for it
         self._hung -= 1
       self._start_waiting()
       if self._closed:
         self._changed.notify_all()
 
   def _out_of_budget(self, call: _Call) -> bool:
-    """Whether a call had less than the tool's limit, and has used it up.
+    """Whether a call had less time than the tool's limit, and used it up.
 
-    Not a program: the sandbox itself tells one that is slow from its own failures.
+    Not for programs: the sandbox itself distinguishes a slow program from its own
+    failures.
     """
     short = call.name != _CODE and call.seconds < self._limit(call.name)
     return short and time.monotonic() - call.began >= call.seconds
@@ -320,8 +321,8 @@ class Toolbox(Tools):
 
 
 def _open_sandbox(config: ToolsConfig) -> Sandbox:
-  """Opens the sandbox of a toolbox; see its `__init__` for what it raises."""
-  # --- Only what some tool of the config needs is opened.
+  """Opens a toolbox's sandbox; raises as its `__init__`."""
+  # --- Open only the parts needed by the config's tools.
   own_tags = set(config.tags) - set(config.mcp)
   corpus = backend = remote = None
   if config.enabled and any(TOOLS[tag].reads_corpus(config) for tag in own_tags):
@@ -329,7 +330,7 @@ def _open_sandbox(config: ToolsConfig) -> Sandbox:
   if config.enabled and _CODE in own_tags:
     backend = config.sandbox
     remote = config.remote
-  # A slot starts no process before it is used; those of hung calls cost nothing.
+  # A slot starts its process on first use; slots for hung calls cost nothing.
   slots = config.workers + config.max_hung
   if config.session:
     slots += config.max_sessions
@@ -350,7 +351,7 @@ def _cut(text: str, limit: int) -> str:
   """Keeps the head and the tail of a long text, with a marker between."""
   if len(text) <= limit:
     return text
-  # The marker counts too: what comes out is `limit` characters long.
+  # The marker counts too: the result has `limit` characters.
   marker = f"\n...[{len(text) - limit} characters cut]...\n"
   head = (limit - len(marker)) // 2
   tail = limit - len(marker) - head

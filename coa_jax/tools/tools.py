@@ -1,8 +1,8 @@
 """The tools a policy may call: their config, and one class each.
 
 To add a tool: an entry of `tools.functions`, no code (the policy calls it by name, in
-the tag `tool`); or a tag of its own, which is a row of `protocol.tools.SPECS`, a class
-here, and its line in `TOOLS`. See docs/extending.md.
+the tag `tool`); or a new tag: a row of `protocol.tools.SPECS`, a class here, and its
+line in `TOOLS`. See docs/extending.md.
 
 budget: config and classes refer to each other.
 """
@@ -41,40 +41,40 @@ class ToolsConfig:
   """Config section `tools`.
 
   Attributes:
-    tools: tags of the tools a policy may call.
-    corpus: JSON-lines pages that `wiki_search` searches (rows of id, title, text), and
-      `web_search` where `web` names no endpoint.
-    retriever: the URL of a Search-R1 `/retrieve` server that `wiki_search` asks, in
-      place of the corpus.
+    tools: the tools' tags.
+    corpus: JSON-lines pages for `wiki_search` (rows of id, title, text), and for
+      `web_search` if `web` has no endpoint.
+    retriever: the URL of a Search-R1 `/retrieve` server for `wiki_search`, instead of
+      the corpus.
     top_k: pages returned per search.
-    descriptions: tag -> what the prompt says of the tool, in place of the protocol's
-      own words; no tag and no newline in it.
+    descriptions: tag -> the tool's description in the prompt, instead of the
+      protocol's; without tags and newlines.
     timeout_s: wall seconds one call may take.
-    timeouts: the same for single tools, by tag, where it is another.
-    grace_s: seconds beyond those after which a call without an answer is given up;
-      long enough for a sandbox process to start on a busy machine.
-    sandbox: jail, for programs that may be hostile, subprocess, which contains
-      accidents only, or remote, services that run them; what each does not cover is
-      in tools_sandbox/README.md.
-    remote: the services, where `sandbox` is remote; give `workers` as many as they
-      have slots. Its `wait_s` must be below `grace_s`.
+    timeouts: tag -> another `timeout_s` for this tool.
+    grace_s: additional seconds before a call without an answer is abandoned; long
+      enough for a sandbox process to start on a busy machine.
+    sandbox: jail (for hostile programs), subprocess (contains accidents only) or remote
+      (services run them); tools_sandbox/README.md lists the limits of each.
+    remote: the services, if `sandbox` is remote; set `workers` to their number of
+      slots. Its `wait_s` must be below `grace_s`.
     session: True gives each trajectory's `code` calls one session: variables live from
       call to call, until it ends. Not with sandbox='subprocess'.
-    max_sessions: trajectories that may hold one at once; the first program of another
-      waits, on nobody's clock. Each is a sandbox process (or a slot of the services).
+    max_sessions: trajectories with a session at once; another one's first program
+      waits, outside its time limit. Each is a sandbox process (or a slot of the
+      services).
     memory_mb: memory one program may use, in MiB.
-    workers: programs that run at once; other tools run as they are called. A program
-      that sleeps keeps its place, so give more places than there are cores.
-    max_hung: calls given up and still running at which the tools count as down.
-    max_chars: a result is cut to this many characters (head and tail are kept);
-      `rollout.observation_tokens` says how much of it a policy reads.
-    enabled: False answers every call with "tools are off": what a model can do alone.
-    blocked: domains that no tool shows or reads, against leaked benchmarks.
-    web: how `web_search` searches.
-    crawl: how `crawl_page` reads.
-    vision: how `visual_inspector` looks; it needs an endpoint.
-    mcp: tag -> the tool of an MCP server that answers it, in place of ours.
-    functions: name -> a tool without a tag of its own, called in the tag `tool`.
+    workers: programs running at once; other tools run without a limit. A sleeping
+      program keeps its place, so use more than the number of cores.
+    max_hung: abandoned calls still running at which the tools count as down.
+    max_chars: the maximum of characters of a result (head and tail are kept);
+      `rollout.observation_tokens` limits the part read by the policy.
+    enabled: False answers every call with "tools are off", to measure the model alone.
+    blocked: domains never shown or read, against leaked benchmarks.
+    web: the settings of `web_search`.
+    crawl: the settings of `crawl_page`.
+    vision: the settings of `visual_inspector`, which needs an endpoint.
+    mcp: tag -> an MCP server's tool, instead of ours.
+    functions: name -> a tool without its own tag, called in the tag `tool`.
   """
 
   tools: tuple[str, ...] = ("wiki_search", "code")
@@ -105,20 +105,20 @@ class ToolsConfig:
 
   def __post_init__(self):
     check_fields(self)
-    # --- Tags that are there.
+    # --- Known tags.
     for field in ("tools", "descriptions", "timeouts", "mcp"):
       for tool in getattr(self, field):
         if tool not in TOOLS:
           raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(TOOLS)}")
 
-    # --- What the prompt says of a tool is one line of it, and opens no tag.
+    # --- A tool's description is one line of the prompt, and opens no tag.
     descriptions = [*self.descriptions.values()]
     descriptions += [function.description for function in self.functions.values()]
     for text in descriptions:
       if not text.strip() or "\n" in text or roles.find_tag(text):
         raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
 
-    # --- What each tool needs, unless an MCP server answers in its place.
+    # --- Each tool's requirements, unless an MCP server replaces it.
     for tag in self.tags:
       if tag not in self.mcp:
         TOOLS[tag].check(self)
@@ -131,7 +131,7 @@ class ToolsConfig:
     if (self.sandbox == "remote") != (self.remote is not None):
       raise ValueError("remote: the services of sandbox='remote', and of no other")
     if self.remote is not None and self.remote.wait_s >= self.grace_s:
-      # Else a service that is down would look like a program that hangs.
+      # Otherwise an unavailable service would look like a hanging program.
       raise ValueError(
         f"remote.wait_s={self.remote.wait_s:g} must be below grace_s={self.grace_s:g}"
       )
@@ -143,7 +143,7 @@ class ToolsConfig:
 
   @property
   def tool_descriptions(self) -> dict[str, str]:
-    """Tag -> what the prompt says of it, "" for the protocol's words; in order.
+    """Tag -> its description, "" for the protocol's; in order.
 
     With `tool:NAME` for each function, as `Variant.with_tools` takes them.
     """
@@ -156,7 +156,7 @@ class ToolsConfig:
 
   @property
   def tags(self) -> tuple[str, ...]:
-    """Tags of the tools that a policy may call, with `tool` for functions."""
+    """Tags a policy may call, with `tool` for functions."""
     # All functions are called in one tag.
     if self.functions and FUNCTION_TAG not in self.tools:
       return (*self.tools, FUNCTION_TAG)
@@ -164,7 +164,7 @@ class ToolsConfig:
 
 
 class Tool:
-  """What answers the calls of one tag, from several threads at once."""
+  """Answers the calls of one tag, from several threads at once."""
 
   @classmethod
   def reads_corpus(cls, config: ToolsConfig) -> bool:
@@ -174,14 +174,14 @@ class Tool:
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
-    """Refuses a config that lacks what the tool needs.
+    """Refuses a config without the tool's requirements.
 
     Raises:
       ValueError: names the field.
     """
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
-    """Opens what it needs.
+    """Opens the tool's resources.
 
     Raises:
       ValueError, Unavailable: a key, a folder, a package or a server is not there.
@@ -191,16 +191,16 @@ class Tool:
     """Answers a call.
 
     Args:
-      content: of its span, in which `ToolSpec.find_fault` finds no fault.
-      seconds: that it may take.
+      content: its span's content, already checked by `ToolSpec.find_fault`.
+      seconds: its time limit.
 
     Raises:
-      BadCall, ToolFault, Unavailable: what went wrong, and whose fault it is.
+      BadCall, ToolFault, Unavailable: a failure, by its cause.
     """
     raise NotImplementedError
 
   def close(self) -> None:
-    """Frees what it holds."""
+    """Frees its resources."""
 
 
 class WikiSearchTool(Tool):
@@ -271,14 +271,14 @@ class CodeTool(Tool):
   def in_session(
     self, session: CodeSession, content: str, seconds: float
   ) -> tuple[CallStatus, str]:
-    """Answers a call in the session of its trajectory, opened where it has none.
+    """Runs a call in its trajectory's session; opens one if there is none.
 
-    Where an earlier session was lost, the observation says so in one line.
+    If an earlier session was lost, the observation says so in one line.
     """
     call = parse_code(content)
     assert call is not None
     note = ""
-    # --- The session's program; where none is open, in a new one.
+    # --- The program in the session; if none is open, in a new one.
     try:
       result = session.run(call.program, call.stdin)
       if result is None:  # the first call, or the last session has ended
@@ -291,7 +291,7 @@ class CodeTool(Tool):
       return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
     if result is None:
       return CallStatus.INFRASTRUCTURE, "error: the session has gone"
-    # --- What the model reads: it has to know that its variables are gone.
+    # --- The model's observation: it must learn about lost variables.
     status, text = self._read(result, session.seconds)
     if session.lost and status != CallStatus.INFRASTRUCTURE:
       text += _LOST
@@ -313,12 +313,12 @@ class CodeTool(Tool):
       return CallStatus.TOOL, f"{out}\nerror: stopped after {seconds:.3g} s".strip()
     if result.verdict == Verdict.MEMORY:
       return CallStatus.TOOL, f"{out}\nerror: more than {self._memory_mb} MB".strip()
-    # It failed by itself: the model reads its traceback, and can mend it.
+    # The program itself failed: the model reads its traceback, and can correct it.
     return CallStatus.MODEL, f"{out}\nerror: {result.stderr.strip()}".strip()
 
 
 class _Delegating(Tool):
-  """A tool that something else answers: `_inner`, which `__init__` opens."""
+  """A tool delegating to `_inner`, which `__init__` opens."""
 
   _inner: WebSearch | Crawler | Inspector | Functions
 
@@ -330,7 +330,7 @@ class _Delegating(Tool):
 
 
 class WebSearchTool(_Delegating):
-  """Searches the web, or the corpus where `web` names no endpoint."""
+  """Searches the web, or the corpus if `web` has no endpoint."""
 
   @classmethod
   def reads_corpus(cls, config: ToolsConfig) -> bool:
@@ -375,7 +375,7 @@ class FunctionsTool(_Delegating):
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
-    """Wants functions, with names that a call can hold."""
+    """Requires functions, with names allowed in a call."""
     if not config.functions:
       raise ValueError("tools: 'tool' needs an entry in `functions`")
     for name in config.functions:
@@ -387,7 +387,7 @@ class FunctionsTool(_Delegating):
     self._inner = Functions(config.functions)
 
 
-# Tag of a row of `protocol.tools.SPECS` -> what answers its calls.
+# Tag in `protocol.tools.SPECS` -> the class for its calls.
 TOOLS: dict[str, type[Tool]] = {
   "wiki_search": WikiSearchTool,
   "web_search": WebSearchTool,
@@ -402,13 +402,13 @@ def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool | McpToo
   """Opens the tool behind a tag; close it after use.
 
   Raises:
-    ValueError: what it needs is not there: a key, a folder, a package, a server.
+    ValueError: a requirement is missing: a key, a folder, a package, a server.
   """
   try:
     if name in config.mcp:
       return McpTool(config.mcp[name])
     return TOOLS[name](config, sandbox)
-  # Both say what is missing, and not which tool misses it.
+  # Their messages name the missing requirement, but not the tool.
   except (ValueError, Unavailable) as e:
     raise ValueError(f"tool {name}: {e}") from e
 
@@ -416,15 +416,14 @@ def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool | McpToo
 def run_tool(
   tool: Tool | McpTool, content: str, seconds: float
 ) -> tuple[CallStatus, str]:
-  """Makes a call, and says whose fault a failure is.
+  """Makes a call, and classifies failures.
 
   Args:
     tool: an open tool.
-    content: of the call's span, well-formed as far as the protocol goes.
-    seconds: that it may take.
+    content: the call's content, well-formed by the protocol.
+    seconds: its time limit.
   """
-  # The three exceptions a tool may raise say whose fault it is; any other is left to
-  # the toolbox.
+  # A tool's three exceptions give the cause; any other is left to the toolbox.
   try:
     result = tool(content, seconds)
   except BadCall as e:
@@ -434,6 +433,6 @@ def run_tool(
   except Unavailable as e:
     _log.warning("a tool is down: %s", e)
     return CallStatus.INFRASTRUCTURE, "error: the tool is unavailable"
-  if isinstance(result, tuple):  # it says itself whose fault a failure is
+  if isinstance(result, tuple):  # it classifies failures itself
     return result
   return CallStatus.OK, result

@@ -1,4 +1,4 @@
-"""What every holder of tools can do: take a call now, give its result later."""
+"""The interface of tools: submit a call now, get its result later."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ class CallRequest:
 
   Attributes:
     name: the tool's tag.
-    arguments: the content of its span, verbatim.
-    seconds: that it may take at most, however much `timeout_s` allows. A failure of
-      the infrastructure that uses up what is below the tool's own limit counts as the
-      tool's, for it may have been all right and only slow.
-    session: of the trajectory that calls, as `Tools.code_session` gave it.
+    arguments: its span's content, verbatim.
+    seconds: a limit below `timeout_s`. An infrastructure failure after such a shorter
+      limit counts as the tool's, because the call may only have been slow.
+    session: the trajectory's session, from `Tools.code_session`.
   """
 
   name: str
@@ -46,7 +45,7 @@ class Tools(abc.ABC):
     """Starts a call in the background; see `CallRequest` for its fields.
 
     Returns:
-      A future of the call with its result. Failures are results with a status: the
+      A future with the call's result. Failures are results with a status: the
       future never raises, cannot be cancelled, and is done by the call's deadline.
       `seconds` of the call counts from when it began to run.
     """
@@ -58,21 +57,22 @@ class Tools(abc.ABC):
 
   @abc.abstractmethod
   def code_session(self) -> CodeSession | None:
-    """Gives a session for one trajectory's programs, or None where they share none.
+    """Returns a session for one trajectory's programs, or None if they share none.
 
     Whoever has it closes it, at whatever end of the trajectory.
     """
 
 
 def done_call(call: ToolCall) -> CallFuture:
-  """Makes a future of a call whose result is known."""
+  """Makes a future of a call with a known result."""
   future = CallFuture()
   future.set_result(call)
   return future
 
 
 def then(future: CallFuture, change: Callable[[ToolCall], ToolCall]) -> CallFuture:
-  """Makes a future of a changed call; it raises what `change` or the call raises."""
+  """Makes a future of the changed call; it raises the error of `change` or of the
+  call."""
   changed = CallFuture()
   changed.set_running_or_notify_cancel()  # nobody can cancel it
 

@@ -1,4 +1,4 @@
-"""Says which fields of section `tools` no tool of a run will read."""
+"""Finds fields of section `tools` that none of a run's tools reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from coa_jax.tools.tools import TOOLS, ToolsConfig
 
 _log = logging.getLogger(__name__)
-# Field -> tags of the tools that read it; `corpus` is asked of the tools themselves.
+# Field -> tags of its readers; for `corpus` the tools themselves are asked.
 _READERS = {
   "retriever": ("wiki_search",),
   "session": ("code",),
@@ -21,14 +21,14 @@ _BY_TAG = ("descriptions", "timeouts", "mcp")
 
 
 def warn_unread(config: ToolsConfig) -> None:
-  """Says in one line each what is set and read by no tool; it may be a mistake."""
+  """Warns of each field that is set but not read by any tool: it may be a mistake."""
   for line in unread(config):
     _log.warning("%s", line)
 
 
 def unread(config: ToolsConfig) -> Iterator[str]:
-  """Yields a line for each field that is set and read by no tool."""
-  # --- Entries for a tool that this run does not have.
+  """Yields a line for each field that is set but not read by any tool."""
+  # --- Entries for tools outside this run.
   tags = ", ".join(config.tags) or "none"
   for field in _BY_TAG:
     for tag in getattr(config, field):
@@ -37,7 +37,7 @@ def unread(config: ToolsConfig) -> Iterator[str]:
           f"tools.{field}.{tag} is read by no tool of this run (tools.tools: {tags})"
         )
 
-  # --- Fields of single tools; what an MCP server answers reads none of them.
+  # --- Fields of single tools; MCP servers read none of them.
   own_tags = set(config.tags) - set(config.mcp)
   wanted = {tag for tag in own_tags if TOOLS[tag].reads_corpus(config)}
   if config.corpus is not None and not wanted:

@@ -12,13 +12,13 @@ class Cancel:
   """Calls off one run or cell, from any thread, before it starts too; call it."""
 
   def __init__(self) -> None:
-    """Makes one for a run that is yet to be asked for."""
+    """Creates a cancel for a future run."""
     self.requested = False
     self._lock = threading.Lock()
-    self._fd = -1  # of the zygote that runs it
+    self._fd = -1  # of the run's zygote
 
   def __call__(self) -> None:
-    """Ends what runs; its answer is `infrastructure`. Nothing once it has ended."""
+    """Cancels the run; its verdict is `infrastructure`. Does nothing after its end."""
     with self._lock:
       if not self.requested:  # one byte for each run: `bound` takes out one
         self.requested = True
@@ -27,10 +27,10 @@ class Cancel:
 
   @contextlib.contextmanager
   def bound(self, write_fd: int, read_fd: int) -> Iterator[None]:
-    """Has a call end the run that goes on inside the `with`.
+    """Connects this cancel to the run inside the `with`.
 
     Args:
-      write_fd: of the pipe by which its zygote hears of a cancellation.
+      write_fd: write end of the zygote's cancel pipe.
       read_fd: the pipe's other end.
     """
     # Called off before it was bound: the run hears of it as soon as it looks.

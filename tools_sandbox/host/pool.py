@@ -2,8 +2,8 @@
 
 Two back-ends. "jail": namespaces, a root of its own and a seccomp filter for every run.
 "subprocess": separate processes with resource limits, no namespaces and no seccomp; it
-contains accidents and much abuse, not a determined attacker. README.md says what each
-leaves open.
+contains accidents and much abuse, not a determined attacker. README.md lists the limits
+of each.
 
 budget: slots, who waits for one and who holds one for a session, under one lock.
 """
@@ -30,15 +30,30 @@ _WEAKER = (
   "trust: they can read and change what this user's files are, and use the network. "
   "tools_sandbox/README.md says what a container needs for the jail"
 )
-# What programs of the code and math variants import, and what sympy imports only when
-# it is first asked to solve, simplify or lambdify: 25 to 150 ms that a run then saves.
-# fmt: off
+# Imports of code and math programs, and sympy's lazy imports for solve, simplify and
+# lambdify: saves a run 25 to 150 ms. fmt: off
 DEFAULT_PRELOAD = (
-  "heapq", "queue", "statistics", "csv", "calendar", "logging", "unittest",
-  "concurrent.futures", "multiprocessing", "numpy", "numpy.random", "sympy",
-  "sympy.combinatorics", "sympy.assumptions.wrapper", "sympy.integrals.heurisch",
-  "sympy.integrals.risch", "sympy.physics.units", "sympy.tensor.tensor",
-  "sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special",
+  "heapq",
+  "queue",
+  "statistics",
+  "csv",
+  "calendar",
+  "logging",
+  "unittest",
+  "concurrent.futures",
+  "multiprocessing",
+  "numpy",
+  "numpy.random",
+  "sympy",
+  "sympy.combinatorics",
+  "sympy.assumptions.wrapper",
+  "sympy.integrals.heurisch",
+  "sympy.integrals.risch",
+  "sympy.physics.units",
+  "sympy.tensor.tensor",
+  "sympy.codegen.ast",
+  "sympy.sets.setexpr",
+  "scipy.special",
 )
 # fmt: on
 
@@ -46,7 +61,8 @@ _CLOSED = "the sandbox pool is closed"
 
 
 class SandboxPool:
-  """Slots that each run one program at a time. Thread-safe; first come, first served.
+  """A pool of slots that each run one program at a time. Thread-safe, first come first
+  served.
 
   A slot's zygote starts when it is first needed, in the calling thread, so several
   start in parallel. It is replaced when it dies and after `runs_per_zygote` runs.
@@ -63,16 +79,17 @@ class SandboxPool:
     """Starts nothing yet.
 
     Args:
-      slots: programs that may run at once.
-      limits: what a run may use unless it says otherwise; None for `Limits()`.
-      preload: modules imported ahead of every program; those that are not installed
-        are skipped.
+      slots: the number of concurrent programs.
+      limits: the default limits of a run; None for `Limits()`.
+      preload: modules imported ahead of every program; modules not installed are
+        skipped.
       runs_per_zygote: runs after which a zygote is replaced by a fresh one.
       backend: one of `BACKENDS`.
 
     Raises:
-      ValueError: a count is below 1, or there is no such back-end.
-      NoJail: this machine cannot build jails; the message says what it lacks.
+      ValueError: a count is below 1, or the back-end is unknown.
+      NoJail: this machine cannot build jails; the message names the missing
+        requirement.
       OSError: it could, but the jail does not work; the message says why.
     """
     if backend not in BACKENDS:
@@ -81,13 +98,13 @@ class SandboxPool:
       if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value!r}")
     if backend == "jail" and (missing := jail.check()):
-      # Never another back-end in its place: that is the caller's to choose.
+      # Never fall back to another back-end: the caller must choose it.
       raise NoJail(
         f"backend 'jail' cannot be used here: {'; '.join(missing)}. {_WEAKER}"
       )
     self.limits = limits or wire.Limits()
 
-    # --- What zygotes are made of, and when they are worn.
+    # --- How zygotes are made, and when they are replaced.
     self._backend = backend
     self._preload = tuple(preload)
     self._runs_per_zygote = runs_per_zygote
@@ -96,8 +113,8 @@ class SandboxPool:
     self._changed = threading.Condition()
     self._idle: list[slot.Zygote] = []
     self._unstarted = slots
-    # Callers without a slot, in the order of their arrival; a slot that comes free is
-    # handed to the first. None waits while one is free.
+    # Callers without a slot, in order of arrival; the first gets the next free slot.
+    # Nobody waits while a slot is free.
     self._waiting: deque[Future[slot.Zygote | None]] = deque()
     self._live: set[slot.Zygote] = set()
     self._sessions: dict[_LentSlot, Session] = {}
@@ -116,14 +133,14 @@ class SandboxPool:
 
     Args:
       program: Python source, run as `__main__`.
-      stdin: what it reads on standard input.
-      limits: what it may use; None for the pool's.
+      stdin: its standard input.
+      limits: its limits; None for the pool's.
       cancel: calls it off; the answer is then `infrastructure`.
 
     Returns:
       The result. A failure of the service is a result too (`infrastructure`, with the
-      reason in stderr); a run whose zygote died before the program started is tried
-      once more on a fresh one.
+      reason in stderr); if the zygote died before the program started, the run is
+      tried once more on a fresh one.
 
     Raises:
       TypeError: program or stdin is not a string.
@@ -134,7 +151,7 @@ class SandboxPool:
     limits = limits or self.limits
     request = _request(program, stdin, limits, session=False)
 
-    # --- Wait for a slot, and run; whatever happens, the slot is given back.
+    # --- Wait for a slot and run; always give the slot back.
     zygote = self._acquire()
     try:
       for last in (False, True):
@@ -155,7 +172,7 @@ class SandboxPool:
       zygote = self._retire(zygote)
       return wire.failure(f"{type(e).__name__}: {e}")
     except BaseException:
-      # A caller that is interrupted leaves a zygote with an answer nobody wants.
+      # An interrupted caller leaves an unread answer in the zygote's pipe.
       zygote = self._retire(zygote)
       raise
     finally:
@@ -171,15 +188,16 @@ class SandboxPool:
     """Opens a session; waits for a free slot, which it holds until it ends.
 
     Args:
-      limits: what it may use; None for the pool's. Wall seconds and output are those
-        of each cell, all else of the session.
-      wait_s: seconds to wait for a slot at most; None for as long as it takes.
-      lease_s: seconds without a cell after which it is closed: nobody may ever do it.
+      limits: its limits; None for the pool's. Wall seconds and output apply to each
+        cell, the other limits to the whole session.
+      wait_s: seconds to wait for a slot at most; None waits without a limit.
+      lease_s: idle seconds before the session is closed, because its owner may never
+        close it.
       ended: called once when its slot is free, in any thread; it must not raise.
 
     Raises:
       ValueError: this back-end has no sessions, or lease_s is not above 0.
-      TimeoutError: no slot came free in time.
+      TimeoutError: no slot became free in time.
       RuntimeError: the pool is closed, or the service failed.
     """
     if self._backend != "jail":
@@ -226,12 +244,12 @@ class SandboxPool:
     with self._changed:
       self._sessions.pop(lent, None)
     self._release(self._unless_worn(zygote))
-    # Last, and without the lock: what it calls may ask for the slot at once.
+    # Last, and without the lock: the callback may ask for the slot at once.
     if lent.ended is not None:
       lent.ended()
 
   def _watch_leases(self) -> None:
-    """The thread that closes sessions which nobody uses any more."""
+    """The thread that closes expired sessions."""
     while True:
       with self._changed:
         if self._closed:
@@ -239,7 +257,7 @@ class SandboxPool:
         now = time.monotonic()
         late = [s for s in self._sessions.values() if s.expires <= now]
         if not late:
-          # A cell that ends in the meantime sets an end which is a lease away.
+          # A cell that ends meanwhile sets an expiry one lease later.
           sessions = self._sessions.values()
           waits = [min(s.expires - now, s.lease_s) for s in sessions]
           self._changed.wait(min(waits, default=None))
@@ -257,12 +275,12 @@ class SandboxPool:
 
   @property
   def replaced(self) -> int:
-    """Zygotes that were put away so far: worn out, broken, or killed."""
+    """The number of replaced zygotes: worn out, broken or killed."""
     return self._replaced
 
   @property
   def waiting(self) -> int:
-    """Callers that wait for a slot now."""
+    """The number of callers waiting for a slot."""
     return len(self._waiting)
 
   def close(self) -> None:
@@ -280,7 +298,7 @@ class SandboxPool:
         zygote.process.kill()
       sessions = list(self._sessions.values())
 
-    # --- Without the lock, which those that put zygotes away need too.
+    # --- Without the lock: threads that retire zygotes need it too.
     for zygote in idle:
       self._retire(zygote)
     for session in sessions:
@@ -295,7 +313,7 @@ class SandboxPool:
     self.close()
 
   def _acquire(self, wait_s: float | None = None) -> slot.Zygote | None:
-    """Takes a slot: its zygote, or None where it has to be started."""
+    """Takes a slot: returns its zygote, or None if the caller must start one."""
     with self._changed:
       self._check_open()
       if self._idle or self._unstarted:
@@ -304,7 +322,7 @@ class SandboxPool:
       self._waiting.append(place)
     try:
       return place.result(wait_s)
-    except BaseException as e:  # closed, too late, or a caller that is interrupted
+    except BaseException as e:  # closed, timed out, or an interrupted caller
       with self._changed:
         waits = place in self._waiting
         if waits:
@@ -316,7 +334,7 @@ class SandboxPool:
       raise
 
   def _take(self) -> slot.Zygote | None:
-    """A free slot; with the lock held, where there is one."""
+    """Takes a free slot, if there is one; the caller holds the lock."""
     if self._idle:
       return self._idle.pop()
     self._unstarted -= 1
@@ -333,7 +351,7 @@ class SandboxPool:
     return zygote
 
   def _spare(self) -> slot.Zygote | None:
-    """A new zygote that imports before anybody waits for it; None if there can't be."""
+    """Starts a spare zygote that imports in advance; None if it cannot start."""
     try:
       return None if self._closed else self._start()
     except (OSError, RuntimeError):  # RuntimeError: closed by now

@@ -1,6 +1,6 @@
-"""A session as the host sees it: cells that share one process of a pool's slot.
+"""The host's side of a session: cells share one process in a pool's slot.
 
-What its jail does is in `jail.session`; which slot it gets, and until when, in `pool`.
+`jail.session` is the other side, in the jail; `pool` assigns slots and leases.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from tools_sandbox.faults import SessionEnded
 from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.jail import wire
 
-CELLS_OF_CPU = 10  # whose whole time a session may use, unless it says otherwise
+CELLS_OF_CPU = 10  # a session's default CPU limit, in cells' wall limits
 
 
 class SessionSlot(Protocol):
-  """The slot that a session holds, as the pool lends it."""
+  """The interface to a session's slot in the pool."""
 
   def run(
     self, program: str, stdin: str, cancel: Cancel | None
   ) -> tuple[wire.Result, bool]:
-    """Runs a cell; says whether there can be another. Else the slot is free again."""
+    """Runs a cell; returns whether another can follow. If not, the slot is free
+    again."""
 
   def close(self) -> None:
     """Ends the session's process and frees the slot."""
@@ -32,13 +33,13 @@ class SessionSlot(Protocol):
 class Session:
   """Cells that share one process: variables live until it ends. Thread-safe.
 
-  It ends with `close`, with a cell that used up its time or memory, was called off, or
-  whose process ended (that cell's result says which), and when no cell came for as long
-  as its lease says; `alive` is False from then on.
+  The session ends with `close`; with a cell that exceeded its time or memory, was
+  cancelled, or whose process ended (that cell's result says which); or when its lease
+  expires without a cell. `alive` is False from then on.
 
   Attributes:
-    lease_s: seconds without a cell that end it.
-    expires: `time.monotonic()` seconds of its lease's end; inf while a cell runs.
+    lease_s: idle seconds before the session ends.
+    expires: the lease's end in `time.monotonic()` seconds; inf while a cell runs.
   """
 
   def __init__(self, slot: SessionSlot, lease_s: float):
@@ -52,35 +53,35 @@ class Session:
 
   @property
   def alive(self) -> bool:
-    """Whether there can be another cell."""
+    """Whether another cell can run."""
     return self._alive
 
   def run(
     self, program: str, stdin: str = "", cancel: Cancel | None = None
   ) -> wire.Result:
-    """Runs a cell with the variables that earlier cells have left.
+    """Runs a cell with the variables of earlier cells.
 
     Args:
       program: Python source.
-      stdin: what it reads from `sys.stdin`, hence by `input()`; nothing else of its
-        process sees it.
+      stdin: the text of `sys.stdin` and `input()`; the process's real stdin stays
+        unchanged.
       cancel: calls it off, and the session ends with it.
 
     Returns:
-      The result of this cell. One that raised, or called sys.exit, is `error` or `ok`
-      as a run would be, and the session goes on.
+      The cell's result. One that raised, or called sys.exit, is `error` or `ok`
+      as a run would be, and the session continues.
 
     Raises:
       TypeError: program is not a string.
       ValueError: it is longer than wire.MAX_INPUT.
       SessionEnded: a cell before this one has ended it, its lease has, or it is closed.
     """
-    # Before the lock: what cannot be run does not wait, and costs no session.
+    # Before the lock: an invalid program does not wait and costs no session.
     wire.check_texts(program, stdin)
     with self._lock:
       if not self._alive:
         raise SessionEnded(f"{self._why}; open another one")
-      # The lease stands still while a cell runs, and begins anew when it has ended.
+      # The lease stops while a cell runs, and restarts after it.
       self.expires = math.inf
       try:
         result, self._alive = self._slot.run(program, stdin, cancel)
@@ -104,7 +105,7 @@ class Session:
       self._lock.release()
 
   def close(self) -> None:
-    """Ends its process and gives the slot back; waits for a cell that runs."""
+    """Ends the process and gives the slot back; waits for a running cell."""
     with self._lock:
       if self._alive:
         self._alive = False

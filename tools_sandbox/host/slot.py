@@ -27,8 +27,8 @@ _PROGRAMS = {
 _START_S = 60.0  # imports on a starved machine
 _SWEEPS = 100  # a daemon may fork while it is looked for
 _GRACE_S = 15.0  # on top of a run's wall limit: killing, reaping, removing its files
-# All that a zygote inherits. -I would be tidier than -s, but it makes the interpreter
-# ignore PYTHONHASHSEED, and set order would then differ between slots.
+# The zygote's whole environment. -I would be tidier than -s, but it makes the
+# interpreter ignore PYTHONHASHSEED, and set order would then differ between slots.
 _ENVIRONMENT = {
   "PYTHONHASHSEED": "0",
   "OPENBLAS_NUM_THREADS": "1",  # threads do not survive the fork
@@ -41,8 +41,8 @@ _ENVIRONMENT = {
 class ZygoteDied(Exception):
   """The zygote is of no more use.
 
-  `started` says whether the program may have run, `memory` that the kernel ended the
-  slot because the program took too much.
+  `started` says whether the program may have run; `memory` says the kernel killed the
+  slot for using too much memory.
   """
 
   def __init__(self, message: str, started: bool, memory: bool = False):
@@ -62,12 +62,12 @@ class Zygote:
   """The host's handle on one zygote process. Not thread-safe: one caller at a time."""
 
   def __init__(self, preload: Sequence[str], backend: str):
-    """Starts the process; it imports `preload` while the caller goes on.
+    """Starts the process; it imports `preload` while the caller continues.
 
     Raises:
       OSError: no process, no descriptor, or no disk for it.
     """
-    # --- What is the slot's own: a folder, a control group, a pipe to call runs off.
+    # --- The slot's resources: a folder, a control group, a pipe for cancelling runs.
     self.runs = 0
     self.ready = False
     self.directory = tempfile.mkdtemp(prefix="tools-sandbox-")
@@ -97,7 +97,7 @@ class Zygote:
       self._remove_files()
       raise
 
-    # --- Non-blocking, so that deadlines hold against a zygote that does not read.
+    # --- Non-blocking, so that deadlines hold if the zygote does not read.
     self._requests = self.process.stdin.fileno()
     self._results = self.process.stdout.fileno()
     for fd in (self._requests, self._results):
@@ -123,21 +123,21 @@ class Zygote:
       ZygoteDied: it will not be; the caller must `kill`.
     """
     with self._talk(started=False):
-      # --- Of the first request: wait until all is imported, and measure that.
+      # --- On the first request: wait for the imports, and measure memory after them.
       if not self.ready:
         self._expect("ready", _START_S)
         self.ready = True
         if self._group is not None:
           self._group.settle()
 
-      # --- The group's bounds are those of this run.
+      # --- Set the group's limits to this run's.
       if self._group is not None:
         limits = request["limits"]
         mb = limits["memory_mb"] + limits["disk_mb"]
         self._group.limit(mb, limits["processes"])
         self._group.killed()  # a process of an earlier run is not this one's
 
-      # --- From "started" on the program may run, so that nobody asks a second time.
+      # --- After "started" the program may run, so nobody retries it.
       wire.write_frame(self._requests, request, time.monotonic() + _GRACE_S)
       self._expect("started", _GRACE_S)
     self.runs += 1
@@ -145,7 +145,7 @@ class Zygote:
   def cell(
     self, program: str, stdin: str, wall_s: float, cancel: Cancel | None = None
   ) -> tuple[wire.Result, bool]:
-    """Runs a cell of the open session; says whether another one may follow.
+    """Runs a cell of the open session; returns whether another may follow.
 
     Raises:
       ZygoteDied: no result will come; the caller must `kill`.
@@ -159,7 +159,7 @@ class Zygote:
     """Waits until nothing of the open session lives.
 
     Raises:
-      ZygoteDied: that will not be heard; the caller must `kill`.
+      ZygoteDied: the zygote did not confirm; the caller must `kill`.
     """
     with self._talk(started=True):
       end = {"program": None, "stdin": ""}
@@ -173,7 +173,7 @@ class Zygote:
 
   @contextlib.contextmanager
   def _talk(self, started: bool) -> Iterator[None]:
-    # Whatever comes instead of an answer: the zygote is of no use any more.
+    # On any other reply, the zygote is useless.
     try:
       yield
     except (EOFError, TimeoutError, ValueError, KeyError) as e:
@@ -207,12 +207,12 @@ class Zygote:
       return ""
 
   def kill(self) -> None:
-    """Ends the zygote and what runs below it, and removes its files."""
+    """Kills the zygote and its descendants, and removes its files."""
     self.process.kill()
     self.process.wait()
     self.process.stdin.close()
     self.process.stdout.close()
-    # Its daemons before its files: one that lives could write them anew.
+    # Kill daemons before removing files: a live one could write them again.
     _kill_by_argument(self.directory)
     self._remove_files()
 
@@ -225,9 +225,10 @@ class Zygote:
 
 
 def _kill_by_argument(argument: str) -> None:
-  """Kills processes that carry `argument` on their command line."""
-  # The zygote kills its own stragglers. Where it was itself killed, daemons have gone
-  # to init, but a fork keeps its parent's command line, and there the slot's folder is.
+  """Kills processes with `argument` on their command line."""
+  # The zygote kills its own stragglers. If it was itself killed, its daemons belong to
+  # init, but a fork keeps its parent's command line, and this line has the slot's
+  # folder.
   marker = argument.encode() + b"\0"
   # Until a whole look finds none: one may fork while the others are looked at.
   for _ in range(_SWEEPS):
@@ -239,6 +240,6 @@ def _kill_by_argument(argument: str) -> None:
             os.kill(int(name), signal.SIGKILL)
             found_one = True
       except OSError:
-        continue  # not a process, or one that has just ended
+        continue  # not a process, or it has just ended
     if not found_one:
       return

@@ -1,15 +1,15 @@
-"""A control group of a slot: bounds on memory and tasks that the kernel keeps.
+"""A slot's control group: kernel-enforced limits on memory and tasks.
 
-Of version 1 it is made below the groups that this process is in. Version 2 forbids
-groups below one that has processes, but for the root, and to move our host to a group
-of its own is not ours to do: there it is made in the nearest group above this process
-that hands both controllers down (`cgroup.subtree_control`), as systemd's slices do.
-Where we may make none `create` gives None, and the slot's other limits stand alone.
+Version 1: the group is made below this process's groups. Version 2 forbids groups below
+one with processes, except the root, and we must not move our host into another group:
+the group is made in the nearest ancestor that delegates both controllers
+(`cgroup.subtree_control`), like systemd's slices. If no group can be made, `create`
+returns None, and the slot has only its other limits.
 
-A group is made once per slot, and the slot joins it before it imports anything: to move
-a process later takes milliseconds. So it holds the template too, and its bound is what
-that takes plus what a run may add, with room for pages that are copied. It is there for
-what comes between two samples of `run`, which keeps the exact limits.
+A group is made once per slot, and the slot joins it before its imports: moving a
+process later takes milliseconds. So the group also holds the template, and its limit is
+the template's memory plus a run's limit, with room for copied pages. It covers the time
+between two samples of `run`, which enforces the exact limits.
 
 Files: Documentation/admin-guide/cgroup-v1/{memory,pids}.rst and cgroup-v2.rst of the
 kernel.
@@ -25,12 +25,12 @@ import time
 
 _PREFIX = "tools-sandbox-"
 _CONTROLLERS = ("memory", "pids")
-# What is in the files of version 1 and of version 2; `pids.max` is in both.
+# File names in version 1 and version 2; `pids.max` is in both.
 _USED = ("memory.usage_in_bytes", "memory.current")
 _LIMIT = ("memory.limit_in_bytes", "memory.max")
 _EVENTS = ("memory.oom_control", "memory.events")
-# Of a slot besides its program: first process, template, two inits, keeper; and forks
-# that wait for a request.
+# A slot's own tasks: first process, template, two inits, keeper; and forks waiting for
+# a request.
 _OWN_TASKS = 16
 _ROOM = 64 << 20  # of the kernel, for page tables, pipes and inodes
 _REMOVE_S = 5.0
@@ -38,11 +38,11 @@ _numbers = itertools.count()
 
 
 def _own_folders() -> dict[str, str]:
-  """Controller -> the folder of the group that is to hold those of slots.
+  """Controller -> the parent folder for slots' groups.
 
-  Without controllers that are not mounted or, of version 2, not handed down.
+  Omits controllers that are not mounted or, in version 2, not delegated.
   """
-  # --- Controller -> our group, and controller -> where its tree is mounted.
+  # --- Controller -> our group, and controller -> its mount.
   groups = {}
   mounts = {}
   try:
@@ -60,7 +60,7 @@ def _own_folders() -> dict[str, str]:
   except (OSError, ValueError):
     return {}
 
-  # --- Our group as a folder; not where it lies outside of what is mounted here.
+  # --- Our group as a folder; omitted if it is outside the mount.
   inner = {}  # name -> mount, and the path of our group below it
   for name in mounts.keys() & groups.keys():
     root, place = mounts[name]
@@ -68,7 +68,7 @@ def _own_folders() -> dict[str, str]:
     if not path.startswith(".."):
       inner[name] = place, path
 
-  # --- A controller of version 1 has a tree of its own; the rest are version 2's.
+  # --- Each version 1 controller has its own tree; the rest are version 2's.
   first = [name for name in _CONTROLLERS if name in inner]
   out = {name: os.path.normpath(os.path.join(*inner[name])) for name in first}
   second = [name for name in _CONTROLLERS if name not in inner]
@@ -80,9 +80,9 @@ def _own_folders() -> dict[str, str]:
 
 
 def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
-  """The nearest group at or above `path` that hands these down to groups below it.
+  """Finds the nearest group at or above `path` that delegates these controllers.
 
-  None where there is none that this process may move others through.
+  None if there is none, or this process cannot move others through it.
   """
   while True:
     folder = os.path.normpath(os.path.join(place, path))
@@ -100,7 +100,7 @@ def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
 
 
 def check() -> list[str]:
-  """Says why slots get no control group here; [] where they do."""
+  """Lists reasons why slots get no control group here; [] if they get one."""
   folders = _own_folders()
   missing = [name for name in _CONTROLLERS if name not in folders]
   if missing:
@@ -124,7 +124,7 @@ class Group:
 
   @classmethod
   def create(cls) -> Group | None:
-    """Makes one; None where that is not allowed. Removes those of hosts that died."""
+    """Makes a group; None if not allowed. Removes the groups of dead hosts."""
     own = _own_folders()
     if len(own) < len(_CONTROLLERS):
       return None
@@ -144,11 +144,11 @@ class Group:
 
   @property
   def folders(self) -> list[str]:
-    """Where it is: a process joins by writing 0 to `cgroup.procs` of each."""
+    """Its folders: a process joins by writing 0 to `cgroup.procs` of each."""
     return list(dict.fromkeys(self._folders.values()))
 
   def settle(self) -> None:
-    """Takes what it holds now for what the slot needs itself; once it has imported."""
+    """Records the current memory as the slot's own; called after the imports."""
     with open(self._memory(_USED), encoding="ascii") as f:
       self._base = int(f.read())
 
@@ -156,13 +156,13 @@ class Group:
     """Sets the bounds of the next run.
 
     Args:
-      mb: MiB that it may add, files included.
-      tasks: processes and threads that it may have.
+      mb: MiB it may add, files included.
+      tasks: the limit of processes and threads.
 
     Raises:
       OSError: the kernel refused.
     """
-    # Twice what the template holds: a run may copy every page of it.
+    # Twice the template's memory: a run may copy every page of it.
     bounds = 2 * self._base + _ROOM + (mb << 20), tasks + _OWN_TASKS
     if bounds != self._set:  # two writes fewer for most runs, which are alike
       files = self._memory(_LIMIT), f"{self._folders['pids']}/pids.max"
@@ -172,7 +172,7 @@ class Group:
       self._set = bounds
 
   def killed(self) -> bool:
-    """Whether the kernel has ended a process of it since this was last asked."""
+    """Whether the kernel has killed a process of the group since the last call."""
     # The kernel counts over the group's life; only a new one says anything of this run.
     before = self._killed
     with contextlib.suppress(OSError):
@@ -190,7 +190,7 @@ class Group:
 
 
 def remove(folders: list[str]) -> None:
-  """Removes groups whose processes are on their way out; leaves what does not empty."""
+  """Removes groups of ending processes; leaves those that do not empty."""
   deadline = time.monotonic() + _REMOVE_S
   for folder in folders:
     # Not `rmtree`: a group's files cannot be removed, only the empty folder can.
@@ -199,7 +199,7 @@ def remove(folders: list[str]) -> None:
         os.rmdir(folder)
       except FileNotFoundError:
         pass
-      except OSError:  # a process that was killed has not gone yet
+      except OSError:  # a killed process still exists
         if time.monotonic() < deadline:
           time.sleep(0.005)
           continue
@@ -207,7 +207,7 @@ def remove(folders: list[str]) -> None:
 
 
 def _sweep(folder: str) -> None:
-  """Removes groups that were left by hosts that were killed."""
+  """Removes the groups of killed hosts."""
   for name in os.listdir(folder):
     match = re.fullmatch(rf"{_PREFIX}(\d+)-\d+", name)
     if match and not os.path.exists(f"/proc/{match[1]}"):

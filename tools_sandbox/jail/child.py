@@ -1,10 +1,10 @@
-"""The forked child: gives up what it inherited, then becomes the program.
+"""The forked child: drops inherited resources, then becomes the program.
 
-Runs only inside a process that the zygote forked for one run. Nothing it reports is
-trusted: the zygote reads the verdict from waitpid. Two signals that no program ends by
-unless it means to are set aside, so that no exit status is taken from programs.
+Runs only in a process that the zygote forked for one run. Its reports are not trusted:
+the zygote reads the verdict from waitpid. Two signals that end no program by accident
+are reserved, so that no exit status is taken from programs.
 
-budget: what a child gives up, in the order that makes it safe.
+budget: the steps that confine a child, in their safe order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ NAME = "<program>"
 MEMORY_SIGNAL = signal.SIGRTMAX  # the program ended with MemoryError
 SETUP_SIGNAL = signal.SIGRTMAX - 1  # the child never became the program
 
-# Where the code of a program comes from: its text, and each cell's of a session.
+# File names of program source: the program's text, and each cell's text in a session.
 _sources = {NAME}
-_FRAMES = 5  # the last frames of a traceback are what a model can use
+_FRAMES = 5  # the last frames of a traceback help a model most
 _STACK_BYTES = 64 << 20  # deep C recursion of ordinary programs; grows on demand
-# Address space left over so that a MemoryError can still be reported.
+# Address space kept free to report a MemoryError.
 _RESERVE_BYTES = 32 << 20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -54,7 +54,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-  """Makes the system call of that name.
+  """Calls prctl(2).
 
   Raises:
     OSError: the kernel refused.
@@ -72,21 +72,21 @@ def die_with_parent(parent: int, number: int) -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-  """Says whether processes without capabilities may open this one's /proc files."""
+  """Sets whether processes without capabilities may open this one's /proc files."""
   prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramRequest:
-  """What a child is to run.
+  """A child's task.
 
   Attributes:
     program: Python source.
     seed_text: seeds the random generators together with `program`, unless the limits
       hold a seed.
-    limits: what it may use.
-    cells: of a session: the pipe that its cells come from, as frames, and the one
-      that takes a byte at the end of each, its exit status.
+    limits: its limits.
+    cells: for a session: the pipe of its cells, as frames, and the pipe that takes one
+      byte at each cell's end, its exit status.
   """
 
   program: str
@@ -105,12 +105,12 @@ def become_program(
   """Runs a program as `__main__` in this process and ends the process.
 
   Args:
-    get: waits for what to run, in its working directory; all that does not depend on
-      it is done before.
+    get: waits for the request, in its working directory; all steps independent of the
+      request run before it.
     pipes: descriptors that become its stdin, stdout and stderr.
-    template_bytes: address space of the template, which does not count.
+    template_bytes: the template's address space, which does not count.
     confine: the last step before the program.
-    keep_fds: descriptors that `get` and `confine` need, and close; but for a session's.
+    keep_fds: descriptors that `get` and `confine` use and close, except a session's.
   """
   # --- Get ready, then wait for the program.
   try:
@@ -203,16 +203,16 @@ def _limit(limits: wire.Limits, template_bytes: int) -> None:
 
 
 def _drop_privileges() -> None:
-  # Without capabilities even root cannot raise its limits, nor open the pipes of the
-  # zygote (which is not dumpable) to write a result of its own.
+  # Without capabilities even root cannot raise its limits, or open the zygote's pipes
+  # (the zygote is not dumpable) to write its own result.
   prctl(_PR_SET_NO_NEW_PRIVS, 1)
   if _libc.capset(_CAPSET_HEADER, _NO_CAPABILITIES) != 0:
     raise OSError(ctypes.get_errno(), "capset")
-  set_dumpable(True)  # its own /proc/self/fd, hence /dev/stdin
+  set_dumpable(True)  # its own /proc/self/fd, and so /dev/stdin
 
 
 def _open_streams() -> None:
-  # Fresh ones: those of the zygote may hold text, and their encoding is the host's.
+  # New streams: the zygote's may hold text, and have the host's encoding.
   stream = functools.partial(open, encoding="utf-8", closefd=False)
   sys.stdin = sys.__stdin__ = stream(0, errors="surrogateescape")
   sys.stdout = sys.__stdout__ = stream(1, "w", errors="surrogateescape")
@@ -220,9 +220,9 @@ def _open_streams() -> None:
 
 
 def _reseed(text: str) -> None:
-  # The same call gives the same numbers in every slot, so that a trajectory does not
-  # depend on which slot served it; different programs draw different numbers.
-  # blake2b does without OpenSSL, whose start costs every run a third of a millisecond.
+  # The same call draws the same numbers in every slot, so a trajectory does not depend
+  # on its slot; different programs draw different numbers. blake2b avoids OpenSSL,
+  # which costs every run a third of a millisecond to start.
   hashed = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
   seed = int.from_bytes(hashed[:4], "big")
   for name in ("random", "numpy.random", "sympy.core.random"):
@@ -231,7 +231,7 @@ def _reseed(text: str) -> None:
 
 
 def _stop_clock(clock_s: float) -> None:
-  """Has what Python says of the time of day say one time; nothing in C hears of it."""
+  """Makes Python's clock return one time; C code still sees the real time."""
   import datetime  # here and `time`: few runs need them
   import time
 
@@ -248,8 +248,8 @@ def _stop_clock(clock_s: float) -> None:
   changes["strftime"] = lambda f, t=None: form(f, local(clock_s) if t is None else t)
   for name, function in changes.items():
     setattr(time, name, function)
-  # `today` asks time.time. These ask the kernel, and their type is Python's own, whose
-  # names cannot be set, and of which modules that are imported hold references.
+  # `today` calls time.time. The other methods ask the kernel, and their built-in type's
+  # attributes cannot be set, while imported modules hold references to the type.
   (names,) = gc.get_referents(datetime.datetime.__dict__)
   names["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(clock_s, tz))
   names["utcnow"] = classmethod(lambda cls: cls.utcfromtimestamp(clock_s))
@@ -262,10 +262,10 @@ def _run(program: str) -> tuple[int, bool]:
   stdout = sys.stdout
   stderr = sys.stderr
   code, out_of_memory = _execute(program, NAME, names)
-  # What the interpreter does at its end, less taking itself apart, which costs more
-  # than most programs do.
+  # The interpreter's steps at exit, without its teardown, which costs more than most
+  # programs.
   for step in (threading._shutdown, atexit._run_exitfuncs, stdout.flush, stderr.flush):
-    # Streams that the program closed, hooks that raise: none changes the status.
+    # Ignores closed streams and raising hooks: they do not change the status.
     with contextlib.suppress(BaseException):
       step()
   return code, out_of_memory
@@ -274,8 +274,8 @@ def _run(program: str) -> tuple[int, bool]:
 def _run_cells(cells: int, tell: int) -> None:
   """Executes the cells of a session, until the init ends this process.
 
-  All of this is in the program's hands from the first cell on. What it can gain is an
-  end told too early, or another exit status: of its own cells.
+  The program controls all of this from the first cell on. At most it can report an
+  early end or a false exit status, of its own cells only.
   """
   names = _become_main()
   stdout = sys.stdout
@@ -291,7 +291,7 @@ def _run_cells(cells: int, tell: int) -> None:
         stream.flush()
     if out_of_memory:
       _end_by(MEMORY_SIGNAL)
-    if os.getpid() != own:  # a fork that came to the end of its cell
+    if os.getpid() != own:  # a fork reached the end of its cell
       os._exit(code)
     os.write(tell, bytes([code]))
 
@@ -310,7 +310,8 @@ def _become_main() -> dict[str, Any]:
 
 
 def _execute(program: str, name: str, names: dict[str, Any]) -> tuple[int, bool]:
-  """Executes source called `name`; its exit status and whether memory ran out."""
+  """Executes source called `name`; returns its exit status and whether memory ran
+  out."""
   _sources.add(name)
   linecache.cache[name] = (len(program), None, program.splitlines(True), name)
   code = 0
@@ -333,7 +334,7 @@ def _execute(program: str, name: str, names: dict[str, Any]) -> tuple[int, bool]
 
 
 def _out_of_time(number: int, frame: types.FrameType | None) -> NoReturn:
-  # What it printed before it hung is what its author wants to see.
+  # Flush the output printed before a hang: its author wants to see it.
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(BaseException):  # interrupted inside a write, or closed
       stream.flush()

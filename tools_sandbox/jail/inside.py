@@ -1,22 +1,22 @@
 """A jailed slot's inside: `zygote` with other walls.
 
 Started by `jail` inside the slot's namespaces: inside.py SYS_PATH CANCEL_FD MODULE...
-Two processes live as long as the slot. This one, the first of its process namespace,
-is thin: it clones an *init* for each run, ahead of the request, into namespaces of the
-run's own. The other one, the *template*, has the modules imported: for each init that
-asks, it forks a process into that init's namespaces, which waits to become the program.
+Two processes live as long as the slot. This one, the first of its process namespace, is
+thin: it clones an *init* for each run, ahead of the request, into the run's own
+namespaces. The other, the *template*, has imported the modules: for each init that
+asks, it forks a process into the init's namespaces, which waits to become the program.
 
-The init is pid 1 there. It mounts the run's /proc; when a request comes it reads it,
-mounts the only writable place, hands the program over, pumps its pipes and answers the
-host; when it ends, the kernel kills all that is left of the run. Neither of the two
-lasting processes ever reads a request or an output: the next run, which inherits the
-template's memory, could search it for them. The template tells an init how its program
-ended, because it is the parent: two numbers.
+The init is pid 1 there. It mounts the run's /proc; reads the request, mounts the only
+writable folder, passes the program on, pumps its pipes and answers the host; when it
+ends, the kernel kills the rest of the run. The two lasting processes never read a
+request or an output: the next run inherits the template's memory and could search it
+for them. As the parent, the template reports to the init how its program ended: two
+numbers.
 
-An init that cannot go on says why on stderr, the slot's log, and does not answer; the
-slot then ends, and the host replaces it.
+An init that cannot continue writes the reason to stderr, the slot's log, and does not
+answer; the slot then ends, and the host replaces it.
 
-budget: the two processes of a slot and what they say to each other.
+budget: the two processes of a slot and their messages to each other.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ import zygote
 
 _HOME = "/tmp"  # of a program: working directory, and the only place it may write to
 _UID = 1000  # of a program, as it sees itself
-_PID = 2  # of a program: the first that its init's namespace sees after the init
+_PID = 2  # the program's pid: the first after its init's
 _PROBE = "--probe"  # instead of modules: one run, and out
 _RLIMIT_SIGPENDING = 11  # Python has no name for it
-_SIGNALS = 256  # and timers that wait, of a run
+_SIGNALS = 256  # and a run's pending timers
 _ENDED = struct.Struct("id")  # exit status, CPU seconds
 _RUN_NAMESPACES = kernel.ALL_NAMESPACES & ~kernel.NEWPID
 
@@ -63,7 +63,7 @@ class _Template:
     """Starts it; waits until it has imported them.
 
     Args:
-      modules: imported where they are installed.
+      modules: imported if installed.
       code: the seccomp filter of programs.
 
     Raises:
@@ -97,16 +97,17 @@ def _log(who: str, error: BaseException) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Walls:
-  """What every program of the slot is put behind."""
+  """The walls around every program of the slot."""
 
   filter: bytes  # of seccomp
   capabilities: list[int]  # to give up for good
-  landlock: int  # its version, 0 where there is none
+  landlock: int  # its version, 0 if missing
 
 
 def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> None:
-  """In the template: forks for every init that asks, says how each fork ended."""
-  # Chosen when it was imported, of what this process may use and programs may not.
+  """In the template: forks for every init that asks, and reports how each fork
+  ended."""
+  # Chosen at import time from the calls of this process; programs have fewer.
   selectors.DefaultSelector = selectors.PollSelector
   _replace_shared_maps()
   template = zygote.warm_up(modules)
@@ -116,7 +117,7 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
   orders.send(_SIZES.pack(template.bytes, template.pages))
   poll = select.poll()
   poll.register(orders, select.POLLIN)
-  alive: dict[int, tuple[int, int]] = {}  # pidfd -> process, where to tell its end
+  alive: dict[int, tuple[int, int]] = {}  # pidfd -> process, to report its end
   while True:
     for fd, _ in poll.poll():
       # --- A fork has ended: its init hears how.
@@ -156,7 +157,7 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
 
 def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
   """In a fork of the template: enters the run's namespaces, waits for the program."""
-  # --- The walls that need nothing of the request.
+  # --- The walls that do not depend on the request.
   init, _, request, began, *pipes = fds
   try:
     kernel.join(init, _RUN_NAMESPACES)
@@ -165,12 +166,12 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
     _log("joining the run's init", e)
     os._exit(1)
 
-  # --- Wait for the request; `began` says that this process does.
+  # --- Wait for the request; `began` signals that this process is reading it.
   def get() -> child.ProgramRequest:
     os.write(began, b"w")
     row = wire.read_frame(request)
-    # Where memory runs out, of its group or of the machine, programs die first: not
-    # before it is one, or it dies for the run that goes on while it waits.
+    # If the group or the machine runs out of memory, programs die first; set only now,
+    # or a waiting process would be killed for the current run.
     with open("/proc/self/oom_score_adj", "wb", 0) as f:
       f.write(b"1000")
     cells = (request, began) if row["session"] else None
@@ -189,7 +190,7 @@ class _Jailed:
   """Starts a program; only for an init. See `run.Starter`."""
 
   def __init__(self, template: _Template):
-    """Has the template fork the process that will be the program.
+    """Asks the template to fork the process of the program.
 
     Raises:
       OSError: the template has ended, or could not fork into these namespaces.
@@ -199,7 +200,7 @@ class _Jailed:
     self._ended, tell = os.pipe()
     request, self._request = os.pipe()
     self._began, began = os.pipe()
-    self._start = b""  # what a session's process said before its first cell
+    self._start = b""  # message of a session's process before its first cell
     init = os.pidfd_open(os.getpid())
     fds = [init, tell, request, began, *inner]
     socket.send_fds(template.orders, [b"f"], fds)
@@ -211,10 +212,10 @@ class _Jailed:
     self._process = os.pidfd_open(_PID)
 
   def check(self) -> None:
-    """Tells whether the run before has hurt this one, before it is begun.
+    """Checks, before the run starts, that the previous run has not damaged this one.
 
     Raises:
-      OSError: for want of memory the kernel killed more than that run.
+      OSError: out of memory, the kernel killed more than that run.
     """
     if select.select([self._template, self._process], [], [], 0)[0]:
       raise OSError("killed with an earlier run, for want of memory")
@@ -235,7 +236,7 @@ class _Jailed:
     with contextlib.suppress(ProcessLookupError):
       os.kill(-1, signal.SIGKILL)  # all but this process, in one step
     code, cpu_s = _ENDED.unpack(os.read(self._ended, _ENDED.size))
-    # What it had started is ours now.
+    # Its orphans are ours now.
     with contextlib.suppress(ChildProcessError):
       while True:
         os.wait4(-1, 0)
@@ -247,7 +248,7 @@ def _furnish() -> None:
   """Maps the run's user and mounts its /proc; in a fresh set of namespaces."""
   kernel.map_ids(_UID, 0, 0)
   flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-  # Only processes, and of those only its own: nothing about the machine.
+  # Processes only, and only its own: nothing about the machine.
   kernel.mount("proc", "/proc", "proc", flags, "subset=pid,hidepid=invisible")
 
 
@@ -259,8 +260,8 @@ def _give_files(limits: wire.Limits) -> None:
 
 
 def _confine(walls: _Walls, began: int, task: child.ProgramRequest) -> None:
-  """The last walls around the program; says that it begins."""
-  # Both are counted per user namespace: those of this run, of which one is the init.
+  """Builds the last walls around the program; signals its start."""
+  # Both limits count per user namespace: this run's processes plus the init.
   most = task.limits.processes + 1
   resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
   resource.setrlimit(_RLIMIT_SIGPENDING, (_SIGNALS, _SIGNALS))
@@ -274,7 +275,7 @@ def _confine(walls: _Walls, began: int, task: child.ProgramRequest) -> None:
 
 def _tell_memory(mb: int) -> None:
   """Has Python call the run's memory the machine's: libraries plan by it."""
-  # The C library would ask by a system call that programs do not have.
+  # The C library would use a system call that programs do not have.
   names = ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
   spellings = {*names, *(os.sysconf_names[n] for n in names)}
   pages = (mb << 20) // os.sysconf("SC_PAGESIZE")
@@ -308,10 +309,10 @@ def _replace_shared_maps() -> None:
 
 
 class _Init:
-  """The slot's handle on one init, made ahead of the request that it will serve."""
+  """The slot's handle on one init, made ahead of its request."""
 
   def __init__(self, host: run.Host, template: _Template):
-    """Clones it into new namespaces, where it waits for a request."""
+    """Clones it into new namespaces; it waits there for a request."""
     self._answers, answer = os.pipe()
     if not kernel.clone(kernel.ALL_NAMESPACES):
       os.close(self._answers)
@@ -322,15 +323,15 @@ class _Init:
       except BaseException as e:
         _log("the run's init", e)
       os._exit(0)
-    os.close(answer)  # so that its end is heard here
+    os.close(answer)  # so that this process sees its end
 
   @staticmethod
   def _serve(host: run.Host, template: _Template, answer: int) -> None:
-    # --- All that can be done before the request comes.
+    # --- All steps before the request arrives.
     _furnish()
     starter = _Jailed(template)
     template.orders.close()
-    # Copies the pages that serving will write to while nobody waits for it.
+    # Touches the pages that serving will write, while nobody waits.
     wire.Limits.from_json(json.loads(json.dumps(wire.Limits().to_json())))
 
     # --- The request, and its answer.
@@ -346,7 +347,7 @@ class _Init:
     os.write(answer, b"a")
 
   def request(self) -> str:
-    """Waits until it has one: "run" or "session"; "" where it never will."""
+    """Waits for its request: "run" or "session"; "" if none will come."""
     return {b"r": "run", b"s": "session"}.get(os.read(self._answers, 1), "")
 
   def answered(self) -> bool:
@@ -357,7 +358,7 @@ class _Init:
 
 
 def _serve(host: run.Host, template: _Template) -> None:
-  """Has an init serve every request that comes, until there will be no more."""
+  """Has an init serve each request, until the host closes."""
   spare = _Init(host, template)
   while kind := spare.request():
     running = spare
@@ -365,16 +366,16 @@ def _serve(host: run.Host, template: _Template) -> None:
       # Made while another core runs the program: half of a short run's time.
       spare = _Init(host, template)
     if not running.answered():
-      return  # nobody knows what it left in the pipes
-    if kind == "session":  # not earlier: its cells came by the pipe that this one reads
+      return  # its leftovers in the pipes are unknown
+    if kind == "session":  # not earlier: its cells came through the same pipe
       spare = _Init(host, template)
-    # Those whose namespaces are gone; of the last one nothing but the init is left.
+    # Reaps inits whose namespaces are gone; of the last one only the init remains.
     while os.waitpid(-1, os.WNOHANG)[0]:
       pass
 
 
 def _probe(code: bytes) -> NoReturn:
-  """One run of an empty program; ends with 0 where it could be built."""
+  """Runs an empty program once; exits with 0 if the jail could be built."""
   (requests, ask), (answer, results), (cancel, _) = (os.pipe() for _ in range(3))
   template = _Template([], code)
   init = _Init(run.Host(requests, results, cancel), template)

@@ -1,14 +1,13 @@
 """The keeper of a jailed slot: builds its root, enters namespaces, starts `inside`.
 
-Started by `pool` as its own program:
-keeper.py DIRECTORY HOST_PID CANCEL_FD CGROUPS MODULE...
-Three processes: a watcher that stays on the host, the keeper, and the slot itself,
-the first of its process namespace; each dies with the one before it. All that a run
-could reach is built here once per slot: a root on tmpfs with the interpreter, the
-system's libraries and four devices, all read-only. Where the host is root, the slot
-belongs to an ordinary user: what root owns in /proc/sys is out of its reach.
+Started by `pool` as its own program: keeper.py DIRECTORY HOST_PID CANCEL_FD CGROUPS
+MODULE... Three processes: a watcher that stays on the host, the keeper, and the slot
+itself, the first of its process namespace; each dies with the one before it. A run's
+whole file system is built here once per slot: a root on tmpfs with the interpreter, the
+system's libraries and four devices, all read-only. If the host is root, the slot
+belongs to an ordinary user, who cannot write root's files in /proc/sys.
 
-budget: a slot's walls, in the order in which they are built, and why each stands.
+budget: a slot's walls in their building order, with reasons.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ import tempfile
 from typing import Any, NoReturn
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_CODE = "/jail"  # where the slot sees this folder
+_CODE = "/jail"  # this folder's place in the slot
 _NOBODY = 65534
 _FIRST_KERNEL = (5, 14)  # limits on processes count per user namespace from then on
 _PROBE_S = 60.0
 _DEVICES = ("null", "full", "random", "urandom")
-# Files that every slot has in common, besides one eventfd: the kernel has one inode for
-# all eventfds, timers and signalfds.
+# Files shared by all slots, besides one eventfd: the kernel has one inode for all
+# eventfds, timers and signalfds.
 _SHARED = (*(f"/dev/{name}" for name in _DEVICES), "/proc/self/ns/time")
 _LINKS = {
-  # It reads as zeros too. Shared mappings of the real /dev/zero are memory that no
-  # process and no limit counts.
+  # It reads as zeros too. Shared mappings of the real /dev/zero are memory not counted
+  # by any process or limit.
   "zero": "full",
   "fd": "/proc/self/fd",
   "stdin": "/proc/self/fd/0",
@@ -46,14 +45,14 @@ _LINKS = {
 }
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
 _INSTALLED = {"site-packages", "dist-packages"}
-_built: list[bool] = []  # a probe that succeeded
+_built: list[bool] = []  # a successful probe
 _ENVIRONMENT = ("PYTHONHASHSEED", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 _ROOT_INODES = 4096  # of a slot's root; by default their number tells the memory
 _PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
 
 
 def check() -> list[str]:
-  """Says what this machine lacks for the jail; [] where it can be used.
+  """Lists this machine's missing requirements for the jail; [] if it can be used.
 
   It builds one, as a slot would, and runs a program in it: some tenths of a second,
   once in a process if all is well.
@@ -64,7 +63,7 @@ def check() -> list[str]:
   if _built:
     return []
 
-  # --- What can be read off: each line names one thing to change.
+  # --- Requirements that can be read: each line names one thing to change.
   missing = []
   if sys.platform != "linux":
     return [f"Linux is needed, this is {sys.platform}"]
@@ -84,7 +83,7 @@ def check() -> list[str]:
   if _number("/proc/sys/kernel/unprivileged_userns_clone") == 0:
     missing.append("/proc/sys/kernel/unprivileged_userns_clone is 0")
 
-  # --- What cannot: containers refuse single steps, each in its own way.
+  # --- The rest must be tried: containers refuse single steps, each in its own way.
   if not missing:
     missing += _probe()
   if not missing:
@@ -103,7 +102,7 @@ def _number(path: str) -> int | None:
 def _probe() -> list[str]:
   """Starts a slot without modules, with one run in it.
 
-  Returns what the kernel refused; [] where nothing.
+  Returns the kernel's refusals; [] if none.
 
   Raises:
     OSError: it failed for another reason.
@@ -138,8 +137,8 @@ def _below(path: str, folder: str) -> bool:
 def _layout() -> tuple[dict[str, str], list[str], str]:
   """Host folder -> place inside; sys.path inside; the interpreter inside.
 
-  Places are renamed, so that programs and error texts name no folder of the host. Of
-  sys.path only what was installed: an editable install names a whole repository.
+  Folders are renamed, so that programs and error messages name no folder of the host.
+  Of sys.path, only installed packages: an editable install names a whole repository.
   """
   # --- The interpreter and this folder.
   base = os.path.realpath(sys.base_prefix)
@@ -154,7 +153,7 @@ def _layout() -> tuple[dict[str, str], list[str], str]:
       mounts[entry] = f"/site/{len(mounts)}"
       path.append(mounts[entry])
 
-  # --- The system's libraries; its links (/lib -> usr/lib) `_build` makes anew.
+  # --- The system's libraries; `_build` recreates its links (/lib -> usr/lib).
   python = os.path.realpath(sys.executable)
   if not _below(python, base):
     raise OSError(f"{python} is not below {base}: cannot start it inside")
@@ -165,7 +164,8 @@ def _layout() -> tuple[dict[str, str], list[str], str]:
 
 
 def _build(root: str, mounts: dict[str, str]) -> None:
-  # Here and below: found by path in the keeper, absent where the host imports `check`.
+  # Here and below: the keeper finds it by path; the host, which imports `check`, does
+  # not have it.
   import kernel
 
   # --- An empty root, for mount points and links alone.
@@ -174,10 +174,10 @@ def _build(root: str, mounts: dict[str, str]) -> None:
   for name in ("/dev", "/proc", "/tmp", "/etc"):
     os.mkdir(root + name)
 
-  # --- Folders of the host, those above before those below them.
+  # --- Folders of the host, parents before children.
   for source, place in sorted(mounts.items(), key=lambda item: item[1]):
     target = root + place
-    if not os.path.isdir(target):  # else below another one, mounted already
+    if not os.path.isdir(target):  # otherwise below another folder, mounted already
       os.makedirs(target)
     _mount_own(source, target, f"{root}/tmp")
   for link in _SYSTEM:
@@ -195,7 +195,7 @@ def _build(root: str, mounts: dict[str, str]) -> None:
     os.symlink(target, f"{root}/dev/{name}")
   with open(f"{root}/etc/passwd", "w", encoding="ascii") as f:
     f.write(_PASSWD)
-  # The kernel lets a user namespace mount a /proc only where one is in full view.
+  # The kernel lets a user namespace mount /proc only if a full /proc is visible.
   kernel.mount("/proc", f"{root}/proc", "", kernel.MS_BIND | kernel.MS_REC)
 
 
@@ -203,15 +203,15 @@ def _mount_own(source: str, target: str, empty: str) -> None:
   """Mounts a folder read-only, its files' locks and leases the slot's own.
 
   Args:
-    source: shared by every slot.
-    target: where this one sees it.
+    source: the shared folder.
+    target: its path in this slot.
     empty: a folder without files; the kernel wants two layers.
   """
   import kernel
 
-  # The kernel keeps locks and leases by file system, and an overlay is the slot's own:
-  # of a bind mount, two slots would see each other's. Nor do its files in /proc name a
-  # folder of the host.
+  # The kernel keeps locks and leases per file system, and an overlay is the slot's own:
+  # with a bind mount, two slots would see each other's. An overlay's files in /proc
+  # also name no folder of the host.
   layers = [os.open(folder, os.O_PATH) for folder in (source, empty)]
   try:
     lower = ":".join(f"/proc/self/fd/{layer}" for layer in layers)
@@ -223,11 +223,11 @@ def _mount_own(source: str, target: str, empty: str) -> None:
 
 
 def _hold_locks() -> None:
-  """Locks the files that all slots share until this process ends.
+  """Locks the files shared by all slots until this process ends.
 
-  A lock of one run would be visible to a run in another slot. Under a shared lock of
-  all bytes that was there first, every exclusive lock fails, every shared one succeeds
-  and F_GETLK reports this one, whatever other runs do.
+  Without it, one run's lock would be visible in another slot. Under an earlier shared
+  lock of all bytes, every exclusive lock fails, every shared one succeeds and F_GETLK
+  reports this one, whatever other runs do.
 
   Raises:
     OSError: a program outside holds an exclusive lock on one of the files.
@@ -254,8 +254,8 @@ def _become_inside(python: str, arguments: list[str]) -> NoReturn:
   kernel.mount("proc", "/proc", "proc", flags)
   kernel.restrict_mount("/", kernel.READ_ONLY, recursive=False)
   kernel.set_host_name("sandbox")
-  # Of the environment only what imports are to heed; the interpreter's own libraries
-  # are not where the host's linker looks.
+  # From the environment, only the variables for imports; the interpreter's own
+  # libraries are not on the host linker's path.
   library = os.path.dirname(os.path.dirname(python)) + "/lib"
   environment = {n: os.environ[n] for n in _ENVIRONMENT if n in os.environ}
   environment.update(MALLOC_ARENA_MAX="2", LD_LIBRARY_PATH=library)
@@ -282,7 +282,7 @@ def _keep(
   child.die_with_parent(watcher, signal.SIGKILL)
   for group in groups:
     with open(f"{group}/cgroup.procs", "wb") as f:
-      f.write(b"0")  # this process, and all that it will start
+      f.write(b"0")  # this process, and all its descendants
 
   # --- Build the root, in a mount namespace of its own; modes are not the caller's.
   os.umask(0o022)
@@ -328,7 +328,7 @@ def _release_pipes() -> None:
 
 
 def main() -> None:
-  """Watches over the keeper from outside, so that its files can be removed."""
+  """Watches the keeper from outside, so that its files can be removed."""
   import cgroup
   import child
 
@@ -346,7 +346,7 @@ def main() -> None:
 
   # --- It dies with the host, and this process after it.
   def leave(number: int, frame: Any) -> None:
-    # As in `zygote`: also sent when only the thread that started us has ended.
+    # As in `zygote`: also sent if only the thread that started us has ended.
     if os.getppid() != int(host):
       os.kill(keeper, signal.SIGKILL)  # and the slot dies with it
 
@@ -355,7 +355,7 @@ def main() -> None:
   leave(0, None)  # the host may have gone before
   code = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
   if os.getppid() != int(host):
-    shutil.rmtree(directory, ignore_errors=True)  # else the host does
+    shutil.rmtree(directory, ignore_errors=True)  # otherwise the host does
     cgroup.remove(cgroups)
   os._exit(abs(code))
 

@@ -1,4 +1,4 @@
-"""The few Linux system calls that Python 3.11 has no name for, through ctypes.
+"""Linux system calls missing from Python 3.11, through ctypes.
 
 Nothing but the standard library: processes inside a jail load this file by path.
 """
@@ -46,13 +46,12 @@ _NR = {
   "x86_64": {"clone": 56, "pivot_root": 155},
 }.get(platform.machine())
 _libc = ctypes.CDLL(None, use_errno=True)
-# Keeps the interpreter's lock over the call: a child that Python did not fork itself
-# could never take it.
+# Holds the GIL over the call: a child not forked by Python could never take it.
 _libc_locked = ctypes.PyDLL(None, use_errno=True)
 
 
 class Refused(OSError):
-  """The kernel refused a step that the jail needs."""
+  """The kernel refused a step of the jail's setup."""
 
 
 def _check(result: int, action: str) -> int:
@@ -80,7 +79,7 @@ def unshare(flags: int) -> None:
 def clone(flags: int) -> int:
   """Forks into new namespaces: 0 in the child, its process id in the parent.
 
-  Only for a process of one thread. The child must not return to code of the parent.
+  For a single-threaded process only. The child must not return to the parent's code.
   """
   result = _libc_locked.syscall(
     ctypes.c_long(_nr("clone")), ctypes.c_ulong(flags | _SIGCHLD), 0, 0, 0, 0
@@ -89,26 +88,25 @@ def clone(flags: int) -> int:
 
 
 def fork() -> int:
-  """Forks as the C library does, without what Python does after it."""
-  # Python's handlers restore locks and threads, of which a process of one thread has
-  # none to lose, and seed `random`; in a copy of large pages they cost half a
-  # millisecond.
+  """Forks with the C library's fork, without Python's fork handlers."""
+  # Python's handlers restore locks and threads, which a single-threaded process does
+  # not need, and seed `random`; on copied huge pages they cost half a millisecond.
   return _check(_libc_locked.fork(), "fork")
 
 
 def collapse_pages() -> None:
-  """Moves this process's own memory to huge pages, where the kernel can.
+  """Moves this process's memory to huge pages if the kernel supports it.
 
   Fewer entries to copy for a fork. Needs Linux 6.1 and changes nothing elsewhere.
   """
-  # Read to its end first: the file shows the memory that is about to change.
+  # Read it to the end first: the loop changes the memory that the file lists.
   with open("/proc/self/maps", encoding="ascii", errors="replace") as f:
     rows = [line.split() for line in f]
   for row in rows:
     first, last = (int(n, 16) for n in row[0].split("-"))
     first = -(-first // _HUGE) * _HUGE
     last = last // _HUGE * _HUGE
-    # Private, writable and of no file: memory that programs copy.
+    # Private, writable, not file-backed: memory that programs copy.
     if row[1] == "rw-p" and row[4] == "0" and first < last:
       _libc.madvise(
         ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE
@@ -141,7 +139,7 @@ def map_ids(inside: int, uid: int, gid: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-  """Makes the system call of that name."""
+  """Calls mount(2)."""
   result = _libc.mount(
     *(text.encode() for text in (source, target, kind)),
     ctypes.c_ulong(flags),
@@ -151,7 +149,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def restrict_mount(target: str, attributes: int, recursive: bool = True) -> None:
-  """Adds attributes (READ_ONLY and so on) to a mount, and to those below it."""
+  """Adds attributes (READ_ONLY and so on) to a mount, and to the mounts below it."""
   attr = struct.pack("QQQQ", attributes, 0, 0, 0)
   result = _libc.syscall(
     ctypes.c_long(_NR_MOUNT_SETATTR),
@@ -166,8 +164,8 @@ def restrict_mount(target: str, attributes: int, recursive: bool = True) -> None
 
 def change_root(target: str) -> None:
   """Makes a mount the root of this mount namespace and lets go of the old root."""
-  # Both in one place: the old root then lies over the new one, and it is the old one
-  # that the second call takes away.
+  # Same path for both: the old root then covers the new one, and the second call
+  # unmounts the old one.
   os.chdir(target)
   _check(
     _libc.syscall(ctypes.c_long(_nr("pivot_root")), b".", b"."), f"pivot_root {target}"
@@ -182,14 +180,14 @@ def set_host_name(name: str) -> None:
 
 
 def capabilities() -> list[int]:
-  """Lists those that the kernel knows."""
-  # The kernel refuses numbers that it does not know; a mask of them has 64 bits.
+  """Lists the kernel's capabilities."""
+  # The kernel refuses unknown numbers; a capability mask has 64 bits.
   every = range(64)
   return [n for n in every if _libc.prctl(_PR_CAPBSET_READ, n, 0, 0, 0) >= 0]
 
 
 def drop_bounding_set(numbers: list[int]) -> None:
-  """Gives up capabilities that a later execve could bring back."""
+  """Drops capabilities that a later execve could regain."""
   for number in numbers:
     _check(_libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0), f"drop {number}")
 

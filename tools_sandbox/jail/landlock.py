@@ -1,9 +1,9 @@
-"""Landlock: the file, network and signal limits of a jail once more, as a second wall.
+"""Landlock: enforces a jail's file, network and signal limits as a second wall.
 
-Should the walls of mounts and namespaces have a hole, a program still can only read
-below the root it was given, write to its own folder and devices, and signal its own
-processes. Linux 5.13 has files, 6.7 TCP, 6.12 signals and abstract sockets; what a
-kernel lacks is left out, for the first wall does not lean on this one.
+If mounts and namespaces have a hole, a program can still only read below its root,
+write to its own folder and devices, and signal its own processes. Linux 5.13 supports
+files, 6.7 TCP, 6.12 signals and abstract sockets; limits the kernel does not support
+are left out, because the first wall does not depend on this one.
 
 Numbers: include/uapi/linux/landlock.h.
 """
@@ -25,7 +25,7 @@ _WRITE_FILE = 2
 _READ_FILE = 4
 _READ_DIR = 8
 _IOCTL_DEV = 1 << 15
-# Version -> all that it knows of files.
+# Version -> mask of all its file rights.
 _FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _TCP = 3  # bind and connect
 _SCOPES = 3  # abstract sockets and signals
@@ -41,7 +41,7 @@ def _call(number: int, *arguments: int | bytes | None) -> int:
 
 
 def version() -> int:
-  """Asks the kernel for its Landlock's version; 0 where it has none, or it is off."""
+  """Returns the kernel's Landlock version; 0 if it is missing or off."""
   try:
     return _call(_NR_CREATE, None, ctypes.c_size_t(0), _ASK_VERSION)
   except OSError:
@@ -52,22 +52,22 @@ def restrict(kernel_version: int, writable: str, devices: str) -> None:
   """Confines this process, which must have `no_new_privs`, and all it will start.
 
   Args:
-    kernel_version: what `version` says; nothing is done where it is 0.
-    writable: the folder in which everything is allowed.
-    devices: a folder whose files may be written to, but not made.
+    kernel_version: the result of `version`; 0 does nothing.
+    writable: the folder with full access.
+    devices: a folder with write access to existing files only.
 
   Raises:
     OSError: the kernel refused.
   """
   if not kernel_version:
     return
-  # --- What this kernel can refuse; of a ruleset all that is named here is refused.
+  # --- The rights this kernel can restrict; a ruleset refuses every right it handles.
   files = _FILES[max(v for v in _FILES if v <= kernel_version)]
   tcp = _TCP if kernel_version >= 4 else 0
   scopes = _SCOPES if kernel_version >= 6 else 0
   handled = struct.pack("QQQ", files, tcp, scopes)
 
-  # --- But for these folders and what lies below them; of TCP and scopes nothing.
+  # --- Exceptions for these folders and everything below them; none for TCP and scopes.
   rules = _call(_NR_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
   try:
     for path, allowed in (
@@ -77,7 +77,7 @@ def restrict(kernel_version: int, writable: str, devices: str) -> None:
     ):
       beneath = os.open(path, os.O_PATH | os.O_DIRECTORY)
       try:
-        # An old kernel refuses a rule with a right that it has never heard of.
+        # An old kernel refuses a rule with an unknown right.
         rule = struct.pack("=Qi", allowed & files, beneath)
         _call(_NR_ADD, rules, _PATH_BENEATH, rule, 0)
       finally:

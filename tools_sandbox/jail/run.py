@@ -1,7 +1,7 @@
-"""One run, from its start to its answer, whatever walls stand around it.
+"""One run from start to answer, independent of the back-end.
 
-Shared by `zygote` and, in a jail, the run's `inside`: feeds a program, reads what
-it prints, ends it at its limits, and says how it ended.
+Shared by `zygote` and, in a jail, the run's `inside`: feeds a program, reads its
+output, kills it at its limits, and reports its verdict.
 
 budget: a run's start, pipes, limits and end are one state.
 """
@@ -22,13 +22,13 @@ import wire
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 _CHUNK = 65536
-# To write out its buffers when its time is up. It ends sooner if it can: this is for a
-# crowded machine, where what it printed must not depend on its neighbours.
+# Time to flush its buffers after its time limit. It usually ends sooner: the margin is
+# for a crowded machine, so that its output does not depend on its neighbours.
 _FLUSH_S = 0.25
-# Death by these signals is the kernel's limit on CPU seconds where so much of it is
-# used. The limit counts by ticks: on a crowded core it ends programs too early.
+# Death by these signals counts as the kernel's CPU limit if this share of it was used.
+# The limit counts ticks: on a crowded core it ends programs too early.
 _CPU_SHARE = {-signal.SIGXCPU: 0.5, -signal.SIGKILL: 0.9}
-_SOCKETS = 512  # of a jailed run: the kernel's buffers of each take up to 0.2 MB
+_SOCKETS = 512  # for a jailed run: the kernel's buffers use up to 0.2 MB each
 SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
 
 
@@ -43,9 +43,9 @@ class _Use:
 
 def descendants() -> _Use:
   """Finds every process below this one, wherever it has put itself."""
-  # --- Every process: parent -> its children, with their threads and memory. From
-  # /proc/*/status, for /proc/PID/task/TID/children is a kernel option that ordinary
-  # machines lack. Zombies too: one whose threads live on looks the same as a dead one.
+  # --- Every process: parent -> its children, with their threads and memory. Read from
+  # /proc/*/status, because ordinary kernels lack /proc/PID/task/TID/children. Zombies
+  # are included: a zombie with live threads looks like a dead one.
   own = os.getpid()
   children: dict[int, list[tuple[int, int, int]]] = {}
   for name in os.listdir("/proc"):
@@ -55,13 +55,13 @@ def descendants() -> _Use:
     if b"Threads" not in fields:
       continue
     row = int(name), int(fields[b"Threads"]), _bytes(fields, b"VmRSS", b"VmSwap")
-    # The first of a process namespace owns all of it, whoever made the others.
+    # The first process of a process namespace owns all others in it.
     if own != 1:
       children.setdefault(int(fields[b"PPid"]), []).append(row)
     elif name != "1":
       children.setdefault(1, []).append(row)
 
-  # --- Those below this one, generation by generation.
+  # --- The processes below this one, generation by generation.
   pids = []
   tasks = 0
   size = 0
@@ -78,15 +78,16 @@ def descendants() -> _Use:
 def _fields(pid: int | str, file: str, sign: bytes) -> dict[bytes, bytes]:
   """Reads a file in /proc of a process, with a name and a value in each line.
 
-  Of a process whose first thread has ended, another thread's: the first is a zombie
-  then, without the memory that the others hold.
+  Reads a process's status; if its first thread has ended, reads another thread's,
+  because the first is then a zombie without memory fields.
 
   Args:
     pid: the process.
     file: its name below /proc/PID.
-    sign: a field that a thread with memory has.
+    sign: a field present only in threads with memory.
 
-  Returns what the first thread's has where no thread has such a field; {} if it ended.
+  Returns the first thread's fields if no thread has the field `sign`; {} if the process
+  ended.
   """
   first: dict[bytes, bytes] = {}
   folder = f"/proc/{pid}"
@@ -96,7 +97,7 @@ def _fields(pid: int | str, file: str, sign: bytes) -> dict[bytes, bytes]:
         with open(f"{folder}/{thread}{file}", "rb") as f:
           pairs = [line.partition(b":") for line in f]
         fields = {name: value.strip() for name, _, value in pairs}
-        # A thread of the kernel has no memory, and is no zombie.
+        # A kernel thread has no memory and is not a zombie.
         if sign in fields or not fields.get(b"State", b"Z").startswith(b"Z"):
           return first | fields
         first = first or fields
@@ -104,23 +105,23 @@ def _fields(pid: int | str, file: str, sign: bytes) -> dict[bytes, bytes]:
 
 
 def _bytes(fields: dict[bytes, bytes], *names: bytes) -> int:
-  """Adds up fields that are in kB; one that is not there counts nothing."""
+  """Sums fields in kB; a missing field counts as 0."""
   return sum(int(fields.get(name, b"0").split()[0]) for name in names) << 10
 
 
 def _held(pids: list[int]) -> int:
-  """Bytes of memory that processes hold together; pages they share count once."""
+  """Bytes of memory held by processes together; shared pages count once."""
   size = 0
   for pid in pids:
     try:
       size += _bytes(_fields(pid, "smaps_rollup", b"Pss"), b"Pss", b"SwapPss")
-    except PermissionError:  # it executes a file that it may not read
+    except PermissionError:  # it executes a file without read permission
       size += _bytes(_fields(pid, "status", b"VmRSS"), b"VmRSS", b"VmSwap")
   return size
 
 
 def _sockets() -> int:
-  """Counts those of this process's network, which is the run's own in a jail."""
+  """Counts the sockets of this process's network (in a jail, the run's own network)."""
   with open("/proc/self/net/sockstat", encoding="ascii") as f:
     return int(f.readline().split()[2])
 
@@ -149,7 +150,7 @@ class Started:
   stdin: int
   stdout: int
   stderr: int
-  # Of a session, whose cells go to `stdin`: a byte comes from here at the end of each.
+  # For a session (cells go to `stdin`): one byte arrives here at the end of each cell.
   cell_end: int = -1
 
 
@@ -160,9 +161,9 @@ class Starter(Protocol):
     """Starts a program."""
 
   def end(self) -> tuple[int | None, float]:
-    """Leaves neither process nor file of the run.
+    """Removes all processes and files of the run.
 
-    Returns its exit status (-N for signal N, None where it never began) and the CPU
+    Returns its exit status (-N for signal N, None if it never began) and the CPU
     seconds it used.
     """
 
@@ -178,11 +179,11 @@ class JailRun:
 
   def __init__(self, request: dict[str, Any], starter: Starter, template: Template):
     """Starts the program."""
-    # --- What it may use, and what is known of it so far.
+    # --- Its limits, and its state so far.
     self.limits = wire.Limits.from_json(request["limits"])
     self.starter = starter
     self.template = template
-    self.killed: wire.Verdict | None = None  # what the sandbox killed it for
+    self.killed: wire.Verdict | None = None  # the sandbox's reason for killing it
     self.note = ""
     self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
 
@@ -195,7 +196,7 @@ class JailRun:
     self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
     for fd in (self.input_fd, *outputs):
       os.set_blocking(fd, False)
-    # Descriptors of which any says that it is over.
+    # Descriptors; any of them becoming readable signals the end.
     self.ends = [self.process]
     if started.cell_end >= 0:
       self.ends.append(started.cell_end)
@@ -218,14 +219,14 @@ class JailRun:
     seconds = time.monotonic() - self.start
     os.close(self.process)
     self._close_input()
-    for fd in self.clips:  # what the pipes still hold
+    for fd in self.clips:  # bytes left in the pipes
       while self._read(fd):
         pass
       os.close(fd)
     return code, cpu_s, seconds
 
   def _pump(self, host: Host) -> None:
-    # --- What is waited for: its end, its output, the host.
+    # --- The events: its end, its output, the host.
     poll = select.poll()
     for fd in (*self.ends, *self.clips, host.cancel):
       poll.register(fd, select.POLLIN)
@@ -235,7 +236,7 @@ class JailRun:
     else:
       self._close_input()
 
-    # --- Until it ends, or has to.
+    # --- Until it ends or must be killed.
     deadline = self.start + self.limits.wall_s
     sample = self.start + SAMPLE_S
     while True:
@@ -255,7 +256,7 @@ class JailRun:
           poll.unregister(fd)
       if any(fd in ready for fd in self.ends):
         return None
-      # After that: one that has ended was in time, however late it is noticed.
+      # Read after the end was checked: a program that has ended was in time.
       now = time.monotonic()
       if now >= deadline:
         self._condemn(wire.Verdict.TIMEOUT, f"{self.limits.wall_s:g} s")
@@ -274,7 +275,7 @@ class JailRun:
 
   def _over_limits(self) -> bool:
     use = descendants()
-    # What one process begins with; of those that it forks these are the same pages.
+    # The memory of one process at its start; its forks share these pages.
     most_bytes = (self.template.pages * _PAGE) + (self.limits.memory_mb << 20)
     if use.tasks > self.limits.processes:
       most = f"{self.limits.processes} processes and threads"
@@ -290,7 +291,7 @@ class JailRun:
     self.note = f"[killed: used more than {limit}]\n"
 
   def _write(self) -> bool:
-    """Feeds stdin; False when there is no more to feed or nobody to read it."""
+    """Feeds stdin; False if nothing is left to write or the reader is gone."""
     try:
       self.input = self.input[os.write(self.input_fd, self.input[:_CHUNK]) :]
     except BlockingIOError:
@@ -300,7 +301,7 @@ class JailRun:
     return len(self.input) > 0
 
   def _read(self, fd: int) -> bool:
-    """Reads some output; False at its end, or where there is none for now."""
+    """Reads some output; False at its end, or if none is available."""
     try:
       data = os.read(fd, _CHUNK)
     except BlockingIOError:
@@ -317,41 +318,41 @@ class JailRun:
     (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
     cut = cut_out or cut_err
 
-    # --- It was called off, or never began: that says nothing of the program.
+    # --- Cancelled, or never started: no verdict on the program.
     failed = wire.Verdict.INFRASTRUCTURE
     if self.killed == failed:
       return wire.Result(stdout, stderr + self.note, None, failed, seconds, cut)
     if code is None and not self.killed:
       return wire.Result(stdout, stderr, None, failed, seconds, cut)
 
-    # --- The kernel's word: an exit status, or the signal that it died of.
+    # --- The kernel's report: an exit status, or the signal that killed it.
     if code is None:
       code = -signal.SIGKILL
     verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
 
-    # --- A limit's word counts for more, where a limit ended it.
+    # --- If a limit ended it, the limit overrides the status.
     limits = self.limits
-    # Its handler of the signal that asks it to flush may end it with any status.
+    # Its handler of the flush signal may end it with any status.
     if self.killed and (code < 0 or self.killed == wire.Verdict.TIMEOUT):
       verdict = self.killed
       stderr = stderr + self.note
     elif code in _CPU_SHARE and cpu_s > _CPU_SHARE[code] * limits.cpu_s:
       verdict = wire.Verdict.TIMEOUT
-      # Where both limits are one number, a busy program races towards both: what its
-      # author reads must not say which of the two was first.
+      # If both limits are equal, a busy program reaches both at about the same time:
+      # the message must not depend on which came first.
       unit = "CPU s" if limits.cpu_s < limits.wall_s else "s"
       stderr += f"[killed: used more than {limits.cpu_s:g} {unit}]\n"
     elif code == -child.MEMORY_SIGNAL:
       verdict = wire.Verdict.MEMORY
       code = 1
-    if verdict is wire.Verdict.TIMEOUT:  # nor whether it ended when asked to
+    if verdict is wire.Verdict.TIMEOUT:  # or on whether it ended when asked to
       code = -signal.SIGKILL
     return wire.Result(stdout, stderr, code, verdict, seconds, cut)
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """What this process holds before a program adds to it."""
+  """Memory of this process before a program adds to it."""
 
   bytes: int  # of address space
   pages: int  # resident
@@ -370,13 +371,13 @@ def serve(
   starter: Starter,
   template: Template,
 ) -> None:
-  """Runs what a request asks for, and answers.
+  """Runs a request's program, and answers.
 
   Args:
-    request: a frame that was read from `host.requests`.
-    host: who asks.
+    request: a frame read from `host.requests`.
+    host: the requesting host.
     starter: starts the program.
-    template: what each process of it holds to begin with.
+    template: each process's memory at its start.
 
   Raises:
     EOFError, SystemExit: the host has gone.

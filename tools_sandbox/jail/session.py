@@ -1,9 +1,10 @@
 """A session, as its init serves it: one process, one cell after the other.
 
-The process belongs to the hostile program from its first cell on. It holds its ends of
-two pipes more than a run's: cells come from one, and on the other it says that one has
-ended, and how. It may lie there, of its own cells. All that concerns others is decided
-here: the limits, how the session ended, and every byte that goes to the host.
+The hostile program owns the process from its first cell on. It holds its ends of two
+more pipes than a run's program: cells arrive on one, and it reports each cell's end and
+status on the other. It may lie there, about its own cells only. Everything that
+concerns others is decided here: the limits, how the session ended, and every byte sent
+to the host.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any
 import run
 import wire
 
-_MANY = 4096  # bytes that a program may have written unasked
+_MANY = 4096  # limit of bytes that a program may write unasked
 _LOST = "[the session has ended, its variables are lost]\n"
 
 
 class _CellsRun(run.JailRun):
-  """A run whose input is its cells."""
+  """A run with cells as its input."""
 
   def __init__(
     self, request: dict[str, Any], starter: run.Starter, template: run.Template
@@ -31,13 +32,13 @@ class _CellsRun(run.JailRun):
     """Starts the process."""
     super().__init__(request, starter, template)
     self.cell_end = self.ends[1]  # after the process: see `JailRun`
-    # A hostile program has its other end: a read that waited could wait for ever.
+    # A hostile program has the other end: a blocking read could wait for ever.
     os.set_blocking(self.cell_end, False)
     self.alive = True
     self._ended: tuple[int | None, float, float] | None = None
 
   def wait(self, control: int) -> None:
-    """Until the host has written. The limits hold meanwhile: threads may go on."""
+    """Waits until the host writes. Limits stay in force: threads may keep running."""
     poll = select.poll()
     for fd in (self.process, control):
       poll.register(fd, select.POLLIN)
@@ -55,16 +56,16 @@ class _CellsRun(run.JailRun):
       self._ended = self._end()
 
   def cell(self, request: dict[str, Any], host: run.Host) -> wire.Result:
-    """Runs one cell; `alive` says whether there can be another.
+    """Runs one cell; `alive` says whether another can follow.
 
     Raises:
       SystemExit: the host has gone.
     """
-    # --- Feed it the cell; one that ended between cells is not asked any more.
+    # --- Feed the cell; a process that ended between cells gets none.
     self.start = time.monotonic()
     if self._ended is None:
       with contextlib.suppress(BlockingIOError):
-        os.read(self.cell_end, _MANY)  # it came unasked
+        os.read(self.cell_end, _MANY)  # it arrived unasked
       self.input = memoryview(wire.frame(request))
       self._pump(host)
 
@@ -80,16 +81,16 @@ class _CellsRun(run.JailRun):
         return result
       return dataclasses.replace(result, stderr=result.stderr + _LOST)
 
-    # --- It goes on: this cell's output is cut off here.
+    # --- The process continues: cut off this cell's output here.
     for fd in self.clips:
-      # Once: all that was in the pipe when the cell ended. A thread may write for ever.
+      # Once: the pipe's content at the cell's end. A thread may write for ever.
       self._read(fd)
     result = self._result(status, 0.0, time.monotonic() - self.start)
     self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in self.clips}
     return result
 
   def _status(self) -> int | None:
-    """What the process says of its cell; None where it can say nothing any more."""
+    """The process's report on its cell; None if it cannot report any more."""
     try:
       data = os.read(self.cell_end, _MANY)
     except BlockingIOError:
@@ -106,7 +107,7 @@ def serve(
   starter: run.Starter,
   template: run.Template,
 ) -> None:
-  """Serves the cells that come from `host` until one ends the session or none will.
+  """Serves cells from `host` until one ends the session or the host closes it.
 
   Args: as `run.serve`.
 

@@ -1,4 +1,4 @@
-"""Limits, Verdict, Result, and the framed JSON that host and zygote exchange.
+"""Limits, Verdict, Result, and the framed JSON between host and zygote.
 
 A frame is a 4-byte big-endian length followed by that many bytes of ASCII JSON. This
 file imports nothing but the standard library: the zygote loads it by path.
@@ -32,7 +32,7 @@ _LAST_SECOND = 253_402_214_400  # of year 9999, wherever on earth
 
 
 class Verdict(enum.StrEnum):
-  """How a run ended, as the kernel saw it: never read from what the program prints."""
+  """A run's verdict, from the kernel: never read from the program's output."""
 
   OK = "ok"  # exit status 0
   ERROR = "error"  # raised, non-zero exit, killed by a signal, too many processes
@@ -43,23 +43,23 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What one run may use, and what of its surroundings is fixed.
+  """Limits of one run, and its fixed seed and clock.
 
   Attributes:
     wall_s: seconds from start to end of the run.
     cpu_s: CPU seconds of each process, rounded up to whole seconds by the kernel.
-    memory_mb: MiB of address space that each process may add to the pre-imported
-      template, and MiB of resident memory that all of them together may add.
-    output_bytes: bytes kept of each of stdout and stderr: the first half and the last.
+    memory_mb: MiB of address space per process, and MiB of resident memory for all
+      together, both beyond the pre-imported template.
+    output_bytes: bytes kept per stream (stdout, stderr): the first half and the last.
     file_mb: MiB of the largest file the program may write.
     processes: processes and threads alive at once (back-end subprocess: sampled, so
       briefly more).
     disk_mb: MiB of all files together (back-end jail only).
     inodes: files and folders together (back-end jail only).
-    seed: what `random` and `numpy.random` are seeded with; None for the program and its
-      stdin.
-    clock_s: Unix seconds at which Python's clock stands still; None for the real one. A
-      convenience, no wall: see README.md.
+    seed: the seed of `random` and `numpy.random`; None derives it from the program and
+      its stdin.
+    clock_s: Unix seconds for Python's stopped clock; None for the real one. A
+      convenience, not a security limit: see README.md.
   """
 
   wall_s: float = 10.0
@@ -83,8 +83,8 @@ class Limits:
         f"limits.clock_s must be Unix seconds up to {_LAST_SECOND}, got {clock!r:.100}"
       )
 
-    # --- The limits: positive numbers, of the type that the field has. Type by type,
-    # for what is no number may not even compare.
+    # --- Limits: positive numbers of the field's type. Check the type first: other
+    # types may not compare.
     for field in dataclasses.fields(self):
       if field.name in ("seed", "clock_s"):
         continue
@@ -117,15 +117,15 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What a run came to.
+  """The result of a run.
 
   Attributes:
-    stdout: what the program wrote, UTF-8 with replacement, the middle cut if too long.
-    stderr: likewise; a kill by the sandbox adds one line that says why.
-    exit_code: the exit status, or -N for death by signal N, or None where no program
-      ended (verdict `infrastructure`).
+    stdout: the program's output, UTF-8 with replacement, the middle cut if too long.
+    stderr: likewise; a kill by the sandbox adds one line with the reason.
+    exit_code: the exit status, or -N for death by signal N, or None if no program ended
+      (verdict `infrastructure`).
     verdict: how it ended.
-    seconds: wall seconds of the program, start-up of the service left out.
+    seconds: the program's wall seconds, without the service's start-up.
     truncated: True if stdout or stderr lost bytes.
   """
 
@@ -155,18 +155,18 @@ class Result:
 
     Raises:
       ValueError: a field is unknown, missing or of another type, or the verdict is
-        none of ours.
+        unknown.
     """
     result = _build(cls, row)
     return dataclasses.replace(result, verdict=Verdict(result.verdict))
 
 
 def failure(reason: str) -> Result:
-  """Makes the result of a run that the service failed."""
+  """Makes the result of a run after a service failure."""
   return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)
 
 
-# What a service or a zygote may say in each field.
+# Types of each field in a reply from a service or zygote.
 _RESULT = {
   "stdout": (str,),
   "stderr": (str,),
@@ -192,14 +192,14 @@ class Clip:
     room = self._head_size - len(self._head)
     self._head += data[:room]
     self._tail += data[room:]
-    # Not at every feed: to cut the front off moves all that stays.
+    # Not at every feed: cutting the front off moves the rest.
     if len(self._tail) > self._tail_size + 4 * _CHUNK:
       del self._tail[: len(self._tail) - self._tail_size]
 
   def text(self) -> tuple[str, bool]:
-    """Gives the bytes as text, and whether some were cut out."""
+    """Returns the bytes as text, and whether some were cut out."""
     tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
-    # What lies between head and tail was never kept, or has been cut off since.
+    # The bytes between head and tail were never kept, or have been cut since.
     cut = self._total - len(self._head) - len(tail)
     if not cut:  # decoded in one: a character may lie across the border
       return (self._head + tail).decode("utf-8", "replace"), False
@@ -208,7 +208,7 @@ class Clip:
 
 
 def _build(cls: type, row: dict[str, Any]) -> Any:
-  # All of them and no other: both ends are of one version.
+  # Exactly these names: both ends have the same version.
   names = {field.name for field in dataclasses.fields(cls)}
   if not isinstance(row, dict) or set(row) != names:
     fields = sorted(row) if isinstance(row, dict) else type(row).__name__
@@ -217,7 +217,7 @@ def _build(cls: type, row: dict[str, Any]) -> Any:
 
 
 def check_texts(program: str, stdin: str) -> None:
-  """Refuses what cannot be run.
+  """Refuses a program or stdin that cannot be run.
 
   Raises:
     TypeError: one is not a string.
@@ -255,7 +255,7 @@ def write_frame(fd: int, message: dict[str, Any], deadline: float = math.inf) ->
     TimeoutError: the deadline passed.
     ValueError: the message is longer than MAX_FRAME.
   """
-  # A pipe takes what it has room for; the wait between two parts has the deadline.
+  # A pipe accepts as much as fits; the deadline covers the waits between parts.
   data = memoryview(frame(message))
   while data:
     _wait(fd, select.POLLOUT, deadline)
@@ -277,7 +277,7 @@ def read_frame(fd: int, deadline: float = math.inf) -> dict[str, Any]:
   Raises:
     EOFError: the other end closed before a whole frame came.
     TimeoutError: the deadline passed.
-    ValueError: what came is no frame.
+    ValueError: the bytes are not a frame.
   """
   # The size is looked at before so much is read.
   (size,) = _HEADER.unpack(_read(fd, _HEADER.size, deadline))

@@ -1,8 +1,8 @@
 """The zygote: a process with numpy and sympy imported that forks once per run.
 
 Started by `pool` as its own program: zygote.py DIRECTORY HOST_PID CANCEL_FD MODULE...
-In a jail `inside` serves in its place, with another way to start a program and to end
-what it started. Both answer on stdin and stdout with `wire` frames, until stdin closes:
+In a jail, `inside` replaces it, with its own way to start and kill a program. Both
+answer on stdin and stdout with `wire` frames, until stdin closes:
 
   zygote -> host   {"event": "ready"}                     once
   host -> zygote   {"program", "stdin", "limits"}         per run
@@ -40,7 +40,7 @@ def _end_all(pid: int) -> tuple[int, float]:
 
   Returns the exit status of `pid` (-N for signal N) and its CPU seconds.
   """
-  with contextlib.suppress(ProcessLookupError):  # where it is not its own group yet
+  with contextlib.suppress(ProcessLookupError):  # if it is not its own group yet
     os.killpg(pid, signal.SIGKILL)  # atomic: no fork escapes within the group
   code = 0
   cpu = 0.0
@@ -111,7 +111,8 @@ def _remove(directory: str) -> None:
 
 
 def warm_up(modules: list[str]) -> run.Template:
-  """Imports the modules that are installed; measures what every program then has."""
+  """Imports the installed modules; measures the memory of every program at its
+  start."""
   for module in modules:
     with contextlib.suppress(ModuleNotFoundError):
       importlib.import_module(module)
@@ -122,7 +123,7 @@ def warm_up(modules: list[str]) -> run.Template:
 
 def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
   """Moves the frames' pipes away from 0 and 1, and hides this package's modules."""
-  # Programs and imports must not write where frames go.
+  # Programs and imports must not write to the descriptor of the frames.
   requests = os.dup(0)
   results = os.dup(1)
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -142,9 +143,9 @@ def main() -> None:
   os.close(writer)
 
   def leave(number: int, frame: Any) -> None:
-    # For a host whose end of our pipe lives on in a process that it forked. Told as a
-    # hang-up: an exception here could strike in the middle of cleaning up. The kernel
-    # also sends this signal when only the thread that started us has ended.
+    # For a dead host with a forked process that keeps our pipe open. Handled as a
+    # hang-up: an exception here could strike during clean-up. The kernel also sends
+    # this signal if only the thread that started us has ended.
     if os.getppid() != int(host):
       os.dup2(hung_up, requests)
 
@@ -160,7 +161,7 @@ def main() -> None:
       request = wire.read_frame(requests)
       run.serve(request, pipes, starter, template)
   except (EOFError, SystemExit):
-    # The host has gone without a `kill`, and nobody else would do this.
+    # The host died without `kill`, and nobody else would remove it.
     shutil.rmtree(directory, ignore_errors=True)
 
 

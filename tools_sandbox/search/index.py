@@ -1,7 +1,8 @@
 """BM25 search over a corpus of titled pages: build, save, load, search.
 
 Scores are Lucene's BM25 as `bm25s` computes it, over the title (twice, so that it
-weighs against a long text) and the text. A page whose title is the query comes first.
+weighs against a long text) and the text. A page with the query as its title comes
+first.
 
 budget: one format, read, indexed, saved and searched.
 """
@@ -22,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-# bm25s imports jax if it is installed, and runs an op at once, which would claim the
-# accelerator for this process. That module holds only a top-k we do not use.
+# bm25s imports jax if it is installed, and runs an op on import, which would claim the
+# accelerator for this process. The replaced module has only a top-k that we do not use.
 sys.modules.setdefault("bm25s.selection", types.ModuleType("bm25s.selection"))
 import bm25s  # noqa: E402
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)
 
-FORMAT = 1  # of a saved index; part of every cache key
+FORMAT = 1  # format of a saved index; part of every cache key
 _TITLE_WEIGHT = 2
 _DOCUMENTS = "documents.jsonl"
 _OFFSETS = "offsets.npy"
@@ -68,14 +69,14 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
   """Yields the documents of a corpus file, in order.
 
   Args:
-    path: `.jsonl` with rows {"id", "title", "text"} or, as Search-R1 has them,
-      {"id", "contents"} where contents is the title in quotes, a line end and the text;
-      or `.json` with a list of {"title", "text"} ("id" optional, else the position) or
-      an object of title -> list of sentences.
+    path: `.jsonl` with rows {"id", "title", "text"} or, in Search-R1's format, {"id",
+      "contents"} with contents = the title in quotes, a line end and the text; or
+      `.json` with a list of {"title", "text"} ("id" optional, else the position) or an
+      object title -> list of sentences.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: not one of these, or two documents have one id; the message names the
+    FileNotFoundError: the file does not exist.
+    ValueError: another format, or two documents with one id; the message names the
       file, the line (or the entry of a `.json` file) and the field.
   """
   path = os.fspath(path)
@@ -92,7 +93,7 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
 def _read_documents(path: str) -> Iterator[tuple[str, Document]]:
   """Yields ("FILE:LINE", document) of a corpus file."""
   if path.endswith(".jsonl"):
-    # Line by line: a message names the line that is wrong.
+    # Line by line: a message names the wrong line.
     with open(path, "rb") as f:
       for number, line in enumerate(f, 1):
         if line.strip():
@@ -128,7 +129,7 @@ def _parse(data: bytes, path: str, line: int) -> Any:
     raise ValueError(f"{path}:{line + e.lineno - 1}: not JSON ({e.msg})") from e
   except UnicodeDecodeError as e:
     raise ValueError(f"{path}:{line}: not UTF-8 ({e.reason})") from e
-  except (RecursionError, ValueError):  # the second: a number of thousands of digits
+  except (RecursionError, ValueError):  # the second: a number with thousands of digits
     raise ValueError(
       f"{path}:{line}: nested too deep, or with a number too long; a page is an object "
       "of texts"
@@ -136,7 +137,7 @@ def _parse(data: bytes, path: str, line: int) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """An object whose fields have different names: no page replaces another."""
+  """Checks that an object's field names differ: no page replaces another."""
   value = dict(pairs)
   if len(value) < len(pairs):
     raise json.JSONDecodeError("an object has the same field twice", "", 0)
@@ -204,11 +205,11 @@ class SearchIndex:
     """Indexes documents, held in memory; ranks of equal scores follow their order.
 
     Args:
-      documents: what is searched.
-      name: what an error calls them.
+      documents: the documents to search.
+      name: their name in errors.
 
     Raises:
-      ValueError: there is no document, or none with a word in it.
+      ValueError: there is no document, or none has a word.
     """
     # --- Words become numbers, in the order in which they first occur.
     documents = list(documents)
@@ -244,7 +245,7 @@ class SearchIndex:
     if os.listdir(directory):
       raise FileExistsError(f"{directory}: not empty; save an index on its own")
     self._bm25.save(directory, show_progress=False)
-    # Where each document begins, so that one can be read without the others.
+    # Each document's offset, to read one without the others.
     offsets = [0]
     with open(os.path.join(directory, _DOCUMENTS), "wb") as f:
       for i in range(len(self)):
@@ -265,7 +266,7 @@ class SearchIndex:
     its pages.
 
     Args:
-      directory: where `save` wrote.
+      directory: the folder written by `save`.
 
     Raises:
       FileNotFoundError: no index is saved there.
@@ -283,15 +284,15 @@ class SearchIndex:
   def search(self, query: str, k: int) -> list[Hit]:
     """Finds the at most k best documents, best first; ties in corpus order.
 
-    A document without a word of the query is never returned, so a query of unknown
-    words, or of none, gives [].
+    A document without a word of the query is never returned: an empty query, or one of
+    unknown words, gives [].
 
     Raises:
       ValueError: k is below 1.
     """
     if k < 1:
       raise ValueError(f"k must be at least 1, got {k!r}")
-    # --- The scores of all documents, by the words that any of them has.
+    # --- All documents' scores, from the query words in the index.
     words = tokenize(query)
     vocabulary = self._bm25.vocab_dict
     ids = [vocabulary[w] for w in words if w in vocabulary]
@@ -299,15 +300,15 @@ class SearchIndex:
       return []
     scores = self._bm25.get_scores_from_ids(ids)
 
-    # --- A page of that title comes first: all words of a title are known ones.
+    # --- A page of this title comes first; a title has only known words.
     if len(ids) == len(words):
       key = _title_key(words)
       low, high = (np.searchsorted(self._title_keys, key, s) for s in ("left", "right"))
       if low < high:  # lifted above every other, in their own order
         scores[self._title_rows[low:high]] += scores.max()
 
-    # --- The best k. All that equal the k-th take part in the sort, which is stable:
-    # so ties are in the corpus's order whatever k is.
+    # --- The best k. All documents with the k-th score take part in the stable sort:
+    # ties keep the corpus's order for every k.
     floor = 0.0
     if k < len(scores):
       floor = np.partition(scores, -k)[-k]

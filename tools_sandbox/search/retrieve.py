@@ -1,9 +1,9 @@
 """wiki_search over the Search-R1 `/retrieve` API: the client.
 
 A request is {"queries": [...], "topk": k, "return_scores": true}; the reply is
-{"result": [[{"document": {"id", "contents"}, "score"}, ...] for each query]}, where
-contents is the title in quotes, a line end and the text. Without scores the documents
-stand there bare. `retrieve_server` is a server of it.
+{"result": [[{"document": {"id", "contents"}, "score"}, ...] for each query]}, with
+contents = the title in quotes, a line end and the text. Without scores, the list holds
+bare documents. `retrieve_server` serves this protocol.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Retriever:
     self._service.close()
 
   def search(self, query: str, k: int, seconds: float) -> list[Hit]:
-    """Gives the at most k documents that the server finds, in its order.
+    """Finds at most k documents, in the server's order.
 
     Raises:
       ToolFault: the server refuses the query.

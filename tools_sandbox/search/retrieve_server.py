@@ -2,10 +2,10 @@
 
   python -m tools_sandbox.search.retrieve_server --corpus=pages.jsonl --port=8000
 
-serves a corpus on loopback; `wiki_search` of any number of processes can ask it.
-Requests must be JSON by their content type, as those of all clients are that send JSON.
-There is no key: on a --host that others reach, they can search the corpus, and
---allowed_hosts says by which names (the header Host).
+serves a corpus on loopback for `wiki_search` of any number of processes. Requests need
+the content type of JSON, which clients that send JSON set. There is no key: a --host
+that others reach lets them search the corpus, and --allowed_hosts lists the accepted
+names (the header Host).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def make_app(
   """Makes the server over a sandbox's corpus: POST /retrieve, GET /health.
 
   Args:
-    sandbox: holds the corpus; it is not closed with the app.
-    topk: documents where a request does not say how many.
+    sandbox: has the corpus; not closed with the app.
+    topk: the default number of documents.
     hosts: accepted values of the header Host; "*" for any.
   """
 
@@ -112,7 +112,7 @@ def serve(args: argparse.Namespace) -> None:
   Raises:
     OSError, ValueError: an argument or the corpus can not be used.
   """
-  # --- The arguments, before a corpus is read that may take minutes.
+  # --- Check the arguments first: reading a corpus may take minutes.
   if not 1 <= args.topk <= _MAX_TOPK:
     raise ValueError(f"--topk={args.topk}: accepted are 1 to {_MAX_TOPK}")
 
@@ -129,7 +129,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-  """Serves a corpus until it is told to stop (SIGTERM or Ctrl-C)."""
+  """Serves a corpus until a signal to stop (SIGTERM or Ctrl-C)."""
   parser = argparse.ArgumentParser(
     prog="python -m tools_sandbox.search.retrieve_server",
     description="Search-R1's /retrieve over BM25.",

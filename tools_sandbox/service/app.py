@@ -1,19 +1,19 @@
 """The routes of the sandbox service.
 
-  POST /run       {"program", "stdin", "timeout_s", "memory_mb", ..., "deadline_s"}
-                  -> the fields of `wire.Result`
+  POST /run       {"program", "stdin", "timeout_s", "memory_mb", ..., "deadline_s"} ->
+                  the fields of `wire.Result`
   POST /session   as /run without program and stdin, with "lease_s" -> {"session": NAME}
   POST /session/NAME  {"program", "stdin"} -> the fields of `wire.Result`, and "alive":
-                  whether there can be another cell
+                  whether another cell can run
   DELETE /session/NAME  ends it -> {}
   GET  /health    {"status": "ok" or "stopping", "slots", "busy", "waiting"}; no token
   GET  /metrics   Prometheus's text format
 
-Whatever a program does is a 200 with a verdict. Other statuses are about the request or
+Any result of a program is a 200 with a verdict. Other statuses are about the request or
 the service: 400 (a field, named), 401 (token), 408 (the request took too long), 409
-(the session runs another cell), 410 (there is no such session, or no more), 413 (too
-long), 415 (not JSON), 503 with Retry-After (full, or stopping: ask again or
-elsewhere), 504 (no slot before the deadline; it has not run).
+(the session runs another cell), 410 (the session does not exist, or has ended), 413
+(too long), 415 (not JSON), 503 with Retry-After (full, or stopping: retry, or ask
+another service), 504 (no slot before the deadline; it has not run).
 
 budget: all routes of one service.
 """
@@ -52,15 +52,15 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-  """What requests may ask for.
+  """Limits of requests.
 
   Attributes:
-    token: that requests must bear; "" for none.
-    limits: of a run that does not say otherwise.
-    most: what a run may say, field by field.
-    wait_s: seconds that a run waits for a slot where its request gives no deadline.
+    token: the bearer token of requests; "" for none.
+    limits: the default limits of a run.
+    most: the maximum of each field.
+    wait_s: seconds that a run without a deadline waits for a slot.
     max_body: bytes of a request.
-    lease_s: seconds without a cell after which a session is closed, at most.
+    lease_s: the maximum idle seconds before a session is closed.
   """
 
   token: str = ""
@@ -82,7 +82,7 @@ class ServiceConfig:
   lease_s: float = LEASE_S
 
   def __post_init__(self):
-    # A run that says nothing must be one that may be asked for.
+    # The defaults must be within the maximum.
     check_most(self.limits, self.most)
     # Written so that NaN is refused too.
     if not 0 < self.wait_s <= LARGEST:
@@ -110,17 +110,16 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
   """Makes the application.
 
   Args:
-    queue: runs what is asked for; it is not closed with the app.
-    config: what may be asked for. Without a token only names of loopback are accepted
-      in the header Host, so that no page of the web can reach the service under a name
-      of its own.
+    queue: runs the programs; not closed with the app.
+    config: the limits. Without a token, the header Host must be a loopback name, so
+      that no web page can reach the service under its own name.
   """
 
   open_session, cell, close_session = _session_handlers(queue, config)
 
-  # --- What answers each route.
+  # --- The handlers of the routes.
   async def run(request: Request) -> Response:
-    with queue.place():  # before the body is read, so that places bound the memory
+    with queue.place():  # before reading the body, so that places bound the memory
       task = await _read_request(request, config, read_run)
       # A run starts only while its whole time fits before the deadline.
       start_by = task.deadline_s - task.limits.wall_s
@@ -141,7 +140,7 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
     del request
     return Response(queue.metrics(), media_type="text/plain; version=0.0.4")
 
-  # --- The token, and the routes that want it: all but /health.
+  # --- The token, on all routes except /health.
   def guarded(handler: _Handler) -> _Handler:
     async def handle(request: Request) -> Response:
       if config.token and not _bears(request, config.token):
@@ -171,7 +170,7 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
 def _session_handlers(
   queue: RunQueue, config: ServiceConfig
 ) -> tuple[_Handler, _Handler, _Handler]:
-  """What opens a session, runs a cell of it, closes it."""
+  """Returns the handlers that open a session, run a cell, close it."""
 
   # --- Open one: it waits for its slot as a run does, and keeps it.
   async def open_session(request: Request) -> Response:
@@ -193,7 +192,7 @@ def _session_handlers(
       result = await queue.cell(session, task.program, task.stdin, _gone(request))
       return JSONResponse({**result.to_json(), "alive": session.alive})
 
-  # --- Close one; a session that has ended, or never was, is closed.
+  # --- Close one; also succeeds if it has ended or never existed.
   async def close_session(request: Request) -> Response:
     await queue.close(request.path_params["name"])
     return JSONResponse({})
@@ -229,7 +228,7 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
   """Decodes a request of /run.
 
   Raises:
-    ValueError: naming the field, its value and what would be accepted.
+    ValueError: with the field, its value and the accepted values.
   """
   fields = http_server.read_fields(_RunBody, body)
   limits, deadline_s = _read_times(fields, config, config.most)
@@ -237,12 +236,13 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """Decodes a request of /session; its `cpu_s` and more are those of all its cells.
+  """Decodes a request of /session; `cpu_s` and the like apply to all its cells
+  together.
 
   Raises:
     ValueError: as `read_run`.
   """
-  # --- Whoever mixes the two routes up is told which is which.
+  # --- A user who mixes up the two routes gets the right one's name.
   if "program" in body:
     raise ValueError("program is a cell's: POST it to /session/NAME")
   fields = http_server.read_fields(_SessionBody, body)
@@ -274,9 +274,9 @@ def read_cell(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 def _read_times(
   fields: Any, config: ServiceConfig, most: Limits
 ) -> tuple[Limits, float]:
-  """A request's limits, and the seconds that it may take from its arrival."""
-  # --- The limits that the request names; its time is wall and CPU seconds in one,
-  # where it does not say `cpu_s` too.
+  """Reads a request's limits, and its seconds from arrival to deadline."""
+  # --- The request's own limits; its timeout sets wall and CPU seconds, unless it also
+  # gives `cpu_s`.
   changes = fields.model_dump(include=set(_LIMITS), exclude_none=True)
   if fields.timeout_s is not None:
     changes = {"cpu_s": fields.timeout_s, **changes, "wall_s": fields.timeout_s}
@@ -284,7 +284,7 @@ def _read_times(
     limits = dataclasses.replace(config.limits, **changes)
     check_most(limits, most)
   except ValueError as e:
-    # In the words of the request, not in those of `Limits`.
+    # With the names of the request, not of `Limits`.
     text = str(e).removeprefix("limits.").replace("wall_s", "timeout_s", 1)
     raise ValueError(text) from None
 
@@ -301,7 +301,7 @@ def _read_times(
 
 
 def check_most(limits: Limits, most: Limits) -> None:
-  """Refuses limits beyond those of `most`.
+  """Refuses limits above `most`.
 
   Raises:
     ValueError: naming the field.
@@ -337,7 +337,7 @@ async def _gone(request: Request) -> None:
 
 
 def _bears(request: Request, token: str) -> bool:
-  # Compared in a time that says nothing of how many letters are right.
+  # Compared in constant time, which does not reveal how many letters match.
   header = request.headers.get("authorization", "").encode()
   return hmac.compare_digest(header, f"Bearer {token}".encode())
 

@@ -1,14 +1,14 @@
 """Back-end `remote`: runs programs on services over HTTP, ours or SandboxFusion's.
 
-Whose failure it is: whatever the program did comes back as a Result of its own; that no
-service answered in time is a Result with verdict `infrastructure`; that a service
-refuses what was asked (a limit above its own, a program too long) is a ValueError.
+Errors by cause: any result of the program is a Result; if no service answered in time,
+the Result has the verdict `infrastructure`; if a service refuses the request (a limit
+above its own, a program too long), a ValueError.
 
-A run that got no answer is asked again, on the next replica, until its deadline: it
-leaves nothing behind, so twice is as good as once. A session stays with the replica
-that opened it, and a cell is asked once only: without an answer it may have run.
+A run without an answer is retried on the next replica until its deadline: it leaves
+nothing behind, so running twice is harmless. A session stays with its replica, and a
+cell is sent only once: without an answer it may have run.
 
-budget: runs and sessions share replicas, and whose failure it is.
+budget: runs and sessions share replicas, and their errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 _REFUSES_REQUEST = (400, 413, 415, 422)
 _SESSION_ENDED = 410
 _REFUSES_US = (401, 403, 404, 405)  # a wrong token or URL: asking again won't help
-_CONNECT_S = 3.0  # a replica that does not pick up in this time is passed over
+_CONNECT_S = 3.0  # a replica that does not connect in this time is skipped
 _ASIDE_S = 5.0  # and is asked last for so long
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 2.0
@@ -46,15 +46,15 @@ _WAY_S = 1.0  # kept of a run's waiting time for the answer's way back
 
 @dataclasses.dataclass(frozen=True)
 class RemoteConfig:
-  """Services that run programs.
+  """Remote sandbox services.
 
   Attributes:
-    urls: of the replicas; asked in turn, the next one where one fails.
-    token_file: a file with the word that they want to see.
-    api: `tools_sandbox`, or `sandbox_fusion`, which knows of a run's limits only time
-      and memory, and does not say that a program ran out of memory.
-    wait_s: seconds beyond its own time that a run may take before it is given up: for
-      a free slot, for replicas that come back, and for its way.
+    urls: the replicas; asked in turn, and the next one after a failure.
+    token_file: a file with their bearer token.
+    api: `tools_sandbox`, or `sandbox_fusion`, which supports only time and memory
+      limits, and does not report out-of-memory.
+    wait_s: seconds beyond a run's own time before it fails: for a free slot, restarting
+      replicas, and the network.
   """
 
   urls: tuple[str, ...]
@@ -77,7 +77,7 @@ class RemoteConfig:
 class _NoAnswer(Exception):
   """A replica gave no result; `pause` are the seconds it wants to be left alone.
 
-  `final` says that it never will.
+  `final` says that no retry will succeed.
   """
 
   def __init__(self, fault: str, pause: float = 0.0, final: bool = False):
@@ -90,17 +90,17 @@ class RemotePool:
   """As `pool.SandboxPool`, but on services. Thread-safe; close it after use."""
 
   def __init__(self, config: RemoteConfig, limits: Limits | None = None):
-    """Runs an empty program, so that a wrong URL or token is known at once.
+    """Runs an empty program, so that a wrong URL or token fails at once.
 
     Args:
-      config: where.
-      limits: what a run may use unless it says otherwise; None for `Limits()`.
+      config: the services.
+      limits: the default limits of a run; None for `Limits()`.
 
     Raises:
       ValueError: the token's file cannot be read.
       RuntimeError: no service runs it within `wait_s`; the message says why.
     """
-    # --- Where the replicas are; a URL may name the path or leave it out.
+    # --- The replicas' URLs; a URL may include the path or omit it.
     self.limits = limits or Limits()
     self._config = config
     self._path = _PATHS[config.api]
@@ -113,13 +113,13 @@ class RemotePool:
       trust_env=False,
     )
 
-    # --- Whose turn it is, and who has just failed.
+    # --- The next replica, and those that have just failed.
     self._lock = threading.Lock()
     self._next = 0
     self._aside: dict[str, float] = {}  # URL -> until when
     self._closed = False
 
-    # --- Ask once, so that a wrong URL or token is known now and not in every run.
+    # --- Ask once: a wrong URL or token fails now and not in every run.
     try:
       result = self.run("")
     except BaseException:
@@ -134,8 +134,8 @@ class RemotePool:
 
     Raises:
       TypeError: program or stdin is not a string.
-      ValueError: together they are too long, or a service refuses what is asked for.
-      RuntimeError: this is closed.
+      ValueError: together they are too long, or a service refuses the request.
+      RuntimeError: the pool is closed.
     """
     wire.check_texts(program, stdin)
     limits = limits or self.limits
@@ -152,9 +152,9 @@ class RemotePool:
     """Opens a session on one of the services; waits for a slot up to `wait_s`.
 
     Raises:
-      ValueError: these services have no sessions, or refuse what is asked for.
-      TimeoutError: none opened one in time; the message says why.
-      RuntimeError: this is closed.
+      ValueError: these services have no sessions, or refuse the request.
+      TimeoutError: none opened one in time; the message has the reason.
+      RuntimeError: the pool is closed.
     """
     if self._config.api != "tools_sandbox":
       raise ValueError(f"services of api {self._config.api!r} have no sessions")
@@ -173,11 +173,11 @@ class RemotePool:
       raise TimeoutError(str(e)) from None
 
   def _of_any(self, wall_s: float, ask: Callable[[str, float], _T]) -> _T:
-    """What the first replica says that answers.
+    """Returns the first replica's answer.
 
     Args:
-      wall_s: seconds that what is asked for may take; it must fit before the deadline.
-      ask: asks one, given its URL and the seconds that are left.
+      wall_s: the request's own seconds; they must fit before the deadline.
+      ask: asks one, called with its URL and the remaining seconds.
 
     Raises:
       Unavailable: none did in time.
@@ -204,8 +204,8 @@ class RemotePool:
           if e.final:
             replicas.remove(url)
 
-      # --- Then a pause: the longest that any of them wants, or one of our own.
-      # Full pauses at once would bring all callers back at the same moment.
+      # --- Then a pause: the longest requested by a replica, or our own. Full pauses
+      # would bring all callers back at the same moment.
       own = min(_FIRST_PAUSE_S * 2**attempt, _LAST_PAUSE_S)
       pause = max(pause, own) * random.uniform(0.5, 1.0)
       attempt += 1
@@ -220,7 +220,7 @@ class RemotePool:
     self._client.close()
 
   def _in_turn(self) -> list[str]:
-    """All replicas: the next in turn first, those that failed just now last."""
+    """All replicas: the next in turn first, recently failed ones last."""
     with self._lock:
       first = self._next
       self._next = (first + 1) % len(self._urls)
@@ -247,11 +247,11 @@ class RemotePool:
       raise _NoAnswer(f"not a reply of {self._config.api}: {e!r:.200}") from e
 
   def _reply(self, method: str, url: str, body: Any, left: float) -> dict[str, Any]:
-    """Asks one replica once; the JSON that it answers with.
+    """Asks one replica once; returns its JSON answer.
 
     Raises:
-      _NoAnswer: it gave none.
-      SessionEnded: it has no such session, or no more.
+      _NoAnswer: it gave no answer.
+      SessionEnded: the session does not exist, or has ended.
       ValueError: it refuses the request.
     """
     # --- The exchange; who cannot be spoken to is asked last for a while.
@@ -266,7 +266,7 @@ class RemotePool:
     except BadReply as e:
       raise _NoAnswer(str(e)) from e
 
-    # --- The status: whose fault it is, and whether another replica may do better.
+    # --- The status: the cause, and whether another replica may succeed.
     if status in _REFUSES_REQUEST:
       raise ValueError(
         f"{url} refuses the run: {data[:500].decode('utf-8', 'replace')}"
@@ -277,7 +277,8 @@ class RemotePool:
       pause = retry_after(headers.get("retry-after", ""))
       raise _NoAnswer(f"status {status}", pause, status in _REFUSES_US)
 
-    # --- The answer. A proxy may speak in the service's place: that is no answer.
+    # --- The answer. A proxy may answer in the service's place: this counts as no
+    # answer.
     try:
       reply = json.loads(data)
     except (ValueError, RecursionError) as e:
@@ -300,15 +301,15 @@ class RemoteSession:
 
   @property
   def alive(self) -> bool:
-    """Whether there can be another cell, as far as is known here."""
+    """Whether another cell can run, as far as this side knows."""
     return self._alive
 
   def run(self, program: str, stdin: str = "") -> Result:
     """Runs a cell; see `pool.Session.run`. A service that fails ends the session.
 
     Raises:
-      TypeError, SessionEnded: as there.
-      ValueError: as there, or the service refuses the cell; the session goes on.
+      TypeError, SessionEnded: as in `pool.Session.run`.
+      ValueError: likewise, or the service refuses the cell; the session continues.
     """
     wire.check_texts(program, stdin)
     with self._lock:
@@ -322,14 +323,14 @@ class RemoteSession:
         return wire.failure(f"the session's service fails: {e}")
       except ValueError:  # refused: it has not run
         raise
-      except BaseException as e:  # interrupted: nobody knows what the cell has done
+      except BaseException as e:  # interrupted: the cell's effects are unknown
         self._alive = False
         if not isinstance(e, SessionEnded):
           self._end()
         raise
 
   def _cell(self, body: dict[str, Any]) -> tuple[Result, bool]:
-    """The result of a cell, and whether there can be another; raises as `_reply`."""
+    """Returns a cell's result, and whether another can follow; raises as `_reply`."""
     # Once, and of this replica: the variables are there.
     left = self._wall_s + self._pool._config.wait_s
     reply = self._pool._reply("POST", self._url, body, left)
@@ -340,7 +341,7 @@ class RemoteSession:
       raise _NoAnswer(f"not a reply of /session: {e!r:.200}") from e
 
   def close(self) -> None:
-    """Ends it; a service that does not hear it does so at the end of its lease."""
+    """Ends the session; an unreachable service ends it when the lease expires."""
     with self._lock:
       if self._alive:
         self._end()
@@ -359,8 +360,8 @@ class RemoteSession:
 
 
 def _limits(limits: Limits, left: float) -> dict[str, Any]:
-  """As our services are told of them."""
-  # Without those that say nothing, which older services do not know.
+  """The limits in our services' format."""
+  # Without None values: older services do not know these fields.
   row = {name: value for name, value in limits.to_json().items() if value is not None}
   wall_s = row.pop("wall_s")
   # The service's deadline comes before ours: its refusal shall still arrive in time.

@@ -1,10 +1,10 @@
 """RunQueue: who may run next on a pool, and who waits no longer.
 
-Between the routes of the HTTP service and the pool. A request takes a place before its
-body is read, so places bound the memory too; it then waits for a slot, first come first
-served, until it is late, its client hangs up, or the service stops. What gave up while
-it waited never runs, and what runs when its client hangs up is called off. A session
-waits as a run does and keeps its slot until it ends; its cells wait for nothing.
+Between the HTTP service's routes and the pool. A request takes a place before its body
+is read, so places bound the memory too; it then waits for a slot, first come first
+served, until its deadline, its client hangs up, or the service stops. A request that
+gave up while waiting never runs, and a run is cancelled if its client hangs up. A
+session waits like a run and keeps its slot until it ends; its cells do not wait.
 
 Lives in one event loop; the pool's calls have threads.
 
@@ -33,14 +33,14 @@ from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.host.session import Session
 from tools_sandbox.jail.wire import Limits, Result, Verdict
 
-# Seconds: from a print to the longest run that a server allows.
+# Seconds: from a print to the longest allowed run.
 _BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _REASONS = ("full", "late", "gone", "stopping", "ended", "busy")
 _T = TypeVar("_T")
 
 
 class Refused(Exception):
-  """A request that gets no result; `reason` is one of `_REASONS`."""
+  """A request without a result; `reason` is one of `_REASONS`."""
 
   def __init__(self, reason: str, message: str):
     super().__init__(message)
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 @dataclasses.dataclass
 class _Open:
-  """A session that has a slot."""
+  """A session with a slot."""
 
   session: Session
   busy: bool = False  # a cell or its end is on its way
@@ -62,9 +62,9 @@ class RunQueue:
     """Starts nothing yet.
 
     Args:
-      pool: runs the programs; it is not closed with the queue.
-      slots: of the pool.
-      max_waiting: requests beyond those that run.
+      pool: runs the programs; not closed with the queue.
+      slots: the pool's slots.
+      max_waiting: requests waiting beyond the running ones.
 
     Raises:
       ValueError: max_waiting is negative.
@@ -77,7 +77,7 @@ class RunQueue:
     self._capacity = slots + max_waiting
     self._threads = concurrent.futures.ThreadPoolExecutor(slots, "run")
     self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-    self._admitted = 0  # places of requests; those of sessions come on top
+    self._admitted = 0  # places of requests; sessions' places are additional
     self._busy = 0
     self._sessions: dict[str, _Open] = {}
     self.draining = False
@@ -94,7 +94,7 @@ class RunQueue:
       registry=self._registry,
     )
     for verdict in Verdict:
-      self._runs.labels(verdict.value)  # a series that starts at 0 has a rate
+      self._runs.labels(verdict.value)  # a series starting at 0 has a rate
     for reason in _REASONS:
       self._refused.labels(reason)
     self._seconds = Histogram(
@@ -113,12 +113,12 @@ class RunQueue:
 
   @property
   def busy(self) -> int:
-    """Slots that run a program or hold a session."""
+    """Slots with a running program or a session."""
     return self._busy
 
   @property
   def waiting(self) -> int:
-    """Requests that wait for a slot."""
+    """Requests waiting for a slot."""
     return len(self._waiting)
 
   @contextlib.contextmanager
@@ -223,7 +223,7 @@ class RunQueue:
       raise self._refuse("ended", "there is no such session; open another one")
     if entry.busy:
       raise self._refuse("busy", "the session runs another cell")
-    # Two cells at once would share variables in an order that nobody chose.
+    # Two concurrent cells would share variables in an undefined order.
     entry.busy = True
     try:
       yield entry.session
@@ -233,7 +233,7 @@ class RunQueue:
   async def cell(
     self, session: Session, program: str, stdin: str, gone: Awaitable[None]
   ) -> Result:
-    """Runs a cell of a session that `cells` gave.
+    """Runs a cell of a session from `cells`.
 
     Raises:
       Refused: ended; or gone, and the session has ended too.
@@ -270,7 +270,7 @@ class RunQueue:
     self._waiting.append(turn)
     self._grant()
 
-    # --- The turn comes, or there is no more use for it.
+    # --- Its turn comes, or it is no longer needed.
     try:
       await asyncio.wait(
         (turn, left), timeout=start_by - began, return_when="FIRST_COMPLETED"
@@ -289,7 +289,7 @@ class RunQueue:
   async def _unless_gone(
     self, running: asyncio.Future[_T], left: asyncio.Future[None], cancel: Cancel
   ) -> _T:
-    """What `running` gives; called off where the client hangs up before.
+    """Awaits `running`; cancels it if the client hangs up first.
 
     Raises:
       Refused: gone.
@@ -298,7 +298,7 @@ class RunQueue:
     try:
       await asyncio.wait((running, left), return_when="FIRST_COMPLETED")
     finally:
-      if not running.done():  # also where this task is cancelled
+      if not running.done():  # also if this task is cancelled
         cancel()
 
     # --- Not before it is over: the thread, and the slot, are its own until then.
@@ -308,7 +308,7 @@ class RunQueue:
     return running.result()
 
   def drain(self) -> None:
-    """Lets nothing start any more; what waits is refused, what runs goes on."""
+    """Starts nothing more; refuses waiting requests, lets running ones finish."""
     # Who waits hears of it at once; who comes is refused by `place` and `cells`.
     self.draining = True
     for turn in self._waiting:
@@ -344,7 +344,7 @@ class RunQueue:
       self._waiting.popleft().set_result(None)
 
   def _leave(self, turn: asyncio.Future[None]) -> None:
-    """Takes a request out that will not run, its slot back if it has one."""
+    """Removes a request that will not run, and frees its slot if it has one."""
     if not turn.done():
       self._waiting.remove(turn)
     elif turn.exception() is None:

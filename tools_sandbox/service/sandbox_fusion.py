@@ -31,11 +31,11 @@ def write_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
 
 
 def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
-  """Reads the result in a reply. What used up its memory is an `error` there too.
+  """Reads the result in a reply. Out-of-memory is an `error` in this API too.
 
   Args:
     reply: decoded.
-    limits: those asked for; each stream is cut to their `output_bytes`.
+    limits: the requested limits; each stream is cut to their `output_bytes`.
 
   Raises:
     ValueError, TypeError, KeyError: not a reply of this API.
@@ -58,7 +58,7 @@ def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
   else:
     verdict = Verdict.OK
 
-  # --- What it wrote. That service cuts at its own length, or not at all.
+  # --- Its output. The service cuts at its own length, or not at all.
   stdout, cut_out = _clipped(run["stdout"] or "", limits.output_bytes)
   stderr, cut_err = _clipped(run["stderr"] or "", limits.output_bytes)
   seconds = float(run["execution_time"] or 0.0)

@@ -1,11 +1,11 @@
-"""The pool over HTTP: programs of many clients on the slots of this machine.
+"""The pool over HTTP: many clients' programs on this machine's slots.
 
   python -m tools_sandbox.service.server [--backend=jail] [--allow-weaker] [--slots=N]
     [--port=8080] [--host=0.0.0.0 --token_file=FILE]
 
-Routes and statuses are in `app`; what is guaranteed is in README.md. It listens
-once every slot has run a program. SIGTERM or Ctrl-C: it accepts no more, refuses what
-waits (503: ask another replica), lets what runs end, and exits with 0.
+Routes and statuses are in `app`; guarantees are in README.md. It listens once every
+slot has run a program. On SIGTERM or Ctrl-C it accepts no more, refuses waiting
+requests (503: ask another replica), lets running ones end, and exits with 0.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Server(http_server.Server):
-  """Tells the queue first when it is to stop."""
+  """Tells the queue before it stops."""
 
   def __init__(self, queue: RunQueue, config: ServiceConfig, capacity: int):
     grace_s = int(config.most.wall_s) + DRAIN_S
@@ -95,7 +95,7 @@ def serve(args: argparse.Namespace) -> None:
 
   Raises:
     ValueError, RuntimeError: an argument cannot be used, or this machine cannot build
-      jails; the message says what to change.
+      jails; the message says how to fix it.
   """
   # --- Who can reach it, and which walls there are.
   if args.host not in http_server.LOOPBACK and args.token_file is None:
@@ -106,7 +106,7 @@ def serve(args: argparse.Namespace) -> None:
   if args.backend == "subprocess":
     print(_LOST, file=sys.stderr, flush=True)
 
-  # --- What requests may ask for.
+  # --- The limits of requests.
   base = ServiceConfig()
   most = {"wall_s": args.max_timeout_s, "cpu_s": args.max_timeout_s}
   config = ServiceConfig(
@@ -118,7 +118,7 @@ def serve(args: argparse.Namespace) -> None:
     lease_s=args.max_lease_s,
   )
 
-  # --- Serve: the address first, so that a port in use is known before slots start.
+  # --- Serve: the address first, a port in use fails before slots start.
   with (
     http_server.bind(args.host, args.port) as sock,
     pool.SandboxPool(args.slots, backend=args.backend) as sandbox,

@@ -1,8 +1,8 @@
 """The text of a page's bytes: which encoding they are in, as browsers decide it.
 
 After the Encoding and HTML standards of the WHATWG: a byte order mark, then the header
-Content-Type, then the page's own words, then a guess; labels mean what browsers take
-them for. Unlike a browser, bytes that are valid UTF-8 are UTF-8 whatever the header
+Content-Type, then the page's own words, then a guess; labels mean the same as in
+browsers. Unlike a browser, bytes that are valid UTF-8 are UTF-8 whatever the header
 says, for headers often lie, and a declaration is looked for beyond 1,024 bytes.
 """
 
@@ -24,11 +24,11 @@ _BOMS = (
   (codecs.BOM_UTF16_LE, "utf-16-le"),
   (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-# Python's other codecs unpack, run in square time, or are no text encodings.
+# Python's other codecs unpack, take quadratic time, or are not text encodings.
 _CODEC = re.compile(
   r"(utf-(8|16|32)|ascii|latin|iso8859|iso2022_jp|cp\d|mac-|koi8|gb|big5|shift|euc|tis)"
 )
-# Labels of the standard that Python does not know, by codec.
+# The standard's labels unknown to Python, by codec.
 _LABELS = {
   label: codec
   for codec, labels in (
@@ -53,7 +53,7 @@ _LABELS = {
   )
   for label in labels.split()
 }
-# Python's codec -> the one that browsers take in its place, which reads more.
+# Python's codec -> the superset that browsers use for it.
 _WIDER = {
   "ascii": "cp1252",
   "iso8859-1": "cp1252",
@@ -71,7 +71,7 @@ _WIDER = {
 # The standard has these pages not read: as bytes of ASCII they can hide scripts.
 _UNREAD = re.compile(r"(cs)?iso-?2022-?(kr|cn|cn-ext)|hz-gb-2312|hz|replacement")
 _HEAD = 65536  # bytes in which a declaration is looked for
-# An unclosed comment or script goes to the end, so that this takes linear time.
+# An unclosed comment or script extends to the end, so that this takes linear time.
 _META = re.compile(
   rb"<!--(?:-?>|.*?--!?>|.*)|<(script|style|title|textarea)\b(?:.*?</\1|.*)"
   rb"|<meta[\s/]([^>]{0,1000})>",
@@ -89,7 +89,7 @@ _GUESSED = (
   *("koi8_r", "koi8_u", "iso8859_5", "iso8859_2"),
   *("gb18030", "big5hkscs", "cp932", "euc_jp", "cp949"),
 )
-_SAMPLE = 20_000  # bytes that are guessed by: words that are not ASCII, and some around
+_SAMPLE = 20_000  # bytes for guessing: non-ASCII words, and some around them
 _WORDS = re.compile(rb"[A-Za-z ]{0,40}[\x80-\xff][^<>\r\n]{0,200}")
 
 
@@ -97,14 +97,14 @@ def decode(data: bytes, charset: str) -> str:
   """Decodes the bytes of a page.
 
   Args:
-    data: the page; its last character may be cut in two.
-    charset: what the header Content-Type says; "" for nothing.
+    data: the page; its last character may be cut.
+    charset: the charset in the header Content-Type, or "".
 
   Raises:
-    ToolFault: the bytes are no text, or their encoding is one that is not read.
+    ToolFault: the bytes are not text, or their encoding is not supported.
   """
   text = _decode(data, charset)
-  # Whatever it was decoded as: an image or a program shows by what cannot be read.
+  # For any encoding: an image or a program shows by its unreadable characters.
   odd = len(CONTROL.findall(text)) + text.count("\ufffd")
   if odd > 8 + len(text) // 20:
     raise ToolFault("the body is no text")
@@ -116,12 +116,12 @@ def _decode(data: bytes, charset: str) -> str:
     if data.startswith(bom):
       return _read(data, codec).removeprefix("\ufeff")
 
-  # --- What is declared, and without a word UTF-8; the first that nearly all bytes fit.
+  # --- The declared encoding, or UTF-8; the first that fits nearly all bytes.
   if not data.isascii() and "\ufffd" not in (text := _read(data, "utf-8")):
     return text
   declared = [codec for label in _labels(data, charset) if (codec := _codec(label))]
   for codec in (*declared, "utf-8"):
-    # The page's own ASCII tags show that it is no UTF-16, whatever it says.
+    # The page's own ASCII tags show that it is not UTF-16, whatever it declares.
     if codec.startswith(("utf-16", "utf-32")) and b"\0" not in data:
       continue
     text = _read(data, codec)
@@ -137,7 +137,7 @@ def _decode(data: bytes, charset: str) -> str:
 
 
 def _read(data: bytes, codec: str) -> str:
-  # Not final: of a page that is cut the last character may be half.
+  # Not final: a cut page's last character may be incomplete.
   text = codecs.getincrementaldecoder(codec)("replace").decode(data)
   if codec == "euc_jp" and 0 < text.count("\ufffd") < len(text) // 10:
     text = codecs.getincrementaldecoder(codec)("as-cp932").decode(data)
@@ -145,7 +145,7 @@ def _read(data: bytes, codec: str) -> str:
 
 
 def _as_cp932(error: UnicodeError) -> tuple[str, int]:
-  """Reads a pair of EUC-JP that Python does not know: cp932 has the same rows."""
+  """Decodes a EUC-JP pair unknown to Python: cp932 has the same rows."""
   pair = error.object[error.start : error.start + 2]
   row, cell = (byte - 0xA1 for byte in pair.ljust(2, b"\0"))
   if not (0 <= row < 94 and 0 <= cell < 94):
@@ -162,7 +162,7 @@ def _codec(label: str) -> str | None:
   """Python's codec for a label, if it is safe to decode hostile bytes with.
 
   Raises:
-    ToolFault: the standard has such pages not read.
+    ToolFault: the standard forbids reading such pages.
   """
   label = label.strip("\t\n\f\r \"'").lower()
   if _UNREAD.fullmatch(label):
@@ -177,8 +177,8 @@ def _codec(label: str) -> str | None:
 
 
 def _labels(data: bytes, charset: str) -> Iterator[str]:
-  """What the header and then the page say of its encoding."""
-  if b"\x1b$" in data and data.isascii():  # the sequence that starts Japanese text
+  """The declared encodings: the header's, then the page's."""
+  if b"\x1b$" in data and data.isascii():  # the escape sequence before Japanese text
     yield "iso-2022-jp"
   if charset:
     yield charset

@@ -1,8 +1,8 @@
-"""The main text of an HTML page: a program of its own, started once per page.
+"""Extracts the main text of an HTML page: a separate program, started once per page.
 
 Markup is hostile: a page of two megabytes can hold trafilatura for a minute, and lxml
-is C. So it runs where seconds and memory are limited and nothing else is lost:
-HTML on standard input, text on standard output. `python extract.py [links]`.
+is C. So it runs in its own process with limits on seconds and memory: HTML on standard
+input, text on standard output. `python extract.py [links]`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _CPU_S = 60  # should nobody be there to end it
 
 
 def main_text(html: str, links: bool, seconds: float) -> str:
-  """Finds the main text of a page, as markdown; "" where none is found in time.
+  """Finds a page's main text, as markdown; "" if none is found in time.
 
   Args:
     html: the page.
-    links: True to keep the targets of links.
-    seconds: until it is given up.
+    links: True to keep link targets.
+    seconds: the time limit.
   """
   command = [sys.executable, "-I", __file__]
   if links:
@@ -47,10 +47,10 @@ def main_text(html: str, links: bool, seconds: float) -> str:
 def _main(links: bool) -> None:
   import trafilatura  # here, for importing this module needs no package
 
-  # Before the page is read; what was imported until here is trusted.
+  # Before reading the page; the imports until here are trusted.
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
   resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
-  # It logs what it does not like about a page; nobody reads that.
+  # It logs problems of a page; nobody reads them.
   logging.disable()
   html = sys.stdin.buffer.read().decode("utf-8")
   text = trafilatura.extract(

@@ -1,13 +1,13 @@
-"""GET of a URL that a model wrote, from a server that may be hostile.
+"""GET of a model's URL, from a server that may be hostile.
 
-Limits hold for the whole of it: seconds from the first look-up to the last byte, bytes
-on the wire and unpacked, redirects, content types. Only public addresses are connected
-to. A name is looked up once per connection and the connection is made to the checked
-address itself, so a name that answers differently the second time (DNS rebinding) wins
-nothing; a redirect is a new URL and passes the same gate. httpcore, the engine of
-httpx, is used directly, for there the network below HTTP can be replaced.
+Limits apply to the whole request: seconds from the first look-up to the last byte,
+bytes on the wire and unpacked, redirects, content types. Only public addresses are
+connected to. A name is looked up once per connection and the connection is made to the
+checked address itself, so a name that resolves differently the second time (DNS
+rebinding) gains nothing; a redirect is a new URL and passes the same gate. httpcore,
+the engine of httpx, is used directly, because it lets us replace the network layer.
 
-budget: every gate that a URL passes, in one place.
+budget: all checks of a URL in one place.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PORTS = (80, 443, 8080, 8443)  # of public addresses
 URL_CHARS = 2048
 _CHARSET = re.compile(r";\s*charset\s*=([^;,]{0,99})", re.IGNORECASE)
 _REDIRECTS = (301, 302, 303, 307, 308)
-# Public by number, but they answer a machine about itself (Azure, Oracle) or lead on to
-# any IPv4 address (6to4, Teredo); NAT64 lies outside 2000::/3.
+# Public by number, but they serve a machine's metadata (Azure, Oracle) or tunnel to any
+# IPv4 address (6to4, Teredo); NAT64 is outside 2000::/3.
 _SPECIAL = tuple(
   ipaddress.ip_network(n)
   for n in ("168.63.129.16/32", "192.0.0.0/24", "2002::/16", "2001::/32")
 )
 _UNICAST = ipaddress.ip_network("2000::/3")
-_KNOWN_NAME = "example.com"  # a resolver that cannot find it is down
+_KNOWN_NAME = "example.com"  # a resolver that fails this look-up is down
 
 Resolve = Callable[..., list[tuple[Any, ...]]]
 
@@ -53,9 +53,8 @@ class FetchConfig:
   Attributes:
     max_bytes: bytes of a body, before and after unpacking; the rest is not read.
     max_redirects: hops after the first request.
-    allow: networks ("127.0.0.1/32") that may be connected to although they are not
-      public, on any port.
-    user_agent: what servers are told.
+    allow: non-public networks ("127.0.0.1/32") to allow, on any port.
+    user_agent: the header User-Agent.
   """
 
   max_bytes: int = 2_000_000
@@ -72,7 +71,7 @@ class FetchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PageBody:
-  """What a server sent; nothing in it is to be trusted.
+  """A server's response; not trusted.
 
   Attributes:
     url: the last URL, after redirects.
@@ -90,8 +89,8 @@ class PageBody:
 
 
 def is_public(address: str) -> bool:
-  """Whether an IP address belongs to the internet at large, no metadata service."""
-  # IPv4 in IPv6's clothes counts as what it is. Of IPv6 only unicast is the internet.
+  """Whether an IP address is on the public internet and not a metadata service."""
+  # An IPv4 address inside IPv6 is checked as IPv4. Of IPv6, only unicast is public.
   ip = ipaddress.ip_address(address)
   if isinstance(ip, ipaddress.IPv6Address):
     if ip.ipv4_mapped is not None:
@@ -122,7 +121,7 @@ class Fetcher:
 
     Args:
       config: the limits.
-      blocked: domains that are never asked, their subdomains included.
+      blocked: domains never contacted, subdomains included.
       resolve: `socket.getaddrinfo`; another in tests.
     """
     self._config = config
@@ -134,17 +133,18 @@ class Fetcher:
     """Fetches the body behind a URL.
 
     Args:
-      url: http or https, as a model wrote it.
-      seconds: for all of it, redirects and look-ups included.
-      types: content types to accept; one that ends in "/" stands for all below it. A
-        server that names no type is believed to send the right one.
+      url: an http or https URL from a model.
+      seconds: the time limit, redirects and look-ups included.
+      types: content types to accept; one ending in "/" matches all its subtypes. A
+        response without a type is accepted.
 
     Raises:
-      BadCall: that is no URL.
-      ToolFault: the server fails, lies or drips, or the URL leads where it may not.
+      BadCall: the URL is invalid.
+      ToolFault: the server fails, lies or is too slow, or the URL leads to a forbidden
+        address.
       Unavailable: this machine has no network.
     """
-    # --- Hop by hop. The first URL is the model's; where others lead, the servers'.
+    # --- Hop by hop. The first URL is the model's; redirects are the servers'.
     deadline = time.monotonic() + seconds
     target = _parse(url, BadCall)
     try:
@@ -154,7 +154,7 @@ class Fetcher:
           return answer
         target = _parse(answer, ToolFault, target)
 
-    # --- What went wrong out there; cut short, for some words are the server's own.
+    # --- Failures on the network; cut short, because some words are the server's.
     except httpcore.TimeoutException:
       raise ToolFault(f"no whole answer within {seconds:.3g} s") from None
     except (httpcore.NetworkError, ssl.SSLError) as e:
@@ -168,7 +168,7 @@ class Fetcher:
   def _hop(
     self, url: httpx.URL, deadline: float, types: Collection[str]
   ) -> PageBody | str:
-    """The body, or where a redirect leads."""
+    """Returns the body, or a redirect's target."""
     # --- The request: no cookies, no referrer, nothing kept from page to page.
     if in_domains(url.host, self._blocked):
       raise ToolFault(f"the site {url.host} is blocked")
@@ -184,7 +184,7 @@ class Fetcher:
       scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
     )
 
-    # --- The head of the answer: a redirect, a refusal, or a type that can be read.
+    # --- The response's head: a redirect, a refusal, or a readable type.
     with (
       httpcore.ConnectionPool(self._tls, network_backend=network) as pool,
       pool.stream("GET", target, headers=headers) as response,
@@ -209,13 +209,13 @@ class Fetcher:
     return PageBody(str(url), kind, charset, data, truncated)
 
   def _read(self, chunks: Iterable[bytes], unpack: _Unpacker) -> tuple[bytes, bool]:
-    # Both are bounded: what comes in, for it may unpack to nothing, and what comes out.
+    # Both are bounded: bytes received, which may unpack to nothing, and bytes unpacked.
     limit = self._config.max_bytes
     wire = 0
     data = bytearray()
     for chunk in chunks:
       wire += len(chunk)
-      # One byte more than there may be tells that there is more.
+      # One byte above the limit shows that there is more.
       data += unpack(chunk, limit + 1 - len(data))
       if len(data) > limit or wire > limit:
         return bytes(data[:limit]), True
@@ -223,7 +223,7 @@ class Fetcher:
 
 
 def _is_of(kind: str, types: Iterable[str]) -> bool:
-  """Whether a content type is one of these, or below one that ends in "/"."""
+  """Whether a content type matches one of these, or the group of one ending in "/"."""
   for accepted in types:
     if kind == accepted or (accepted.endswith("/") and kind.startswith(accepted)):
       return True
@@ -239,12 +239,12 @@ class _Unpacker:
       raise ToolFault(f"content encoding {encoding[:40]!r} was not asked for")
     self._packed = encoding not in ("", "identity")
     self._deflate = encoding == "deflate"
-    self._head = b""  # too short to tell what it is
+    self._head = b""  # too short to identify
     self._zlib: Any = None
 
   @property
   def whole(self) -> bool:
-    """Whether nothing is missing at the end."""
+    """Whether the data is complete at the end."""
     return not self._head and (self._zlib is None or self._zlib.eof)
 
   def __call__(self, chunk: bytes, most: int) -> bytes:
@@ -254,7 +254,7 @@ class _Unpacker:
     chunk = self._head + chunk
     self._head = b""
     while chunk and len(out) < most:
-      # --- A member begins: what packed it shows in its first two bytes.
+      # --- A member begins: its first two bytes tell the format.
       if self._zlib is None:
         if len(chunk) < 2:
           self._head = chunk
@@ -271,7 +271,7 @@ class _Unpacker:
     return bytes(out)
 
   def _format(self, head: bytes) -> int:
-    """What zlib is to expect: many servers say deflate and leave its header out."""
+    """Returns zlib's format: many servers say deflate and omit its header."""
     # A zlib header: method 8, and its two bytes are a multiple of 31 (RFC 1950).
     headed = head[0] & 15 == 8 and int.from_bytes(head[:2]) % 31 == 0
     bare = self._deflate and not headed and head[:2] != b"\x1f\x8b"
@@ -292,7 +292,7 @@ class _Network(httpcore.NetworkBackend):
   def connect_tcp(
     self, host, port, timeout=None, local_address=None, socket_options=None
   ) -> httpcore.NetworkStream:
-    """Looks the name up, checks every address, and connects to one that may be."""
+    """Looks the name up, checks every address, and connects to an allowed one."""
     # A name may have good and bad addresses: the bad are as if they were not there.
     addresses = [a for a in self._look_up(host, port) if self._may(a, port)]
     if not addresses:
@@ -328,7 +328,7 @@ class _Network(httpcore.NetworkBackend):
     return list(dict.fromkeys(row[4][0] for row in rows))
 
   def _resolve_within(self, host: str, port: int) -> list[tuple[Any, ...]]:
-    """`getaddrinfo`, which knows no time limit, in a thread that may be left behind."""
+    """Runs `getaddrinfo`, which has no timeout, in a thread that may be abandoned."""
     answer: queue.SimpleQueue = queue.SimpleQueue()
 
     def work() -> None:
@@ -337,7 +337,7 @@ class _Network(httpcore.NetworkBackend):
       except Exception as e:
         answer.put(e)
 
-    # A daemon: one that is left behind must not hold up the end of Python.
+    # A daemon: an abandoned look-up must not delay Python's exit.
     threading.Thread(target=work, name="look-up", daemon=True).start()
     try:
       result = answer.get(timeout=_left(self._deadline))
@@ -349,7 +349,7 @@ class _Network(httpcore.NetworkBackend):
 
 
 class _Stream(httpcore.NetworkStream):
-  """A connection whose every wait ends at the deadline."""
+  """A connection; all its waits end at the deadline."""
 
   def __init__(self, below: httpcore.NetworkStream, deadline: float):
     self._below = below
@@ -384,7 +384,7 @@ def _left(deadline: float) -> float:
 def _parse(
   url: str, fault: type[Exception], base: httpx.URL | None = None
 ) -> httpx.URL:
-  """A URL that may be asked; with `base`, where a redirect from there leads."""
+  """Parses and checks a URL; with `base`, a redirect's target."""
   # A user name is refused because "http://known.site@other.site/" misleads a reader.
   try:
     if len(url) > URL_CHARS:

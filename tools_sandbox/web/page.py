@@ -1,7 +1,7 @@
-"""The text of a page that may be hostile, and the part of it that serves a goal.
+"""The text of a page that may be hostile, and its part relevant to a goal.
 
-Nothing of a page runs: scripts are dropped with the markup. Text is cleaned of control
-characters, and lines are cut into pieces, so that no page is one line of a megabyte.
+No script of a page runs: scripts are dropped with the markup. Text is cleaned of
+control characters, and lines are split, so that no page is one line of a megabyte.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _HTML = ("text/html", "application/xhtml+xml")
 _NAME = re.compile(r"/?[A-Za-z0-9]{0,20}")
 _UNSEEN = ("script", "style", "noscript", "template", "svg", "head")
 _INLINE = ("a", "b", "i", "em", "strong", "span", "code", "sup", "sub", "u", "")
-_TEXT = 500_000  # characters of a page that are searched
+_TEXT = 500_000  # characters of a page for the search
 _PARAGRAPH = 600  # characters of a paragraph, at most
 _OMITTED = "..."
 
 
 def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
-  """Reads what a person would read on a page, as lines.
+  """Reads a page's visible text, as lines.
 
   Args:
-    body: what was fetched.
-    links: True to keep the targets of links, as markdown.
-    seconds: that the search for the main part may take; then all text is given.
+    body: the fetched page.
+    links: True to keep link targets, as markdown.
+    seconds: for the search for the main part; after it, all text is returned.
 
   Raises:
-    ToolFault: it is no text, or there is none on it.
+    ToolFault: the page is not text, or has none.
   """
-  # --- Markup becomes its main part; where that is not found in time, all its text.
+  # --- Reduce markup to its main part; if it is not found in time, use all its text.
   text = decode(body.data, body.charset)
   head = text[:1024].lower()
   if body.content_type in _HTML or (not body.content_type and "<html" in head):
     text = main_text(text, links, seconds) or strip_tags(text)
 
-  # --- Lines with something on them, words one space apart.
+  # --- Non-empty lines, words one space apart.
   lines = []
   for line in clean(text).splitlines():
     words = line.split()
@@ -63,15 +63,15 @@ def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
 
 
 def excerpt(text: str, goal: str, max_chars: int) -> str:
-  """Picks the parts of a text that match a goal best, in the text's own order.
+  """Picks the parts of a text that match a goal best, in the text's order.
 
-  The first paragraph is always kept, for it says what the page is; without a goal, or
-  where nothing matches, the text's beginning is given.
+  The first paragraph is always kept, because it introduces the page; without a goal or
+  a match, returns the text's beginning.
 
   Args:
-    text: lines, as `read_text` gives them.
+    text: lines from `read_text`.
     goal: words to look for (BM25 over the paragraphs).
-    max_chars: length of the result, markers of gaps included.
+    max_chars: the result's maximum length, gap markers included.
   """
   if len(text) <= max_chars:
     return text
@@ -98,7 +98,7 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
     chosen.append(i)
     left -= cost
 
-  # --- Put them back in the text's order, with marks where something is left out.
+  # --- Restore the text's order, with marks at gaps.
   lines = []
   last = -1
   for i in sorted(chosen):
@@ -112,7 +112,7 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-  """Paragraphs; long ones are cut at white space where there is some."""
+  """Splits into paragraphs; long ones are cut at white space if there is some."""
   for line in text.splitlines():
     while len(line) > _PARAGRAPH:
       cut = line.rfind(" ", _PARAGRAPH // 2, _PARAGRAPH)
@@ -142,7 +142,7 @@ def strip_tags(page: str) -> str:
     _, end, text = chunk.partition(">")
     if not end and not name:  # a lonely "<"
       text = "<" + chunk
-    if name.strip("/") not in _INLINE:  # a tag that begins a line of its own
+    if name.strip("/") not in _INLINE:  # a tag that starts a new line
       text = "\n" + text
     out.append(text)
   return html.unescape("".join(out))

@@ -1,8 +1,8 @@
 """visual_inspector: asks an OpenAI-compatible model about an image, a file or a URL.
 
-A file must lie in the one folder that the config names, and is checked where it was
-opened, so that no link and no `..` leads out. What an image is, is read from its bytes:
-names, extensions and content types prove nothing.
+A file must be in the config's folder, and is checked after it was opened, so that no
+link and no `..` leads out. The kind of an image is read from its bytes: names,
+extensions and content types prove nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class VisionConfig:
   """Section `vision` of the tools: who looks at images, and at which.
 
   Attributes:
-    chat: an endpoint whose model takes images.
-    folder: files in it may be inspected, by paths relative to it; None for URLs only.
-    fetch: limits of an image's fetch; its `max_bytes` holds for files too.
-    max_pixels: width times height, at most; the endpoint unpacks what is sent.
+    chat: an endpoint with a vision model.
+    folder: the folder of files, addressed by relative paths; None for URLs only.
+    fetch: limits of fetching an image; its `max_bytes` also applies to files.
+    max_pixels: the maximum of width times height; the endpoint unpacks the image.
   """
 
   chat: ChatConfig
@@ -58,7 +58,7 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-  """What the header of an image says: its media type, width and height in pixels."""
+  """An image's header: media type, width and height in pixels."""
 
   type: str
   width: int
@@ -66,8 +66,8 @@ class Image:
 
 
 def read_header(data: bytes) -> Image | None:
-  """Reads the kind and size of a PNG, JPEG, GIF or WebP image; None for all else."""
-  # By the first bytes of each format; sizes lie where its specification says.
+  """Reads the kind and size of a PNG, JPEG, GIF or WebP image; None otherwise."""
+  # By the first bytes of each format; the offsets of sizes follow its specification.
   try:
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
       return _image("image/png", *struct.unpack(">II", data[16:24]))
@@ -101,7 +101,7 @@ def _webp(data: bytes) -> Image | None:
     width, height = (n & 0x3FFF for n in struct.unpack("<HH", data[26:30]))
   else:
     return None
-  if len(data) < 30:  # a slice that ends too early raises nothing
+  if len(data) < 30:  # a slice past the end raises nothing
     return None
   return _image("image/webp", width, height)
 
@@ -132,7 +132,7 @@ class Inspector:
 
     Args:
       config: the endpoint and the limits.
-      blocked: domains whose images are not fetched.
+      blocked: domains excluded from fetching.
 
     Raises:
       ValueError: the key file cannot be used, or the folder is none.
@@ -155,8 +155,8 @@ class Inspector:
       seconds: for the fetch and the answer.
 
     Raises:
-      BadCall: the block is malformed, or there is no such file in the folder.
-      ToolFault: no image is there, it is too large, or it cannot be fetched.
+      BadCall: the block is malformed, or the file is not in the folder.
+      ToolFault: it is not an image, is too large, or it cannot be fetched.
       Unavailable: the endpoint or the network is down.
     """
     # --- Its bytes, from the web or from the folder.
@@ -172,14 +172,14 @@ class Inspector:
       most = self._config.fetch.max_bytes
       raise ToolFault(f"the image has over {most} bytes, or was cut short")
 
-    # --- What it is. The endpoint unpacks it: a small file may be a huge image.
+    # --- Its kind and size. The endpoint unpacks it: a small file may be a huge image.
     image = read_header(data)
     if image is None:
       raise ToolFault("it is no PNG, JPEG, GIF or WebP image")
     if image.width * image.height > self._config.max_pixels:
       raise ToolFault(f"{image.width} x {image.height} pixels are too many")
 
-    # --- Ask, with what is left of the time.
+    # --- Ask, with the remaining time.
     url = f"data:{image.type};base64,{base64.b64encode(data).decode('ascii')}"
     parts = [
       {"type": "text", "text": question},
@@ -191,14 +191,14 @@ class Inspector:
     if self._config.folder is None:
       raise BadCall("visual_inspector takes URLs here, no files")
     folder = os.path.realpath(self._config.folder)
-    # Not to wait for a pipe's other end, whatever stands there.
+    # Do not block on a pipe or device at this path.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
       fd = os.open(os.path.join(folder, path), flags)
     except (OSError, ValueError):
       raise BadCall(f"there is no file {path[:200]!r}") from None
     try:
-      # Where the file lies is asked of the open file: nothing can be exchanged since.
+      # Resolved from the open file: nothing can be exchanged after the check.
       place = os.path.realpath(f"/proc/self/fd/{fd}")
       inside = os.path.commonpath((folder, place)) == folder
       if not inside or not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,4 +1,4 @@
-"""web_search: a Serper-compatible service behind a cache that outlives the run.
+"""web_search: a Serper-compatible service with a cache shared between runs.
 
 Offline the same tool searches a local corpus: the caller passes its search function,
 and hits have the same shape and the same rendering.
@@ -35,16 +35,16 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class WebConfig:
-  """Section `web` of the tools: where `web_search` searches.
+  """Section `web` of the tools: the search service of `web_search`.
 
   Attributes:
-    endpoint: a URL that speaks Serper's JSON, e.g. "https://google.serper.dev/search";
+    endpoint: a URL with Serper's JSON API, e.g. "https://google.serper.dev/search";
       None to search the local corpus.
-    key_file: a file that holds the API key, sent as X-API-KEY; None for none.
-    results: hits of a search, at most.
-    cache: a file that keeps answers over runs (sqlite); None for no cache.
-    cache_age_s: seconds after which an answer is asked for again.
-    per_second: requests sent per second at most; 0 for no limit.
+    key_file: a file with the API key, sent as X-API-KEY; None for none.
+    results: the maximum of hits.
+    cache: a sqlite file of answers, kept between runs; None for no cache.
+    cache_age_s: seconds before an answer expires.
+    per_second: the maximum of requests per second; 0 for no limit.
     retries: attempts beyond the first.
   """
 
@@ -95,14 +95,14 @@ class WebSearch:
 
     Args:
       config: the service and its limits.
-      blocked: domains whose pages are never shown, their subdomains included.
-      local: searches a corpus (query, number of hits) where there is no endpoint.
+      blocked: domains never shown, subdomains included.
+      local: searches a corpus (query, number of hits) if there is no endpoint.
 
     Raises:
       ValueError: there is neither endpoint nor corpus, the key file cannot be used, or
-        the cache is no cache.
+        the cache file is not a cache.
     """
-    # --- What is searched: a corpus here, or a service with a cache before it.
+    # --- The source: a local corpus, or a service behind a cache.
     self._config = config
     self._blocked = tuple(blocked)
     self._local = local
@@ -135,7 +135,7 @@ class WebSearch:
     Raises:
       BadCall: the query is too long.
       ToolFault: the service refuses this query.
-      Unavailable: the service is down, or speaks something else.
+      Unavailable: the service is down, or replies in another format.
     """
     hits = self.hits(content, seconds)
     if not hits:
@@ -149,7 +149,7 @@ class WebSearch:
     return "\n".join(lines)
 
   def hits(self, query: str, seconds: float) -> list[WebHit]:
-    """Finds the results as records; see `__call__` for what it raises."""
+    """Returns the results as records; raises as `__call__`."""
     query = " ".join(clean(query).split())
     if len(query) > _QUERY_CHARS:
       raise BadCall(f"a query has at most {_QUERY_CHARS} characters")
@@ -159,13 +159,13 @@ class WebSearch:
     return shown[: self._config.results]
 
   def _search(self, query: str, seconds: float) -> list[WebHit]:
-    # --- Offline: a corpus, whose ids stand where links do.
+    # --- Offline: a corpus, with ids in place of links.
     count = self._config.results
     if self._service is None:
       pages = [hit.document for hit in self._local(query, count)]
       return [WebHit(page.title, page.id, page.text) for page in pages]
 
-    # --- The cache, by all that the answer depends on; then the service.
+    # --- The cache, keyed by everything that affects the answer; then the service.
     body = {"q": query, "num": count}
     key = json.dumps([self._config.endpoint, body], sort_keys=True)
     rows = None
@@ -194,12 +194,12 @@ class WebSearch:
     try:
       host = urllib.parse.urlsplit(link).hostname or ""
     except ValueError:
-      return True  # no link that anybody could follow
+      return True  # not a usable link
     return in_domains(host, self._blocked)
 
 
 def _line(text: Any) -> str:
-  """One line of clean text; "" of what is none."""
+  """One line of clean text; "" for a value that is not text."""
   if not isinstance(text, str):
     return ""
   # Cut first: to clean a megabyte of it takes time.
@@ -207,17 +207,17 @@ def _line(text: Any) -> str:
 
 
 class Cache:
-  """Rows of strings under keys, in a sqlite file that processes may share.
+  """Rows of strings by key, in a sqlite file shared between processes.
 
-  Entries are JSON, read back as data only. A cache that fails on the way costs
-  requests, never an answer.
+  Entries are JSON, read back as data only. A failing cache costs requests, never an
+  answer.
   """
 
   def __init__(self, path: str, age_s: float):
     """Opens or makes the file.
 
     Raises:
-      ValueError: the path cannot be written, or holds something else.
+      ValueError: the path cannot be written, or the file is something else.
     """
     self._path = path
     self._age = age_s
@@ -240,7 +240,7 @@ class Cache:
       yield base
 
   def get(self, key: str) -> list[list[str]] | None:
-    """Gets the rows under a key; None where there are none, or they are too old."""
+    """Gets the rows of a key; None if missing or expired."""
     try:
       with self._open() as base:
         row = base.execute(

@@ -1,8 +1,8 @@
 """A variant's yield points and its grammar, compiled to token automata.
 
 Decoding must stop after the token that completes a tool's closing tag, however the
-tokenizer splits that tag; and a constrained policy may write no token after which a
-well-formed trajectory could not follow. Both are automata over bytes, lifted to tokens:
+tokenizer splits this tag; and a constrained policy may write a token only if a
+well-formed trajectory can still follow. Both are automata over bytes, lifted to tokens:
 one table look-up per sampled token. Tokens with the same column share a class, so a
 150k vocabulary costs one number a token and a small table.
 """
@@ -41,9 +41,10 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
   """Compiles `variant.yield_tags` for a tokenizer.
 
   Args:
-    variant: whose tools' and answer's closing tags stop decoding.
-    tokenizer: gives each id's bytes.
-    vocab_size: V of the model; ids past the tokenizer's own have no bytes.
+    variant: the source of the closing tags that stop decoding (its tools' and its
+      answer's).
+    tokenizer: maps ids to bytes.
+    vocab_size: the model's V; ids beyond the tokenizer's have no bytes.
 
   Raises:
     ValueError: the tokenizer has more ids than the model.
@@ -51,7 +52,7 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
   _check_fit(tokenizer, vocab_size)
   next_SX, stop_S = find_words([t.encode() for t in variant.yield_tags])
 
-  # --- What a token does: the state after it, and the tag that ended in it.
+  # --- A token's effect: the next state, and the tag it completes.
   S = len(stop_S)
   start = np.stack([np.arange(S), np.zeros(S, np.int64)])
 
@@ -59,7 +60,7 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
     state_S = next_SX[before_2S[0], byte]
     return np.stack([state_S, np.maximum(before_2S[1], stop_S[state_S])])
 
-  # Bytes that lead every state the same way need to be read once only.
+  # Bytes with the same transitions in every state are read only once.
   _, byte_X = np.unique(next_SX, axis=1, return_inverse=True)
   class_V, columns = _lift(tokenizer.bytes_of, vocab_size, start, read, byte_X)
   next_SC, stop_SC = np.stack(columns, axis=-1).astype(np.int32)
@@ -68,12 +69,12 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-  """A variant's grammar over tokens; state 0 is the start of what the policy writes.
+  """A variant's grammar over tokens; state 0 is the start of the policy's text.
 
   Attributes:
     class_V: the class of each token.
-    next_SC: the state after a token, or -1 where the token is not allowed.
-    resume_S: the state after an observation, or -1 in states that await none.
+    next_SC: the state after a token, or -1 if the token is not allowed.
+    resume_S: the state after an observation, or -1 in states before no observation.
     ends_S: True after the answer.
   """
 
@@ -85,7 +86,7 @@ class Constraint:
   def states(self, ids: Sequence[int], state: int = 0) -> list[int]:
     """The state before each token and the one after all: len(ids) + 1 numbers.
 
-    -1 from the first token on that is not allowed.
+    Returns the states; -1 from the first forbidden token on.
     """
     out = [state]
     for c in self.class_V[np.asarray(ids, np.int64)].tolist():
@@ -100,8 +101,8 @@ def compile_constraint(
 ) -> Constraint:
   """Compiles the variant's grammar for a tokenizer.
 
-  Control tokens (<|im_end|> and the like) are never allowed, nor are ids that stand for
-  no bytes; a tag is, as one added token or spelt out.
+  Control tokens (<|im_end|> and the like) are never allowed, nor are ids without bytes;
+  a tag is allowed as one added token or spelt out.
 
   Raises:
     ValueError: the tokenizer has more ids than the model, or cannot spell the tags.
@@ -109,22 +110,22 @@ def compile_constraint(
   _check_fit(tokenizer, vocab_size)
   grammar = compile_grammar(variant)
 
-  # --- What each token spells; control tokens count as ids without bytes.
+  # --- Each token's bytes; control tokens count as ids without bytes.
   tags = tags_of(variant.tags)
   texts = list(tokenizer.bytes_of)
   for i, name in tokenizer.added.items():
     if name not in tags:
       texts[i] = b""
 
-  # --- The state after each class of tokens.
-  # The row added last is that of state -1: what is refused stays refused.
+  # --- The state after each class of tokens. The last row added belongs to state -1: a
+  # refused text stays refused.
   next_SX = np.append(grammar.next_SX, np.full((1, 256), -1), axis=0)
   _, byte_X = np.unique(next_SX, axis=1, return_inverse=True)
   start = np.arange(len(grammar.ends_S))
   class_V, columns = _lift(
     texts, vocab_size, start, lambda before_S, byte: next_SX[before_S, byte], byte_X
   )
-  # Class 0 is that of ids without bytes: they lead nowhere.
+  # Class 0 has the ids without bytes: they are never allowed.
   columns[0] = np.full_like(columns[0], -1)
   next_SC = np.stack(columns, axis=-1)
 
@@ -135,7 +136,7 @@ def compile_constraint(
       "the tokenizer has no tokens for some bytes, so the grammar could not go on in "
       f"{int(stuck.sum())} of {len(stuck)} states; a byte-level one has all 256"
     )
-  # The table lies on a device beside the model: half the bytes where they do.
+  # The table is stored on a device next to the model: half the bytes if they suffice.
   small = np.int16 if len(stuck) < 2**15 else np.int32
   return Constraint(class_V, next_SC.astype(small), grammar.resume_S, grammar.ends_S)
 
@@ -155,16 +156,16 @@ def _lift(
   read: Callable[[np.ndarray, int], np.ndarray],
   byte_X: np.ndarray,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-  """class_V, and what the tokens of each class do; class 0 is that of no bytes.
+  """Computes class_V and each class's transitions; class 0 is the empty string.
 
   Args:
-    texts: the bytes of each token; ids past them have none.
+    texts: each token's bytes; ids beyond the list have none.
     vocab_size: V.
-    start: what no bytes do.
-    read: what one more byte does.
-    byte_X: bytes with the same number do the same.
+    start: the transitions of the empty string.
+    read: the transitions of one more byte.
+    byte_X: byte classes; bytes of one class have the same transitions.
   """
-  # --- Tokens by what they spell; of bytes that do the same the first stands for all.
+  # --- Tokens by their bytes; the first byte of a class represents the class.
   first: dict[int, int] = {}
   for b, n in enumerate(byte_X.reshape(-1).tolist()):
     first.setdefault(n, b)
@@ -177,7 +178,7 @@ def _lift(
   classes = {start.tobytes(): 0}
   columns = [start]
   class_V = np.zeros(vocab_size, np.int32)
-  # In order, so that a word finds its beginning's effect on the stack.
+  # Sorted, so that the effect of a word's prefix is on the stack.
   stack: list[np.ndarray] = [start]
   last = b""
   for word in sorted(spelt):
@@ -194,7 +195,7 @@ def _lift(
 
 
 def _count_shared(a: bytes, b: bytes) -> int:
-  """Counts the bytes that two words begin with alike."""
+  """Counts the bytes of two words' common prefix."""
   for i, (x, y) in enumerate(zip(a, b, strict=False)):
     if x != y:
       return i

@@ -1,13 +1,13 @@
 """A variant's rules as a byte automaton: which texts a policy may write.
 
-What `parser` judges after the fact is here a table that says, after every byte, whether
-a well-formed trajectory can still follow. Observations are not part of it: a tool's
-closing tag ends a turn, and the policy's next byte comes after the observation.
+`parser` judges a finished text; this table tells after every byte whether a well-formed
+trajectory can still follow. It has no observations: a tool's closing tag ends a turn,
+and the policy's next byte comes after the observation.
 
-What a tool's span may hold is in its row of `tools.SPECS`. Four corners are narrower
-than the parser: a `visual_inspector` call is JSON of one form only, so is a `tool` call
-(flat arguments; the functions that the variant has), white space is ASCII's, and
-between two spans there are at most `MAX_WHITE` bytes of it.
+A tool's allowed content is in its row of `tools.SPECS`. Four rules are stricter than
+the parser's: a `visual_inspector` call is JSON of one form only; so is a `tool` call
+(flat arguments; the variant's functions); white space is ASCII's; and two spans have at
+most `MAX_WHITE` bytes of it between them.
 
 budget: one language, from the rules of a span to the table.
 """
@@ -42,8 +42,8 @@ from coa_jax.protocol.grammar.regular import (
 )
 from coa_jax.protocol.roles import ANSWER, START, THINK, Variant
 
-# Bytes of white space before a tag: without a bound a model that has not learnt the
-# protocol writes newlines until it is cut off.
+# Bytes of white space before a tag: without a limit an untrained model writes newlines
+# until it is cut off.
 MAX_WHITE = 8
 
 _WHITE = many(byte(WHITE))
@@ -56,9 +56,9 @@ class ByteGrammar:
   """A variant's byte automaton; state 0 is the start of a trajectory.
 
   Attributes:
-    next_SX: the state after a byte, or -1 where the byte is not allowed.
-    resume_S: where the text goes on after the observation, in states that a tool's
-      closing tag leads to (no byte is allowed there); -1 in others.
+    next_SX: the state after a byte, or -1 if the byte is not allowed.
+    resume_S: the state after the observation, for states after a tool's closing tag (no
+      byte is allowed in these); -1 in others.
     ends_S: True after the answer's closing tag.
   """
 
@@ -76,7 +76,7 @@ def _score(scores: str) -> Language:
 
 def _graded(criteria: tuple[str, ...], grades: tuple[str, ...]) -> Language:
   """As `roles.reflection_grades`: some criterion has some grade."""
-  # A grade ends where the word does: "poorly" is none.
+  # A grade ends with its word: "poorly" is not a grade.
   end = maybe(row(byte(ANY - WORD), _ANY))
   return row(
     _ANY, _any_case(criteria), _WHITE, text(":"), _WHITE, _any_case(grades), end
@@ -88,7 +88,7 @@ def _any_case(words: tuple[str, ...]) -> Language:
   return choice(*(text(w, cased=False) for w in words))
 
 
-# What must be true of a span's content, and what decides what may follow it.
+# Conditions on a span's content, and results that decide the next span.
 _PASS = "pass"
 _POOR = "poor"
 
@@ -96,7 +96,8 @@ _POOR = "poor"
 def _rules(
   role: str, graded: bool, functions: tuple[str, ...]
 ) -> tuple[list[Language], dict[str, Language]]:
-  """Languages that a role's content must be in, and languages whose names it earns."""
+  """Returns a role's required languages, and the named languages its content may
+  earn."""
   any_text = filled(ANY, _ANY)
   spec = tools.SPECS.get(role)
   if spec is not None and spec.grammar is not None:
@@ -113,10 +114,10 @@ def _rules(
 
 @dataclasses.dataclass(frozen=True)
 class _Content:
-  """A role's content and closing tag: `next_SX`, and what the tag's end earns.
+  """A role's content and closing tag: `next_SX`, and the names earned at the tag's end.
 
-  `earns_S` is None but where the closing tag is complete and the content is as it must
-  be; then the names of `_rules` that it earned.
+  `earns_S` is None unless the closing tag is complete and the content satisfies its
+  conditions; then it has the earned names of `_rules`.
   """
 
   next_SX: np.ndarray
@@ -125,18 +126,17 @@ class _Content:
 
 @functools.cache
 def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
-  # --- One table for each language, and one that says where the first tag ends.
+  # --- One table for each language, and one that finds the end of the first tag.
   must, earned = _rules(role, graded, functions)
   close = text(roles.close_tag(role))
-  # A language's own table follows content and closing tag, whichever it is that a byte
-  # belongs to.
+  # A language's table runs over content and closing tag alike.
   tables = [compile_language(row(part, close)) for part in (*must, *earned.values())]
   tags, own = _tags(role)
-  # Bytes that no table tells apart take the same way: one of each is looked at.
+  # Bytes with equal columns in all tables behave alike: only one of each is tried.
   columns = np.concatenate([t.next_SX for t in (tags, *tables)])
   _, firsts, kind_X = np.unique(columns, axis=1, return_index=True, return_inverse=True)
 
-  # --- All of them side by side: a state is a state of each.
+  # --- The product of all tables: a state is a tuple with one state of each.
   start = (0,) * (len(tables) + 1)
   number = {start: 0}
   states = [start]
@@ -156,7 +156,7 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
       rows.append(np.full(256, -1))
       continue
     earns.append(None)
-    # Where each table goes; one that has refused the text goes nowhere any more.
+    # Each table's next state; a table that has refused the text stays refused.
     ways = [tags.next_SX[of_tags, firsts]]
     for table, s in zip(tables, of_tables, strict=True):
       way = np.full(len(firsts), -1)
@@ -167,14 +167,15 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
     for kind, targets in enumerate(np.stack(ways, axis=1).tolist()):
       after = tuple(targets)
       if min(after[1 : 1 + len(must)]) < 0:
-        continue  # a language that the content must be in can not be reached
+        continue  # a required language cannot be reached
       if after not in number:
         number[after] = len(states)
         states.append(after)
       out[kind] = number[after]
     rows.append(out[kind_X.reshape(-1)])
 
-  # --- The same with the fewest states; what is earned tells states apart.
+  # --- The same automaton with the fewest states; states with different results stay
+  # separate.
   kinds: dict[frozenset[str] | None, int] = {}
   kind_S = np.array([kinds.setdefault(e, len(kinds)) for e in earns])
   next_SX, new_S = minimise(np.stack(rows), kind_S)
@@ -185,7 +186,7 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
 
 
 def _tags(role: str) -> tuple[ByteTable, int]:
-  """Where the first protocol tag of a text ends, and the state of `role`'s own."""
+  """Finds the end of a text's first protocol tag, and the state of `role`'s own."""
   patterns = [tag.encode() for tag in roles.tags_of(_NAMES)]
   next_SX, stop_S = find_words(patterns)
   own = 1 + patterns.index(roles.close_tag(role).encode())
@@ -194,7 +195,7 @@ def _tags(role: str) -> tuple[ByteTable, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-  """Between two spans: what the rules of `parser` remember."""
+  """Between two spans: the state of `parser`'s rules."""
 
   last: str = START
   thinking: bool = False
@@ -203,7 +204,7 @@ class _Place:
   calls: int = 0
 
   def allowed(self, variant: Variant) -> list[str]:
-    """Roles whose span may begin here."""
+    """Returns the roles allowed here."""
     follows = variant.follows[self.last]
     out = []
     if not self.thinking and follows & variant.think_allowed:
@@ -217,7 +218,8 @@ class _Place:
         continue
       if role == roles.PLAN and self.plans == variant.max_plans:
         continue
-      # What a gate asks for: a poor grade a plan, a score the answer or more work.
+      # A gate's requirement: a plan after a poor grade, the answer or more work after a
+      # score.
       if self.required in (roles.PLAN, ANSWER) and role != self.required:
         continue
       if role == ANSWER and (self.required == "redo" or self.calls < variant.min_calls):
@@ -226,7 +228,7 @@ class _Place:
     return out
 
   def entered(self, role: str, variant: Variant) -> _Place:
-    """What is still remembered inside a span of `role`."""
+    """Returns the place inside a span of `role`."""
     if role == THINK:
       return dataclasses.replace(self, thinking=True)
     # No more is counted than the rules ask about, or there would be no end of states.
@@ -237,7 +239,7 @@ class _Place:
     return _Place(role, plans=plans, calls=min(calls, variant.min_calls))
 
   def closed(self, earned: frozenset[str]) -> _Place:
-    """What is remembered after a span whose content earned these names."""
+    """Returns the place after a span, from the names its content earned."""
     if self.thinking:
       return self
     required = None
@@ -249,7 +251,7 @@ class _Place:
 
 
 def compile_grammar(variant: Variant) -> ByteGrammar:
-  """Compiles everything that a policy may write in a variant into a byte automaton.
+  """Compiles a variant's policy texts into a byte automaton.
 
   budget: one language, rule by rule.
   """
@@ -266,16 +268,16 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
       states.append(state)
     return number[state]
 
-  # --- What follows each state, byte by byte.
+  # --- The successors of each state, byte by byte.
   for current in states:  # grows as it runs
     out = np.full(256, -1)
     rows.append(out)
     if current[0] == "stop":
-      # No byte: the observation comes. What follows it must have a number.
+      # No byte: the observation follows. The state after it needs a number.
       if current[1].last != ANSWER:
         index(("open", current[1], "", 0))
     elif current[0] == "open":
-      # White space before a tag, or one byte more of a tag that may stand here.
+      # White space before a tag, or one more byte of an allowed tag.
       _, place, begun, white = current
       if not begun and white < MAX_WHITE:
         for b in WHITE:
@@ -291,7 +293,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
         else:
           out[ord(so_far[-1])] = index(("open", place, so_far, 0))
     else:
-      # Inside a span: its content goes on, or its closing tag is complete.
+      # Inside a span: its content continues, or its closing tag is complete.
       _, place, role, inner = current
       functions: tuple[str, ...] = ()
       if role == tools.FUNCTION_TAG:
@@ -310,7 +312,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
         else:
           out[b] = index(("open", then, "", 0))
 
-  # --- Where a tool's closing tag leads to, and where the trajectory ends.
+  # --- The states after a tool's closing tag, and the trajectory's ends.
   resume = np.full(len(states), -1)
   ends = np.zeros(len(states), bool)
   for i, s in enumerate(states):
@@ -324,7 +326,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
 def _trimmed(
   next_SX: np.ndarray, resume_S: np.ndarray, ends_S: np.ndarray
 ) -> ByteGrammar:
-  """Without ways that lead to no end, and without states that nothing tells apart."""
+  """Removes dead ends, and merges equivalent states."""
   # --- From the ends backwards: states from which some end is reached.
   before: list[set[int]] = [set() for _ in ends_S]
   for state, after in enumerate(next_SX):
@@ -337,9 +339,9 @@ def _trimmed(
       alive.add(state)
       queue.append(state)
 
-  # --- Those alone, in their order, and as few of them as will do.
+  # --- Only the live states, in their order, then minimised.
   live = sorted(alive)
-  number_S = np.full(len(ends_S) + 1, -1)  # the last stands for no state
+  number_S = np.full(len(ends_S) + 1, -1)  # the last row is the dead state
   number_S[live] = np.arange(len(live))
   # Resuming is one more way out of a state, as a 257th byte.
   table = number_S[np.concatenate([next_SX, resume_S[:, None]], axis=1)[live]]

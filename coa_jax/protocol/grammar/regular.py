@@ -22,7 +22,7 @@ WORD = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012345678
 
 @dataclasses.dataclass(frozen=True)
 class Language:
-  """An expression: one of a set of bytes, or parts in a row, a choice, a repetition.
+  """An expression: one byte of a set, or a row, a choice or a repetition of parts.
 
   Attributes:
     kind: bytes, row, choice or many.
@@ -41,7 +41,7 @@ def byte(among: Iterable[int]) -> Language:
 
 
 def row(*parts: Language) -> Language:
-  """The parts one after another; nothing where there are none."""
+  """The parts one after another; the empty string if there are none."""
   return Language("row", parts)
 
 
@@ -61,14 +61,14 @@ def maybe(part: Language) -> Language:
 
 
 def text(literal: str, cased: bool = True) -> Language:
-  """A literal; in either case of its ASCII letters where not `cased`."""
+  """A literal; matches either case of ASCII letters if not `cased`."""
   if cased:
     return row(*(byte([b]) for b in literal.encode()))
   return row(*(byte({ord(c.lower()), ord(c.upper())}) for c in literal))
 
 
 def filled(first: frozenset[int], rest: Language) -> Language:
-  """White space, then something that begins with one of the other bytes of `first`."""
+  """White space, then a text with its first other byte in `first`."""
   return row(many(byte(WHITE)), byte(first - WHITE), rest)
 
 
@@ -77,8 +77,8 @@ class ByteTable:
   """A deterministic automaton; state 0 is the start.
 
   Attributes:
-    next_SX: the state after a byte, or -1 where no word of the language goes on so.
-    accepts_S: True where a word may end.
+    next_SX: the state after a byte, or -1 if no word of the language continues so.
+    accepts_S: True if a word may end.
   """
 
   next_SX: np.ndarray
@@ -90,7 +90,7 @@ class _Nfa:
 
   def __init__(self) -> None:
     self.edges: list[list[tuple[frozenset[int], int]]] = []  # state -> (bytes, target)
-    self.free: list[list[int]] = []  # state -> targets that are reached without a byte
+    self.free: list[list[int]] = []  # state -> targets reached without a byte
 
   def add_state(self) -> int:
     self.edges.append([])
@@ -109,7 +109,7 @@ class _Nfa:
       return start
     end = self.add_state()
     if part.kind == "many":
-      # A state of its own, so that what leads to `start` can not enter the loop late.
+      # A separate state, so that paths to `start` cannot enter the loop late.
       loop = self.add_state()
       self.free[start].append(loop)
       self.free[self.add(part.parts[0], loop)].append(loop)
@@ -122,7 +122,7 @@ class _Nfa:
     return end
 
   def closure(self, states: Iterable[int]) -> frozenset[int]:
-    """These states and all that are reached from them without a byte."""
+    """Returns these states and all states reachable from them without a byte."""
     reached = set(states)
     stack = list(reached)
     while stack:
@@ -134,11 +134,11 @@ class _Nfa:
 
 
 def compile_language(language: Language) -> ByteTable:
-  """Compiles a language into the smallest table whose every state is reachable."""
+  """Compiles a language into a table of its reachable states."""
   nfa = _Nfa()
   final = nfa.add(language, nfa.add_state())
 
-  # --- Subset construction: a state of the table is a set of states.
+  # --- Subset construction: a state of the table is a set of NFA states.
   sets = [nfa.closure([0])]
   number = {sets[0]: 0}
   rows = []
@@ -173,13 +173,14 @@ def compile_language(language: Language) -> ByteTable:
 
 
 def find_words(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-  """An automaton that reads any text and says where words end in it.
+  """Builds an automaton that reads any text and finds the ends of words in it.
 
   Returns:
-    next_SX over 256 bytes, and stop_S: 1 + the longest word that ends in a state, or 0.
+    next_SX over 256 bytes, and stop_S: 1 + the index of the longest word ending in a
+      state, or 0.
     Source: Aho and Corasick 1975, "Efficient string matching".
   """
-  # --- A trie: a state is what has been read of some word.
+  # --- A trie: a state is a prefix of some word.
   trie: list[dict[int, int]] = [{}]
   stop = [0]
   for index, word in enumerate(words, 1):
@@ -192,7 +193,7 @@ def find_words(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
       state = trie[state][b]
     stop[state] = index
 
-  # --- Where a byte leads that goes on with no word: on from its longest suffix.
+  # --- If no word continues with a byte: continue from the prefix's longest suffix.
   next_SX = np.zeros((len(trie), 256), np.int64)
   fail = [0] * len(trie)
   queue = collections.deque([0])
@@ -211,19 +212,19 @@ def find_words(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def minimise(next_SX: np.ndarray, kind_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Merges states that nothing tells apart (Moore's partition refinement).
+  """Merges equivalent states (Moore's partition refinement).
 
   Args:
-    next_SX: a table; -1 is a dead state of its own.
-    kind_S: states of different kinds stay apart.
+    next_SX: a table; -1 is the dead state.
+    kind_S: states of different kinds stay separate.
 
   Returns:
     The smaller table (state 0 holds the old state 0), and the new state of each old.
   """
-  # Bytes that lead every state the same way are one column.
+  # Bytes with the same transitions share one column.
   _, columns = np.unique(next_SX, axis=1, return_index=True)
   ways_SX = next_SX[:, columns]
-  # Split blocks whose states lead into different blocks, until there are none.
+  # Split blocks by the blocks of their successors, until nothing changes.
   block_S = _numbered(np.asarray(kind_S)[:, None])
   while True:
     # The dead state is block -1: index the blocks with one more at the end.
@@ -232,7 +233,7 @@ def minimise(next_SX: np.ndarray, kind_S: np.ndarray) -> tuple[np.ndarray, np.nd
     if new_S.max() == block_S.max():
       break
     block_S = new_S
-  # Any state of a block stands for it.
+  # Any state of a block represents it.
   first = np.unique(block_S, return_index=True)[1]
   return np.append(block_S, -1)[next_SX[first]], block_S
 

@@ -4,12 +4,12 @@ The released schemas (arXiv 2508.13167, data of its code agent) are `stdin` +
 `expected_output`, `functional` (asserts), `test_code` + `entry_point` (asserts, with an
 `import_prefix`) and `inputs` + `outputs` (with `fn_name`: calls, else stdin).
 
-The graded program never shares a process, nor a run, with what is expected of it. A
-program that reads stdin prints, and the host compares. Calls are made in one run and
+The graded program never shares a process, or a run, with its expected values. If a
+program reads stdin, it prints, and the host compares. Calls are made in one run and
 their plain results compared in another (asserts) or on the host (`fn_name`): see
-`code_inside`. So a hostile program can print, patch, walk and exit as it likes; it
-gains nothing but by the right answer to an input it was given. What asserts do with a
-result they do in a jail as well: tests that `eval` a string would let it speak there.
+`code_inside`. So a hostile program can print, patch, walk and exit as it likes; only
+the right answer to its input gains anything. Asserts also run in a jail: tests that
+`eval` a string would execute the program's text there.
 
 budget: the three forms of tests share one protocol with `inside`.
 """
@@ -40,11 +40,11 @@ from tools_sandbox.client import BACKENDS, Sandbox
 from tools_sandbox.jail.wire import Result, Verdict
 from tools_sandbox.service.remote import RemoteConfig
 
-_OUTPUT_BYTES = 8 << 20  # of each stream; what is longer is cut, hence wrong
+_OUTPUT_BYTES = 8 << 20  # per stream; longer output is cut, and therefore wrong
 _ROUNDS = 400  # between tests and program; each settles a call of every unfinished test
 _INSIDE = inspect.getsource(code_inside)
-# The names that LiveCodeBench lets a program use without an import, and its recursion
-# limit; integers may have any number of digits.
+# Names that LiveCodeBench provides without an import, and its recursion limit; integers
+# may have any number of digits.
 _MODULES = (
   "typing, string, re, datetime, collections, heapq, bisect, copy, math, random, "
   "statistics, itertools, functools, operator, io, sys, json, builtins"
@@ -57,7 +57,7 @@ _PRELUDE = "\n".join(
     'getattr(sys, "set_int_max_str_digits", int)(0)',  # not in every service's Python
   ]
 )
-# Runs a program that reads stdin; the prelude's names are further builtins of it.
+# Runs a program that reads stdin; the prelude's names become additional builtins.
 _PRINTING = """
 import builtins as _builtins
 _names = {{}}
@@ -69,14 +69,14 @@ exec(compile({program!r}, "<solution>", "exec", dont_inherit=True))
 
 
 class Outcome(enum.StrEnum):
-  """How a program met its tests: the first failure that was seen."""
+  """A program's test results: the first failure seen."""
 
   PASSED = "passed"
   WRONG = "wrong"  # another value or text than expected
   RAISED = "raised"  # it, or the test of its result, raised or exited
   TIMEOUT = "timeout"
   MEMORY = "memory"
-  MISSING = "missing"  # there is no program
+  MISSING = "missing"  # the answer has no program
 
 
 _OUTCOMES = {Verdict.TIMEOUT: Outcome.TIMEOUT, Verdict.MEMORY: Outcome.MEMORY}
@@ -87,19 +87,20 @@ class CodeConfig:
   """Config section `reward.code`: hidden tests.
 
   Attributes:
-    partial: reward the share of tests passed; False: 1.0 for all of them, and the first
-      failure ends the grading.
-    sandbox: jail; remote, services that run programs; or subprocess where the machine
+    partial: True rewards the share of tests passed; False gives 1.0 for all of them,
+      and the first failure ends the grading.
+    sandbox: jail; remote (services run the programs); or subprocess, if the machine
       cannot build jails and no program is hostile (tools_sandbox/README.md).
-    remote: the services, where `sandbox` is remote.
-    workers: programs that run at once.
+    remote: the services, if `sandbox` is remote.
+    workers: programs running at once.
     test_s: wall and CPU seconds of one test.
-    total_s: seconds of all tests of one answer; tests that get none fail as timeout.
+    total_s: seconds for all tests of one answer; tests left without time fail as
+      timeout.
     memory_mb: MiB of one run.
-    tolerance: absolute or relative error of a printed number whose expected text has a
-      decimal point.
-    call_tolerance: the same of a number that a function returns, also inside lists,
-      where a float is expected; 1e-5 as at LeetCode, which writes five digits.
+    tolerance: absolute or relative error of a printed number, if its expected text has
+      a decimal point.
+    call_tolerance: the same for a returned number, also inside lists, if a float is
+      expected; 1e-5 as at LeetCode, which writes five digits.
   """
 
   partial: bool = False
@@ -125,7 +126,8 @@ class CodeGrader:
     """Opens the sandbox; its processes start with the first program.
 
     Raises:
-      ValueError: this machine cannot build the jail; the message says what it lacks.
+      ValueError: this machine cannot build the jail; the message names the missing
+        requirement.
     """
     self.config = config
     self._lock = threading.Lock()
@@ -145,7 +147,7 @@ class CodeGrader:
     self._sandbox.close()
 
   def grade(self, task: Task, answer: str | None) -> Graded:
-    """Gives 1.0 where the program passes all tests, or the share that it passes.
+    """Returns 1.0 if the program passes all tests, or the share of passed tests.
 
     Raises:
       Ungradable: the sandbox failed, or the tests themselves are broken.
@@ -179,12 +181,12 @@ class _Grading:
 
   @property
   def failures(self) -> list[Outcome]:
-    """How tests ended that were not passed."""
+    """The failures of tests not passed."""
     return [outcome for outcome in self.outcomes if outcome != Outcome.PASSED]
 
   @property
   def decided(self) -> bool:
-    """Whether no further test can change the reward."""
+    """Whether further tests cannot change the reward."""
     return bool(self.failures) and not self.config.partial
 
   def graded(self) -> Graded:
@@ -200,7 +202,7 @@ class _Grading:
     return Graded(answer, {"outcome": outcome.value, "passed": passed, "seen": seen})
 
   def run(self, program: str, stdin: str, seconds: float, timed: bool = True) -> Result:
-    """A run; where it is `timed`, within what is left of the program's time.
+    """Runs a program; if `timed`, within the program's remaining time.
 
     A failure of the service is tried twice.
 
@@ -225,7 +227,7 @@ class _Grading:
     )
 
   def prints(self, tests: HiddenTests) -> None:
-    """Tests by what the program prints."""
+    """Tests the program's printed output."""
     program = _PRINTING.format(prelude=_PRELUDE, program=self.program)
     for stdin, expected in zip(tests.inputs, tests.expected, strict=True):
       if self.left <= 0:
@@ -242,7 +244,7 @@ class _Grading:
         return
 
   def calls(self, tests: HiddenTests) -> None:
-    """Tests by what a function returns, compared here."""
+    """Tests a function's return values, compared here."""
     # --- All calls, as `inside` reads them: test n makes one, its call 0.
     calls = {}
     for n, arguments in enumerate(tests.inputs):
@@ -252,12 +254,12 @@ class _Grading:
         "args": code_inside.encode(arguments, {}),
         "kwargs": code_inside.encode({}, {}),
       }
-    # --- A run for all of them, and one more for what follows a call that killed it.
+    # --- One run for all calls, and another one for the calls after a fatal one.
     replies: dict[str, str | None] = {}
     while len(replies) < len(calls):
       open_calls = {key: call for key, call in calls.items() if key not in replies}
       self.answers(open_calls, "", replies)
-      # At once: `death` is that of this run.
+      # Immediately: `death` belongs to this run.
       for n in range(len(self.outcomes), len(replies)):
         self.outcomes.append(self._compare(replies[f"{n}.0"], tests, n))
       if self.decided:
@@ -284,15 +286,15 @@ class _Grading:
       ArithmeticError,
       RecursionError,
     ):
-      pass  # a forged reply, or a value that no JSON can say
+      pass  # a forged reply, or a value without a JSON form
     return Outcome.WRONG
 
   def asserts(self, tests: HiddenTests) -> None:
-    """Tests by asserts, which run where the program is not.
+    """Tests by asserts, which run separately from the program.
 
-    Tests and program take turns: the tests run until they need a result of a call, the
-    program answers such calls, and the tests run again from the start with what is
-    known by then.
+    Tests and program are interleaved: the tests run until they need the result of a
+    call, the program answers such calls, and the tests run again from the start with
+    the known results.
     """
     known: dict[str, _Known] = {}
     for _ in range(_ROUNDS):
@@ -301,8 +303,8 @@ class _Grading:
       if not needs:
         self.outcomes = [self._outcome(v) for v in verdicts]
         return
-      # --- The calls to put, in the order in which the tests make them.
-      # Objects live as long as a run does, so what made them is done again.
+      # --- The calls to send, in the tests' order. Objects live only as long as a run,
+      # so the calls that made them are repeated.
       calls = dict(needs)
       if any(_is_stateful(call, reply) for call, reply in known.values()):
         for key, (call, _) in known.items():
@@ -326,7 +328,8 @@ class _Grading:
   def _tests_round(
     self, tests: HiddenTests, known: dict[str, _Known]
   ) -> tuple[dict[str, Any], list[str]]:
-    """Runs the tests with what is known: the calls they need, or their verdicts.
+    """Runs the tests with the known results: returns the calls they need, or their
+    verdicts.
 
     Raises:
       Ungradable: they are broken.
@@ -350,7 +353,7 @@ class _Grading:
         if "broken" in reply or (nothing and not known):
           why = reply.get("broken", "nothing in them can fail")
           raise Ungradable(f"task {self.task_id!r}: its hidden tests are broken: {why}")
-        # A loop over an empty result tests nothing; that is no pass.
+        # A loop over an empty result tests nothing; this is not a pass.
         return dict(reply["needs"]), reply["verdicts"] or ["wrong"]
     # --- No line: the run died. Before any result the tests alone can be at fault.
     if not known:
@@ -358,15 +361,15 @@ class _Grading:
         f"task {self.task_id!r}: its hidden tests end by themselves with "
         f"{result.verdict.value}: {result.stderr!r:.300}"
       )
-    return {}, ["too much for the tests"]  # what it returned cannot be handled
+    return {}, ["too much for the tests"]  # its result cannot be decoded
 
   def answers(
     self, calls: dict[str, Any], prefix: str, replies: dict[str, str | None]
   ) -> None:
-    """Puts calls to the program; fills in its replies up to where it died.
+    """Sends calls to the program; fills in its replies up to its death.
 
-    A reply is JSON text as it came; None for the call in which the program died, or
-    which it answered twice. Calls after that one have none.
+    A reply is JSON text, verbatim; None for the call in which the program died, or with
+    two answers. Later calls have none.
     """
     # --- No time left: every call is one in which it died.
     if self.left <= 0:
@@ -386,7 +389,7 @@ class _Grading:
     program = _INSIDE + "\nanswer_calls()\n"
     seconds = self.config.test_s * (len(calls) + 1)
     result = self.run(program, json.dumps(request), seconds)
-    # --- Its lines; a call that it answers twice was forged, and counts as none.
+    # --- Its lines; a call with two answers was forged, and counts as none.
     answers: dict[str, str | None] = {}
     for line in result.stdout.split("\n"):
       head, _, rest = line.partition(" ")
@@ -394,7 +397,7 @@ class _Grading:
       if head != nonce:
         continue
       answers[key] = None if key in answers else reply
-    # --- In order, up to the call that it did not survive.
+    # --- In order, up to the fatal call.
     for key in calls:
       replies[key] = answers.get(key)
       if replies[key] is None:
@@ -404,12 +407,12 @@ class _Grading:
         return
 
 
-_ALARM = 14  # SIGALRM, by which a call ends that takes too long
+_ALARM = 14  # SIGALRM ends a call that takes too long
 _Known = tuple[Any, str | None]  # a call and the program's reply to it
 
 
 def _is_stateful(call: Any, reply: str | None) -> bool:
-  """Whether a call was put to an object in the program, or its reply is one."""
+  """Whether a call used an object in the program, or returned one."""
   return "handle" in call["root"] or (reply is not None and '"opaque"' in reply)
 
 
@@ -418,13 +421,14 @@ def _place(key: str) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-  """An encoded value as JSON writes what is expected: tuples are lists, keys text.
+  """Converts an encoded value to the JSON form of expected values: tuples become lists,
+  keys text.
 
-  Nothing but text is hashed: a program can choose numbers of equal hashes, and over a
-  set of those this whole process would stand still.
+  Hashes only text: a program can choose numbers of equal hashes, and a set of those
+  would stall this whole process.
 
   Raises:
-    TypeError, ValueError: JSON can not write it, so it is not what is expected.
+    TypeError, ValueError: it has no JSON form, so it cannot be the expected value.
   """
   if not isinstance(value, dict):
     return value

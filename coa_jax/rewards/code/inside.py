@@ -1,11 +1,12 @@
-"""What runs in the jail beside hidden tests, or beside the graded program: never both.
+"""Code for the jail: runs next to hidden tests or next to the graded program, never
+both.
 
-`code` sends this file's text as a program. It imports nothing of this project, and no
-expected value ever stands in it. `answer_calls` runs the graded program and answers
-calls of it; `run_tests` runs the tests, in a jail where that program never is, and asks
-for the calls whose results it lacks. Between the two pass only plain values, so an
-object with an `__eq__` of its own, a patched builtin or a walk through frames meets
-neither the tests nor what they expect.
+`code` sends this file's text as a program. It imports nothing of this project, and
+never contains an expected value. `answer_calls` runs the graded program and answers
+calls of its functions; `run_tests` runs the tests, in a jail without the program, and
+asks for the missing results of calls. Only plain values pass between the two, so an
+object with its own `__eq__`, a patched builtin or a walk through frames reaches neither
+the tests nor their expected values.
 
 budget: it is sent as one text, so it is one file.
 """
@@ -26,13 +27,13 @@ import types
 from typing import Any
 
 _LONGEST = 100_000  # values taken from an iterator
-_LONG_BITS = 13_000  # of an integer; a reader of JSON refuses more than 4,300 digits
-# Statements that can fail as tests; all others prepare them.
+_LONG_BITS = 13_000  # of an integer; JSON readers refuse more than 4,300 digits
+# Statements that can fail as tests; all others are preparation.
 _CHECKS = (ast.Assert, ast.Expr, ast.While, ast.With, ast.Try, ast.If, ast.For)
 
 
 class Need(BaseException):
-  """A call whose result is not known yet; no `except Exception` of a test stops it."""
+  """A call without a known result; no `except Exception` of a test stops it."""
 
 
 class Dead(BaseException):
@@ -40,11 +41,11 @@ class Dead(BaseException):
 
 
 class Broken(BaseException):
-  """Tests that cannot be run this way; says nothing of the program."""
+  """Tests that cannot be run this way; no verdict on the program."""
 
 
 class Remote:
-  """A function of the graded program, or what it made and no plain value can say."""
+  """A function of the graded program, or its object without a plain value."""
 
   def __init__(
     self, tests: ReplayedTests, root: dict[str, str], names: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ def encode(
   """A value as JSON: plain ones by kind, instances of `known` classes by attributes.
 
   Raises:
-    TypeError: it cannot pass; where there is a `stay`, it stays there instead.
+    TypeError: the value cannot be encoded; with `stay`, it is stored there instead.
   """
   # Instances by number: long chains need no recursion, references to one stay so.
   objects: list[Any] = []
@@ -84,10 +85,10 @@ def encode(
     for base in (bool, int, float, str):
       if issubclass(kind, base):  # an IntEnum, say
         return one(base(value))
-    # --- An object that lives in the program goes back to it by its handle.
+    # --- An object in the program is sent back by its handle.
     if kind is Remote and not value._names and "handle" in value._root:
       return dict(value._root)
-    # --- Collections. The base's own methods, not what a subclass made of them.
+    # --- Collections. The base class's methods, not a subclass's.
     for base in (list, tuple, set, frozenset):
       if issubclass(kind, base):
         return {base.__name__: list(map(one, base.__iter__(value)))}
@@ -97,7 +98,7 @@ def encode(
       return {"bytes": list(value)}
     if kind is complex:
       return {"complex": [value.real, value.imag]}
-    # --- Instances of classes that both sides have, and iterators.
+    # --- Instances of classes known to both sides, and iterators.
     if known.get(kind.__name__) is kind:
       if id(value) not in numbers:
         numbers[id(value)] = len(objects)
@@ -123,10 +124,10 @@ def encode(
 
 
 def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
-  """The value that `encode` encoded; `handles` gives what a key stands for.
+  """Decodes a value of `encode`; `handles` resolves a key to its object.
 
   Raises:
-    ValueError, TypeError, KeyError: it is no such message.
+    ValueError, TypeError, KeyError: the message is malformed.
   """
   # Instances first, empty: their attributes may refer to one another in circles.
   states = message["objects"]
@@ -160,7 +161,7 @@ def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
 
 
 def module(name: str, *sources: str) -> dict[str, Any]:
-  """The namespace of a module made of these sources."""
+  """Returns the namespace of a module made of these sources."""
   new = types.ModuleType(name)
   sys.modules[name] = new
   for source in sources:
@@ -169,7 +170,7 @@ def module(name: str, *sources: str) -> dict[str, Any]:
 
 
 def classes(namespace: dict[str, Any], source: str) -> dict[str, Any]:
-  """The classes that a source's top level defines."""
+  """Returns the classes defined at a source's top level."""
   found = {}
   for node in ast.parse(source).body:
     # Its name may have been bound to something else since, or deleted.
@@ -197,7 +198,7 @@ def answer_calls() -> None:
   known = classes(prefix, request["prefix"])
   sys.modules["solution"] = solution = types.ModuleType("solution")
   space = solution.__dict__
-  # Names that it may use without an import, and that are no functions of its own.
+  # Names available without an import that are not its own functions.
   space["__builtins__"] = {**prefix, **vars(builtins)}
   program = compile(request["program"], "<solution>", "exec", dont_inherit=True)
   exec(program, space)
@@ -209,7 +210,7 @@ def answer_calls() -> None:
 
 
 def _take_stdout() -> int:
-  """Where answers go; what the program or the tests print goes nowhere."""
+  """Takes stdout for answers; prints of the program or the tests are discarded."""
   sys.setrecursionlimit(20_000)
   sys.set_int_max_str_digits(0)
   out = os.dup(1)
@@ -230,10 +231,11 @@ def _answer(
   known: dict[str, Any],
   handles: dict[str, Any],
 ) -> dict[str, Any]:
-  """The reply to a call: its value, what it did to its arguments, or its fault."""
+  """Returns the reply to a call: its value, its changes to its arguments, or its
+  error."""
   try:
-    # --- What is called: an earlier result, the function of that name, or where there
-    # is none, the method of a fresh `Solution`.
+    # --- The callee: an earlier result, the function of this name or, failing that, the
+    # method of a fresh `Solution`.
     args = decode(call["args"], known, handles.__getitem__)
     kwargs = decode(call["kwargs"], known, handles.__getitem__)
     root = call["root"]
@@ -245,12 +247,12 @@ def _answer(
       function = space[root["name"]]
     for name in call["names"]:
       function = getattr(function, name)
-    # --- Its result. What is no plain value stays here, under the call's key.
+    # --- Its result. A value without plain form stays here, under the call's key.
     stay: dict[str, Any] = {}
     value = encode(function(*args, **kwargs), known, stay)
     if "value" in stay:
       handles[key] = stay["value"]
-    # --- What it did to its arguments, where that can be said at all.
+    # --- Its changes to its arguments, if they can be encoded.
     after = encode(args, known, {})
     if after == call["args"] or "opaque" in after:
       after = None
@@ -269,14 +271,14 @@ class ReplayedTests:
     self.classes = classes(self.space, request["prefix"])
     self.needs: list[Any] = []
     self.verdicts: list[str] = []
-    self._unit = 0  # the unit that runs, and its calls so far: the key of a call
+    self._unit = 0  # the running unit, and its number of calls: the key of a call
     self._calls = 0
     self._unsure = False  # whether a unit stopped with more calls to come
     tree = ast.parse(request["source"])
     entry = request["entry"]
-    # --- The program's names, each a `Remote`.
-    # What the tests use and do not define is the program's; so is the entry's name,
-    # whatever a prefix or Python calls by it too.
+    # --- The program's names, each a `Remote`. A name used but not defined by the tests
+    # is the program's; so is the entry's name, even if a prefix or Python defines it
+    # too.
     own = {entry.partition("(")[0].partition(".")[0]} - {""}
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     self._local = (set(self.space) | set(dir(builtins))) - own
@@ -294,15 +296,15 @@ class ReplayedTests:
     self.units = _units(body)
 
   def run(self) -> None:
-    """Runs every unit; afterwards `verdicts` are final if there are no `needs`."""
+    """Runs every unit; afterwards `verdicts` are final if `needs` is empty."""
     for unit in self.units:
       # --- A unit is one test, but for a plain loop at its end.
       *before, loop = unit
       if not isinstance(loop, ast.For) or loop.orelse or _has(loop, ast.Break):
         self._attempt(unit, counts=isinstance(loop, _CHECKS))
         continue
-      # --- Every turn of that loop is a test of its own.
-      # One that lacks a result does not keep the others from asking for theirs.
+      # Each iteration of this loop is a separate test. One that lacks a result does not
+      # keep the others from asking for theirs.
       self._attempt(before, counts=False)
       turns = ast.Name("__turns", ast.Store())
       self.space["__turns"] = ()
@@ -313,7 +315,7 @@ class ReplayedTests:
         self._attempt([one], counts=True)
 
   def _attempt(self, statements: list[ast.stmt], counts: bool) -> None:
-    """Runs statements as the next unit; they are a test where they count as one."""
+    """Runs statements as the next unit; they are a test if `counts`."""
     verdict = "passed"
     self._calls = 0
     tree = ast.fix_missing_locations(ast.Module(copy.deepcopy(statements), []))
@@ -321,7 +323,7 @@ class ReplayedTests:
       exec(compile(tree, "<tests>", "exec", dont_inherit=True), self.space)
     except Need:
       verdict = "needs"
-      calls = 0  # of the program; others may follow the one that is needed
+      calls = 0  # of the program; others may follow the needed one
       for node in ast.walk(tree):
         if isinstance(node, ast.Call):
           calls += getattr(node.func, "id", "") not in self._local
@@ -339,10 +341,11 @@ class ReplayedTests:
   def call(
     self, root: dict[str, str], names: tuple[str, ...], args: Any, kwargs: Any
   ) -> Any:
-    """The known result of a call of the program; else notes it, and raises Need."""
+    """Returns the known result of a program's call; otherwise records it, and raises
+    Need."""
     key = f"{self._unit}.{self._calls}"
     self._calls += 1
-    # --- The call as a message, through JSON, as it stands in what is known.
+    # --- The call as a JSON message, as it is in the known results.
     message: dict[str, Any] = {"root": root, "names": list(names)}
     try:
       message["args"] = encode(list(args), self.classes)
@@ -359,12 +362,12 @@ class ReplayedTests:
       raise Need
     if reply is None:
       raise Dead
-    # --- Known: what the program raised, did to the arguments, and returned.
+    # --- Known: the program's exception, its changes to the arguments, and its result.
     reply = json.loads(reply)
     if reply.get("raised"):
       kind = getattr(builtins, str(reply["raised"]), None)
       known = isinstance(kind, type) and issubclass(kind, Exception)
-      # A StopIteration would end a loop of the tests' own, all of it passed.
+      # A StopIteration would end one of the tests' loops, as if all had passed.
       if not known or issubclass(kind, StopIteration | StopAsyncIteration):
         kind = RuntimeError
       raise kind("raised by the program")
@@ -379,7 +382,7 @@ class ReplayedTests:
 
 
 def _change(args: Any, after: Any) -> None:
-  """Does to a test's own objects what the program did to its copies of them."""
+  """Applies the program's changes to the test's own objects."""
   for mine, its in zip(args, after, strict=True):
     if type(mine) is not type(its):
       continue
@@ -393,11 +396,12 @@ def _change(args: Any, after: Any) -> None:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-  """Every name that the tests define, locals of functions but `check` left out."""
+  """Lists every name defined by the tests, except locals of functions other than
+  `check`."""
   out = set()
   nodes = list(tree.body)
   for node in nodes:  # grows while it is walked
-    # What has a name of its own, a function or a class, is not looked into.
+    # Functions and classes with their own name are not searched.
     if getattr(node, "name", "check") == "check" or isinstance(node, ast.alias):
       nodes += ast.iter_child_nodes(node)
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -422,12 +426,12 @@ def _check_function(body: list[ast.stmt]) -> ast.FunctionDef | None:
 
 
 def _has(tree: ast.AST, kinds: Any) -> bool:
-  """Whether a statement holds a node of these kinds, at any depth."""
+  """Whether a statement contains a node of these kinds, at any depth."""
   return any(isinstance(node, kinds) for node in ast.walk(tree))
 
 
 def _units(body: list[ast.stmt]) -> list[list[ast.stmt]]:
-  """Statements in groups that each end with something that can fail as a test."""
+  """Groups statements; each group ends with one that can fail as a test."""
   units: list[list[ast.stmt]] = [[]]
   for node in body:
     units[-1].append(node)
@@ -438,13 +442,13 @@ def _units(body: list[ast.stmt]) -> list[list[ast.stmt]]:
 
 
 def run_tests() -> None:
-  """Runs the tests; prints one line: what they need, or how each ended.
+  """Runs the tests; prints one line: their needed calls, or their verdicts.
 
   On stdin: JSON with `nonce`, `prefix`, `source`, `entry` ("" for none) and `known`.
   """
   request = json.loads(sys.stdin.read())
   out = _take_stdout()
-  # What is known changes from run to run and must not change what is drawn.
+  # The known results change from run to run and must not change the random draws.
   random.seed(0)
   if "numpy" in sys.modules:
     sys.modules["numpy"].random.seed(0)

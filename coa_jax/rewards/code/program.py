@@ -6,9 +6,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-# A line that opens a block: what precedes the fence, the fence, the block's label.
-# A marker of a list may precede it, or prose, as in "The code: ```py"; but not a
-# program's string.
+# A line that opens a block: text before the fence, the fence, the block's label. A list
+# marker may precede it, or prose, as in "The code: ```py"; but not a program's string.
 _OPENING = re.compile(
   r"(?P<before>\s*(?:[-*+]|\d+[.)])?\s*"
   r"|(?:[^`~]|`{1,2}(?!`)|~{1,2}(?!~))*[\s:](?=[`~]+[ \t]*[\w.+#{}-]*\s*$))"
@@ -23,9 +22,9 @@ _MARKER = re.compile(r"\s*([-*+]|\d+[.)])?\s*")
 def program_of(answer: str) -> str:
   """Returns the program of an answer.
 
-  That is the last block labelled as Python; without one the last unlabelled block;
-  without one the last `<code>` span; without one the whole answer. Empty blocks count
-  only where all are empty.
+  This is the last block labelled as Python; otherwise the last unlabelled block;
+  otherwise the last `<code>` span; otherwise the whole answer. Empty blocks count only
+  if all are empty.
   """
   answer = answer.replace("\r\n", "\n")
   labelled = []
@@ -67,10 +66,10 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def _end(lines: list[str], begin: int, fence: str, column: int) -> int:
-  """Returns the number of the line that closes a block, or opens the next one.
+  """Returns the line number of the block's end, or of the next block's start.
 
-  A fence that is indented more than the opening one may be a docstring's: it closes the
-  block only where no other does.
+  A fence indented more than the opening one may be a docstring's: it closes the block
+  only if no other fence does.
   """
   indented = 0
   for at in range(begin, len(lines)):
@@ -85,7 +84,8 @@ def _end(lines: list[str], begin: int, fence: str, column: int) -> int:
 
 
 def _opens(line: str, fence: str) -> bool:
-  """Whether a line in a block can only open another: it has a label, or text before."""
+  """Whether a line in a block can only open another: it has a label, or text before the
+  fence."""
   opening = _OPENING.fullmatch(line)
   if opening is None or not opening["fence"].startswith(fence):
     return False
@@ -98,7 +98,7 @@ def _unindented(line: str, column: int) -> str:
 
 
 def _dedented(block: str) -> str:
-  """The block, without the indentation of all its lines where the first has one."""
+  """Removes the block's common indentation if the first line has one."""
   if block.lstrip("\n")[:1] in (" ", "\t"):
     return textwrap.dedent(block)
   return block

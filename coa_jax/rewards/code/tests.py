@@ -21,17 +21,16 @@ _LONG = re.compile(rf"-?\d{{{_DIGITS},100000}}")  # time is quadratic in the dig
 
 @dataclasses.dataclass(frozen=True)
 class HiddenTests:
-  """Hidden tests of one task, of one of three forms.
+  """One task's hidden tests, in one of three forms.
 
   Attributes:
-    inputs: what a test gives: text on stdin, or the arguments of `function`.
-    expected: what must come back, one for each input; () for asserts.
-    function: the name that is called; "" where the program reads stdin.
+    inputs: each test's input: text on stdin, or the arguments of `function`.
+    expected: the expected results, one for each input; () for asserts.
+    function: the called function's name; "" if the program reads stdin.
     source: asserts, as Python; "" for the other forms.
-    prefix: what asserts and program both start from.
-    entry: the expression that is passed to the asserts' `check`; "" for none.
-    wrapped: whether an expected list may hold the value that a call must return, as its
-      first item (APPS).
+    prefix: common source at the start of asserts and program.
+    entry: the argument of the asserts' `check`; "" for none.
+    wrapped: whether the expected value may be the first item of a list (APPS).
   """
 
   inputs: tuple[Any, ...] = ()
@@ -47,8 +46,8 @@ def read_tests(task: Task) -> HiddenTests:
   """Reads the hidden tests in `task.meta["tests"]`.
 
   Raises:
-    ValueError: there are none, or not in a known form; the message names the task, the
-      field and what is accepted.
+    ValueError: there are no tests, or their form is unknown; the message names the
+      task, the field and the accepted forms.
   """
   where = f"task {task.id!r}: meta.tests"
   row = task.meta.get("tests")
@@ -59,7 +58,7 @@ def read_tests(task: Task) -> HiddenTests:
       "inputs + outputs"
     )
   row = {k: v for k, v in row.items() if v is not None}
-  # --- Asserts, with or without a function that checks.
+  # --- Asserts, with or without a `check` function.
   if "functional" in row:
     return HiddenTests(source=_text(row, "functional", where))
   if "test_code" in row:
@@ -68,7 +67,7 @@ def read_tests(task: Task) -> HiddenTests:
     return HiddenTests(
       source=source, entry=entry, prefix=str(row.get("import_prefix", ""))
     )
-  # --- Pairs of an input and what comes of it, under either pair of names.
+  # --- Pairs of input and output, under either pair of names.
   first = "inputs"
   second = "outputs"
   if "stdin" in row:
@@ -81,11 +80,11 @@ def read_tests(task: Task) -> HiddenTests:
       raise ValueError(f"{where}.{name} must be a list of at least one value")
   if len(inputs) != len(outputs):
     raise ValueError(f"{where}: {len(inputs)} {first} for {len(outputs)} {second}")
-  # --- Texts for a program that reads stdin.
+  # --- Texts for a program with stdin.
   function = row.get("fn_name", "")
   if not function:
     return HiddenTests(tuple(map(_lines, inputs)), tuple(map(_lines, outputs)))
-  # --- Values for a function that is called.
+  # --- Values for a function call.
   try:
     arguments = tuple(map(_arguments, inputs))
     values = tuple(map(_value, outputs))
@@ -112,14 +111,15 @@ def _text(row: dict[str, Any], name: str, where: str) -> str:
 
 
 def _lines(value: Any) -> str:
-  """The text of a value; of a list one line each, as programs read lists."""
+  """Converts a value to text; a list becomes one line per item, the input format of
+  lists."""
   if isinstance(value, list):
     return "\n".join(map(str, value))
   return str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
-  """A call's arguments: a list of them, or lines of JSON, one each."""
+  """Reads a call's arguments: a list, or lines of JSON, one each."""
   if isinstance(value, str):
     return [_argument(line) for line in value.split("\n") if line.strip()]
   if not isinstance(value, list):
@@ -131,14 +131,14 @@ def _argument(line: str) -> Any:
   try:
     return parse_json(line, "arguments")
   except ValueError:
-    # An integer that is longer than Python reads by default; Decimal has no limit.
+    # An integer longer than Python's default limit; Decimal has no limit.
     if not _LONG.fullmatch(line.strip()):
       raise
     return int(decimal.Decimal(line.strip()))
 
 
 def _value(value: Any) -> Any:
-  """What a call must return; text that is no JSON is a text that it returns."""
+  """Reads a call's expected value; text other than JSON is the value itself."""
   if not isinstance(value, str):
     return value
   try:
@@ -155,7 +155,7 @@ def _integer(digits: str) -> int | decimal.Decimal:
 
 
 def long_integer(digits: str) -> decimal.Decimal:
-  """Reads an integer of any length, in time that is linear in it.
+  """Reads an integer of any length, in linear time.
 
   Raises:
     ValueError: the text is not an integer.
@@ -167,10 +167,10 @@ def long_integer(digits: str) -> decimal.Decimal:
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-  """Whether a call returned what was expected.
+  """Whether a call returned the expected value.
 
-  Numbers are equal in value (True is 1, as in Python); where a float is expected,
-  within the tolerance. Text, lists and objects are equal item by item.
+  Numbers are equal in value (True is 1, as in Python), or within the tolerance if a
+  float is expected. Text, lists and objects are equal item by item.
 
   Args:
     value: returned, as JSON has it.
@@ -192,11 +192,11 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
 
 
 def same_output(printed: str, expected: str, tolerance: float) -> bool:
-  """Whether a program printed what was expected.
+  """Whether a program printed the expected output.
 
-  White space at the ends of lines and of the text does not count. Words are equal as
-  text or as exact decimals; where the expected word has a decimal point, within the
-  tolerance.
+  White space at the ends of lines and of the text is ignored. Words are equal as text
+  or as exact decimals, or within the tolerance if the expected word has a decimal
+  point.
   """
   ours = printed.strip().split("\n")
   theirs = expected.strip().split("\n")
@@ -225,7 +225,7 @@ def _same_number(ours: str, theirs: str, tolerance: float) -> bool:
     b = decimal.Decimal(theirs)
     if not (a.is_finite() and b.is_finite()):
       return False
-    # Exact, so that of two neighbours beyond 2**53 one alone is right.
+    # Exact, so that of two neighbours beyond 2**53 only one is right.
     if "." not in theirs:
       return a == b
     return abs(float(a) - float(b)) <= tolerance * max(1.0, abs(float(b)))

@@ -1,14 +1,14 @@
 """An offline seeded world of one-line encyclopaedia pages, and questions over it.
 
 Towns, people, films and companies refer to one another, so a question is a chain of
-look-ups, an operation over looked-up numbers, or pure arithmetic. Every name is a pair
-of words that occurs in one world only: held-out worlds hold only unseen names, made of
-words that training worlds use too, so an answer has to be read, not remembered.
+look-ups, an operation on looked-up numbers, or pure arithmetic. Every name is a pair of
+words unique to one world: held-out worlds have only unseen names, made of words from
+training worlds, so an answer has to be read, not remembered.
 
-Each task carries `meta["program"]`, the steps that lead to its answer (see `evaluate`),
-`meta["values"]`, what each step gives, and `meta["namesakes"]`, names of its own split
-that are easily mistaken for those it is about; the scripted teacher follows and errs by
-them, and a test recomputes every answer from the pages alone.
+Each task has `meta["program"]`, the steps to its answer (see `evaluate`),
+`meta["values"]`, each step's value, and `meta["namesakes"]`, similar names of its own
+split for mistakes; the scripted teacher follows the steps and errs with the namesakes,
+and a test recomputes every answer from the pages alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from coa_jax.tasks.world.questions import FAMILIES, ask, evaluate
 
 MOST_TASKS = 1_000_000  # more than the worlds of any split have questions
 Mix = tuple[tuple[str, float], ...]
-# Of tasks to learn from. What is hard to learn is shown more often than it is asked: a
-# small model copies two-digit operands wrong until it has seen thousands of them.
+# The mix of training tasks. Hard families are more frequent than in evaluation: a small
+# model copies two-digit operands wrong until it has seen thousands of them.
 TRAIN_MIX: Mix = (
   ("one_hop", 0.10),
   ("two_hop", 0.20),
@@ -42,10 +42,10 @@ TRAIN_MIX: Mix = (
 
 @dataclasses.dataclass(frozen=True)
 class WorldConfig:
-  """Sizes of one world, how many worlds a split may draw on, and what is asked.
+  """The sizes of a world, the number of worlds per split, and the mix of questions.
 
   Attributes:
-    towns: pages of that kind in a world; likewise people, films and companies.
+    towns: town pages in a world; likewise people, films and companies.
     train_worlds: worlds numbered 0.. of split "train"; likewise dev and test.
     mix: (family, weight) pairs. A comparison by name can be guessed, so it weighs
       little.
@@ -84,7 +84,7 @@ class WorldConfig:
 
   @property
   def sizes(self) -> dict[str, int]:
-    """Kind -> pages of that kind in a world."""
+    """Kind -> number of its pages in a world."""
     counts = (self.towns, self.people, self.films, self.companies)
     return dict(zip(NAME_WORDS, counts, strict=True))
 
@@ -103,13 +103,14 @@ def make_world(
   split can turn up in another whatever the seeds are.
 
   Raises:
-    ValueError: the split is unknown or has no such world.
+    ValueError: the split is unknown, or the world's number is too large.
   """
   splits = config.splits
   if split not in splits or not 0 <= number < splits[split]:
     raise ValueError(f"no world {number} in split {split!r}; worlds: {splits}")
-  # --- Its names: worlds of all splits stand in one row, and each takes its own part of
-  # one shuffled list of all names. No seed of the caller's moves the parts.
+  # --- Its names: the worlds of all splits are numbered in one sequence, and each takes
+  # its part of one shuffled list of all names. The caller's seed does not move the
+  # parts.
   before = list(splits).index(split)
   slot = sum(list(splits.values())[:before]) + number
   deck = {}
@@ -133,17 +134,18 @@ def world_tasks(
   """Makes `n` tasks with no question twice; each family has exactly its share of them.
 
   Args:
-    worlds: of one split; what is asked about and what is mistaken for it.
-    n: how many tasks.
+    worlds: worlds of one split, for questions and namesakes.
+    n: the number of tasks.
     mix: (family, weight) pairs.
-    seed: decides what is asked.
-    name: of the set; ids are NAME-00000, so tasks of two sets never share one.
+    seed: the seed of the questions.
+    name: the set's name; ids are NAME-00000, unique across sets.
 
   Raises:
-    ValueError: the worlds are too small for that many different questions.
+    ValueError: the worlds are too small for n different questions.
   """
   rng = random.Random(f"{seed}/tasks of {','.join(w.name for w in worlds)}")
-  # --- The family of every task. Rounding what is reached, not each weight, makes n.
+  # --- Each task's family. Rounding cumulative counts, not each weight, gives n in
+  # total.
   total = sum(weight for _, weight in mix)
   families: list[str] = []
   reached = 0.0
@@ -151,7 +153,7 @@ def world_tasks(
     reached += weight
     families += [family] * (round(n * reached / total) - len(families))
   rng.shuffle(families)
-  # --- A question of that family for each, asked anew while it was asked before.
+  # --- A question for each; drawn again if it was asked before.
   names = _names_by_word(worlds)
   tasks: list[Task] = []
   seen: set[str] = set()
@@ -164,7 +166,7 @@ def world_tasks(
     else:
       raise ValueError(f"no {family} question left after {number}; ask for fewer")
     seen.add(question)
-    # --- Its answer, and what the scripted teacher needs beside it.
+    # --- Its answer, and the scripted teacher's data.
     values = evaluate(program, world.facts)
     namesakes = {}
     for entity in _entities(program, values, world):
@@ -194,7 +196,7 @@ _NamePart = tuple[str, int, str]
 
 
 def _names_by_word(worlds: Sequence[World]) -> dict[_NamePart, list[str]]:
-  """Finds the names that share a word: (kind, place, word) -> names, in page order."""
+  """Groups the names that share a word: (kind, place, word) -> names, in page order."""
   names: dict[_NamePart, list[str]] = {}
   for world in worlds:
     for name, facts in world.facts.items():
@@ -206,9 +208,9 @@ def _names_by_word(worlds: Sequence[World]) -> dict[_NamePart, list[str]]:
 def _entities(
   program: Sequence[Mapping[str, Any]], values: Sequence[str], world: World
 ) -> list[str]:
-  """Lists the names that a task is about, its answer included, each once."""
+  """Lists a task's names, its answer included, each once."""
   # A dict for its order: with a set, the file would differ from run to run. "$k" and
-  # numbers are no names, so no facts stand under them.
+  # numbers are not names, so they have no facts.
   mentioned = [step["entity"] for step in program if step["op"] == "lookup"]
   return [name for name in dict.fromkeys((*mentioned, *values)) if name in world.facts]
 
@@ -219,11 +221,11 @@ def _namesakes(
   """Draws names of the same kind: one with the same second word, one with the first."""
   out = []
   words = entity.split(" ")
-  # A town and a person may share a word, so the kind is where the whole name stands.
+  # A town and a person may share a word, so take the full name's kind.
   for kind in NAME_WORDS:
     if entity in names.get((kind, 0, words[0]), ()):
       break
-  # --- One that ends alike, one that starts alike, where there are any.
+  # --- One with the same last word, one with the same first word, if there are any.
   for place in (1, 0):
     others = [n for n in names[kind, place, words[place]] if n != entity]
     if others:
@@ -242,16 +244,17 @@ def write_world(
 ) -> dict[str, str]:
   """Writes a split's pages and `n` tasks as JSON lines; returns their paths.
 
-  Any search index and any journey can read them.
+  Any search index and any stage can read the files.
 
   Args:
-    directory: where to.
+    directory: the output folder.
     split: "train", "dev" or "test".
-    n: how many tasks.
+    n: the number of tasks.
     config: sizes and mix.
-    seed: decides the facts, so the pages.
-    task_seed: decides what is asked.
-    name: of the task file, so that several can share the pages; the split's if empty.
+    seed: the seed of the facts, and so of the pages.
+    task_seed: the seed of the questions.
+    name: the task file's name, so that several can share the pages; the split's if
+      empty.
 
   Returns:
     "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).

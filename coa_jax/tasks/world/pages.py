@@ -1,7 +1,7 @@
 """The pages of a seeded world: its names, its facts, their text, and its reader.
 
-Towns, people, films and companies refer to one another. A page is one or two short
-lines, so that an observation costs a small model few tokens.
+Towns, people, films and companies refer to one another. A page has one or two short
+lines, to cost a small model few tokens per observation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _words(heads: str, tails: str = "") -> tuple[str, ...]:
   return tuple(words)
 
 
-# Words are joined from few syllables, so that a small BPE can hold each as one token.
+# Words use few syllables, so that a small BPE can encode each as one token.
 _GIVEN = _words(
   "Ba De Fi Jo Ka Le Mi Na Ro Sa Ta Vi", "ra len no vin sa mo dan ris ta bel"
 )
@@ -47,7 +47,8 @@ _OCCUPATIONS = _words(
   "baker carpenter doctor farmer lawyer miner nurse painter pilot poet potter sailor "
   "singer surgeon tailor weaver"
 )
-# The two words of a name, by kind; 36 worlds of the default sizes have no name twice.
+# The two words of a name, by kind; 36 worlds of the default sizes have no duplicate
+# name.
 NAME_WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "town": (_FAMILY, _PLACE),
   "person": (_GIVEN, _FAMILY),
@@ -98,7 +99,7 @@ def make_facts(
 
   Whoever directs or founds is 21 to 60 years old at the time.
   """
-  # The order of these loops and of the draws in them is the world: another one gives
+  # The order of these loops and their draws defines the world: another order gives
   # every seed other facts.
   facts: dict[str, dict[str, str]] = {}
   for name in deck["town"]:
@@ -135,8 +136,8 @@ def page_text(name: str, facts: Mapping[str, str]) -> str:
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-  """What reads a page of this template: one named group a field."""
-  # Fields that hold the name of an entity, hence two words; the others hold one.
+  """Builds a regular expression for this template's pages: one named group a field."""
+  # Fields with an entity's name have two words; the others have one.
   names = {"name"}.union(*LINKS.values())
 
   def group(match: re.Match[str]) -> str:
@@ -144,7 +145,7 @@ def _pattern(template: str) -> re.Pattern[str]:
       return rf"(?P<{match[1]}>[A-Z]\w* [A-Z]\w*)"
     return rf"(?P<{match[1]}>\w+)"
 
-  # `escape` puts a backslash before the braces of a field too; that is undone.
+  # `escape` also escapes the braces of a field; undo this.
   escaped = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
   return re.compile(re.sub(r"\{(\w+)\}", group, escaped))
 
@@ -153,9 +154,9 @@ _READ = {kind: _pattern(template) for kind, template in PAGES.items()}
 
 
 def read_pages(text: str) -> dict[str, dict[str, str]]:
-  """Every page that stands in a text, e.g. a search result: name -> facts.
+  """Reads every page in a text, e.g. a search result: name -> facts.
 
-  Facts are as in `World.facts`. Text that is no page of this world is skipped.
+  Facts are as in `World.facts`. Text other than this world's pages is skipped.
   """
   pages = {}
   for kind, pattern in _READ.items():

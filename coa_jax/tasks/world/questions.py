@@ -1,7 +1,7 @@
-"""Questions over a seeded world, each with the program that answers it.
+"""Questions over a seeded world, each with a program for its answer.
 
 A program is a list of steps (see `evaluate`): look-ups in pages, operations on whole
-numbers, a comparison. Families differ in how many steps of which kind they need.
+numbers, a comparison. Families differ in the number and kind of steps.
 
 budget: a family's words and its program are read together.
 """
@@ -36,7 +36,7 @@ _QUESTIONS = {
   "headquarters": ("Where is {} based?", "In which town is {} based?"),
   "founder": ("Who founded {}?", "Name the founder of {}."),
 }
-# (kind, relation, "min" or "max", question whose answer is one of the two names)
+# (kind, relation, "min" or "max", question for one of the two names)
 _COMPARISONS = (
   ("town", "founded", "min", "Which was founded earlier, {a} or {b}?"),
   ("town", "founded", "max", "Which was founded later, {a} or {b}?"),
@@ -49,7 +49,7 @@ _COMPARISONS = (
   ("film", "released", "min", "Which came out earlier, {a} or {b}?"),
   ("film", "released", "max", "Which came out later, {a} or {b}?"),
 )
-# (kind, relation, "min" or "max", question whose answer is the number itself)
+# (kind, relation, "min" or "max", question for the number itself)
 _EXTREMES = (
   ("town", "founded", "min", "When was the older of {a} and {b} founded?"),
   ("town", "founded", "max", "When was the newer of {a} and {b} founded?"),
@@ -62,8 +62,8 @@ _EXTREMES = (
   ("film", "released", "min", "When did the older of {a} and {b} come out?"),
   ("film", "released", "max", "When did the newer of {a} and {b} come out?"),
 )
-# (kind, relation, operation, question); differences are asked so that they are
-# positive: {a} holds the smaller number and {b} the larger.
+# (kind, relation, operation, question); differences are positive: {a} has the smaller
+# number and {b} the larger.
 _ARITHMETIC = (
   ("town", "founded", "-", "How many years after {a} was founded was {b} founded?"),
   ("town", "founded", "-", "How many years older is the town {a} than {b}?"),
@@ -116,7 +116,7 @@ def evaluate(
   facts: Mapping[str, Mapping[str, str]],
   known: Mapping[int, str] | None = None,
 ) -> list[str]:
-  """What each step of a program gives; the last value is the answer.
+  """Returns each step's value; the last value is the answer.
 
   A step is one of
     {"op": "lookup", "entity": NAME or "$k", "relation": R}
@@ -138,7 +138,7 @@ def evaluate(
     if step["op"] == "lookup":
       values.append(facts[resolve(step["entity"], values)][step["relation"]])
       continue
-    # Numbers: a result of them, or whose number was picked.
+    # Numbers: earlier results, or the number of a picked entity.
     left, right = step["args"]
     numbers = [int(resolve(left, values)), int(resolve(right, values))]
     result = _OPERATIONS[step["name"]](*numbers)
@@ -163,12 +163,12 @@ def _lookup(entity: str, relation: str) -> dict[str, Any]:
 
 
 def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]]:
-  """A question over `hops` relations whose entities are all different."""
+  """Asks a question over `hops` relations with all entities different."""
   while True:
     kind = rng.choice(tuple(LINKS))
     entity = rng.choice(world.names(kind))
     phrase = entity  # grows around the first name: "the mayor of X"
-    argument = entity  # the first step looks up a name, the next ones what was found
+    argument = entity  # the first step looks up a name, later ones an earlier result
     program = []
     seen = {entity}
     for hop in range(hops):
@@ -195,7 +195,8 @@ def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]
 def _pair(
   world: World, kind: str, relation: str, rng: random.Random
 ) -> tuple[str, str, list[dict]]:
-  """Two entities whose numbers differ, the smaller first, and their look-ups."""
+  """Picks two entities with different numbers, the smaller first, and their
+  look-ups."""
   while True:
     pair = rng.sample(world.names(kind), 2)
     smaller, larger = sorted(pair, key=lambda name: int(world.facts[name][relation]))
@@ -204,7 +205,7 @@ def _pair(
 
 
 def _comparison(world: World, rng: random.Random) -> tuple[str, list[dict]]:
-  """Half of them ask which of two it is, half what its number is."""
+  """Half of the questions ask for the entity, half for its number."""
   by_name = rng.random() < 0.5
   questions = _EXTREMES
   if by_name:
@@ -223,10 +224,10 @@ def _comparison(world: World, rng: random.Random) -> tuple[str, list[dict]]:
 
 
 def _arithmetic(world: World, rng: random.Random) -> tuple[str, list[dict]]:
-  """A sum, or a difference that is positive: the larger number less the smaller."""
+  """A sum, or a positive difference: the larger number minus the smaller."""
   kind, relation, name, question = rng.choice(_ARITHMETIC)
   smaller, larger, program = _pair(world, kind, relation, rng)
-  # Look up in the order of mention, which decides where the larger one stands.
+  # Look up in the order of mention, which decides the place of the larger one.
   larger_first = question.find("{b}") < question.find("{a}")
   if larger_first:
     program.reverse()
@@ -239,13 +240,13 @@ def _arithmetic(world: World, rng: random.Random) -> tuple[str, list[dict]]:
 
 def _computation(rng: random.Random) -> tuple[str, list[dict]]:
   """A story about boxes and things, its program read off its Polish notation."""
-  # Four numbers whatever the story needs, so that all stories draw alike.
+  # Always draw four numbers, so that all stories consume the same random numbers.
   polish, story = rng.choice(_COMPUTATION)
   numbers = {name: str(rng.randint(12, 99)) for name in "abcd"}
   if polish.endswith("-"):  # more must be bought than is sold
     numbers.update(a=str(rng.randint(50, 99)), b=str(rng.randint(50, 99)))
     numbers.update(c=str(rng.randint(12, 49)), d=str(rng.randint(12, 49)))
-  # What is on the stack is a number, or "$k" for the result of step k.
+  # The stack has numbers, or "$k" for the result of step k.
   program: list[dict] = []
   stack: list[str] = []
   for token in polish.split():
@@ -254,7 +255,7 @@ def _computation(rng: random.Random) -> tuple[str, list[dict]]:
       continue
     right = stack.pop()
     left = stack.pop()
-    stack.append(f"${len(program)}")  # the step that is added next
+    stack.append(f"${len(program)}")  # the next step
     program.append({"op": "compute", "name": token, "args": [left, right]})
   words = dict(box=rng.choice(_BOXES), thing=rng.choice(_THINGS))
   return f"{story} {rng.choice(_ASK)}".format(**numbers, **words), program
