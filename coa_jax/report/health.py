@@ -76,15 +76,15 @@ class WatchConfig:
 
   stop: bool = False
   patience: int = bounded(5, least=1)
-  reward_variance_share: float = bounded(0.02, least=0, was="informative")
+  reward_variance_share: float = bounded(0.02, least=0)
   entropy: float = bounded(0.001, least=0)
   entropy_drop: float = bounded(0.02, least=0)
   length_growth: float = bounded(2.5, least=0)
   truncated: float = bounded(0.5, least=0)
   repeated: float = bounded(0.7, least=0)
   calls_drop: float = bounded(0.2, least=0)
-  logp_diff_share: float = bounded(0.05, least=0, was="gap")
-  ratio_outlier_share: float = bounded(0.01, least=0, was="ratio_tail")
+  logp_diff_share: float = bounded(0.05, least=0)
+  ratio_outlier_share: float = bounded(0.01, least=0)
   removed_mass: float = bounded(0.2, least=0)
   infrastructure: float = bounded(0.25, least=0)
 

@@ -64,7 +64,7 @@ class VllmConfig:
   retries: int = bounded(3, least=0)
   backoff_s: float = bounded(1.0, least=0)
   request_tokens: int = bounded(256, least=1)
-  max_logp_diff: float = bounded(0.05, above=0, was="gap")
+  max_logp_diff: float = bounded(0.05, above=0)
 
   def __post_init__(self):
     check_fields(self)
