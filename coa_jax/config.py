@@ -51,7 +51,7 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
     section: its name for messages, as "algo.loss"; "" for a whole config.
 
   Raises:
-    ConfigError: a field is unknown (its name today or the nearest is suggested),
+    ConfigError: a field is unknown (the nearest is suggested),
       missing, of the wrong type, NaN or infinite, or an integer of more than 64 bits; a
       section is a value; or `cls` itself refuses the values (ValueError).
   """
@@ -216,15 +216,12 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _suggestion(name: str, cls: type) -> str:
-  """Says what an unknown field is called now, in which section it is, or what is near.
+  """Names the section that has an unknown field, or the nearest field.
 
   Args:
     name: the field that `cls` does not have.
     cls: the dataclass of the section; its sections are looked into.
   """
-  for path, field in _fields_within(cls):
-    if field.metadata.get("was") == name:
-      return f"; it is called {path!r} now"
   names = [field.name for field in dataclasses.fields(cls)]
   for path, field in _fields_within(cls):
     if field.name == name:

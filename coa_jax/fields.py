@@ -23,7 +23,6 @@ def bounded(
   above: float | None = None,
   most: float | None = None,
   below: float | None = None,
-  was: str = "",
 ) -> Any:
   """Returns a dataclass field whose number must lie within bounds.
 
@@ -33,24 +32,20 @@ def bounded(
     above: as `least`, itself not accepted.
     most: the largest value, itself accepted.
     below: as `most`, itself not accepted.
-    was: an earlier name of the field, which is then refused with the name of today.
   """
   limits = {"least": least, "above": above, "most": most, "below": below}
   metadata = {name: limit for name, limit in limits.items() if limit is not None}
-  return dataclasses.field(default=default, metadata={**metadata, "was": was})
+  return dataclasses.field(default=default, metadata=metadata)
 
 
-def choice(
-  default: Any = dataclasses.MISSING, *, of: Sequence[str], was: str = ""
-) -> Any:
+def choice(default: Any = dataclasses.MISSING, *, of: Sequence[str]) -> Any:
   """Returns a dataclass field that must be one of the names in `of`.
 
   Args:
     default: of the field; left out, the field has to be given.
     of: the names.
-    was: as of `bounded`.
   """
-  return dataclasses.field(default=default, metadata={"of": tuple(of), "was": was})
+  return dataclasses.field(default=default, metadata={"of": tuple(of)})
 
 
 def section(cls: type) -> Any:

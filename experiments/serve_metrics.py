@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import (
+  CollectorRegistry,
+  Counter,
+  Gauge,
+  Histogram,
+  generate_latest,
+)
 
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.streaming import InferenceServer
@@ -19,7 +22,6 @@ class ServeMetrics:
 
   def __init__(self, server: InferenceServer):
     """Args: whose running and waiting questions are read at each scrape."""
-    self._server = server
     self._registry = CollectorRegistry()
     registry = self._registry
     self._ended = Counter(
@@ -52,7 +54,12 @@ class ServeMetrics:
       buckets=_SECONDS,
       registry=registry,
     )
-    registry.register(self)
+    for name, text, read in (
+      ("coa_running", "Questions that have a slot.", lambda: server.counts[0]),
+      ("coa_waiting", "Questions that wait for a slot.", lambda: server.counts[1]),
+      ("coa_up", "1 while questions can be sent.", lambda: server.alive),
+    ):
+      Gauge(name, text, registry=registry).set_function(read)
 
   def first_text(self, seconds: float) -> None:
     """Counts an attempt's first text."""
@@ -72,16 +79,6 @@ class ServeMetrics:
   def refused(self, code: int) -> None:
     """Counts a request that got an error."""
     self._refused.labels(str(code)).inc()
-
-  def collect(self) -> Iterable[Metric]:
-    """Yields the gauges, read now. See `prometheus_client.registry`."""
-    running, waiting = self._server.counts
-    for name, text, value in (
-      ("coa_running", "Questions that have a slot.", running),
-      ("coa_waiting", "Questions that wait for a slot.", waiting),
-      ("coa_up", "1 while questions can be sent.", int(self._server.alive)),
-    ):
-      yield GaugeMetricFamily(name, text, value)
 
   def text(self) -> bytes:
     """Writes all in Prometheus's text format."""

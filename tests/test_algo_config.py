@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import ml_collections
 import pytest
 
@@ -76,24 +74,6 @@ LOSSES = [
 def test_what_can_not_be_is_refused(fields, message):
   with pytest.raises(ConfigError, match=message):
     read(**fields)
-
-
-@pytest.mark.parametrize(
-  ("field", "path"),
-  [
-    ("draw", "sampling.task_sampler"),
-    ("importance_cap", "loss.is_clip"),
-    ("importance_level", "loss.is_level"),
-    ("importance_rule", "loss.is_mode"),
-    ("importance_floor", "loss.is_min"),
-    ("gap", "guards.max_logp_diff"),
-    ("gap_limit", "guards.max_logp_diff_share"),
-  ],
-)
-def test_a_field_of_another_name_is_named_by_its_path(field: str, path: str):
-  message = f"'algo' has no field '{field}'; it is called '{path}' now"
-  with pytest.raises(ConfigError, match=re.escape(message)):
-    read(**{field: 1})
 
 
 @pytest.mark.parametrize("path", ["sampling.prompts", "loss.clip_high", "batch.rows"])

@@ -1,4 +1,4 @@
-"""What was compiled is found again at the next start, by every process."""
+"""The first process finds its compiled programs at the next start."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ def start(cache: pathlib.Path) -> list[list[str]]:
   return [process.communicate(timeout=300)[0].split() for process in started]
 
 
-def test_every_process_finds_its_replicas_programs_at_the_next_start(tmp_path):
-  """JAX by itself writes the first process's alone, since it takes all to be alike."""
+def test_only_the_first_process_finds_its_programs_at_the_next_start(tmp_path):
+  """JAX lets process 0 alone write; on CPUs each process has keys of its own."""
   assert start(tmp_path) == [["0", "0"], ["0", "0"]]
-  # One of each process, and one of both, which the first wrote.
-  assert len([f for f in os.listdir(tmp_path) if f.endswith("-cache")]) == 3
-  # On CPUs that one's key is another in each process.
-  assert start(tmp_path) == [["1", "1"], ["1", "0"]]
+  assert len([f for f in os.listdir(tmp_path) if f.endswith("-cache")]) == 2
+  assert start(tmp_path) == [["1", "1"], ["0", "0"]]

@@ -33,7 +33,7 @@ from coa_jax.record import (
 class Loss:
   """A section inside a section."""
 
-  clip: float = bounded(0.2, least=0, most=1, was="clip_range")
+  clip: float = bounded(0.2, least=0, most=1)
 
   def __post_init__(self):
     check_fields(self)
@@ -125,7 +125,7 @@ class Defaults:
     ({"lrr": 1.0}, "config section 'optim' has no field 'lrr'; did you mean 'lr'?"),
     ({"zzz": 1}, "no field 'zzz'; there are corpus, loss, lr, meta, name, nesterov"),
     ({"clip": 1.0}, "has no field 'clip'; did you mean 'loss.clip'?"),
-    ({"clip_range": 1.0}, "no field 'clip_range'; it is called 'loss.clip' now"),
+    ({"loss": {"clip_range": 1}}, "no field 'clip_range'; did you mean 'clip'?"),
     ({"lr": "0.1"}, "config.optim.lr is '0.1'; it must be of type float"),
     ({"corpus": 3}, "config.optim.corpus is 3; it must be of type str or NoneType"),
     ({"tools": ("a", 3)}, "config.optim.tools[1] is 3; it must be of type str"),
@@ -351,7 +351,7 @@ def test_a_field_that_a_record_lacks_counts_as_its_default(tmp_path):
     prepare_workdir(whole(loss={"clip": 0.0}), workdir)
   record["config"]["optim"]["clip_range"] = 0.2
   (tmp_path / "run" / "config.json").write_text(json.dumps(record))
-  with pytest.raises(ConfigError, match=r"another config .*called 'loss\.clip' now"):
+  with pytest.raises(ConfigError, match=r"another config .*no field 'clip_range'"):
     prepare_workdir(whole(), workdir)
 
 

@@ -374,7 +374,8 @@ def test_an_interrupted_run_is_stopped_where_it_would_have_been(config, tmp_path
   watched = config.copy_and_resolve_references()
   watched.checkpoint.every = 1
   # No share is 2: a warning at the third step.
-  watched.watch = dict(stop=True, patience=3, reward_variance_share=2.0)
+  limits = dict(reward_variance_share=2.0)
+  watched.watch = dict(stop=True, patience=3, limits=limits)
   with guessing.killed_before_log_of(3):
     rl.run(watched, str(tmp_path))
   for _ in range(2):  # and there again, before any rollout

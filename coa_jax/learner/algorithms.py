@@ -72,10 +72,10 @@ class LossConfig:
   kl_coef: float = bounded(0.0, least=0)
   kl_estimator: str = choice("k3", of=("k1", "k2", "k3"))
   kl_in: str = choice("loss", of=("loss", "reward"))
-  is_clip: float = bounded(0.0, least=0, was="importance_cap")
-  is_level: str = choice("token", of=("token", "sequence"), was="importance_level")
-  is_mode: str = choice("truncate", of=("truncate", "mask"), was="importance_rule")
-  is_min: float = bounded(0.0, least=0, below=1, was="importance_floor")
+  is_clip: float = bounded(0.0, least=0)
+  is_level: str = choice("token", of=("token", "sequence"))
+  is_mode: str = choice("truncate", of=("truncate", "mask"))
+  is_min: float = bounded(0.0, least=0, below=1)
   gamma: float = bounded(1.0, least=0, most=1)
   lam: float = bounded(1.0, least=0, most=1)
   value_clip: float = bounded(0.5, above=0)
@@ -160,8 +160,8 @@ class GuardConfig:
       1 for never.
   """
 
-  max_logp_diff: float = bounded(0.1, above=0, was="gap")
-  max_logp_diff_share: float = bounded(1.0, least=0, most=1, was="gap_limit")
+  max_logp_diff: float = bounded(0.1, above=0)
+  max_logp_diff_share: float = bounded(1.0, least=0, most=1)
 
   def __post_init__(self):
     check_fields(self)

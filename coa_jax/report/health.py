@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coa_jax.fields import bounded, check_fields
+from coa_jax.fields import bounded, check_fields, nearest
 from coa_jax.report.metrics import read_metrics
 
 # One NaN here makes every later value wrong. All are from the learner except roles'
@@ -44,159 +44,130 @@ class CollapsedError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchConfig:
-  """Config section `watch`: which numbers are worth a warning, or the run's end.
-
-  A metric is reported after `patience` steps in a row beyond its limit, and again only
-  after it has been within. A limit of 0 is not watched. A NaN or infinite learner
-  metric always ends the run, immediately and without saving, so that the previous
-  checkpoint stays.
-
-  Attributes:
-    stop: whether a report ends the run, after a checkpoint. The same command then ends
-      at the same step; with other limits, or with False, it continues.
-    patience: steps.
-    reward_variance_share: minimum share of groups neither all right nor all wrong
-      (ignoring penalties).
-    entropy: minimum entropy of a sampled token, nats.
-    entropy_drop: minimum entropy of any role, as a share of its value in the first
-      `patience` steps watched.
-    length_growth: maximum of tokens in a trajectory, as a multiple of the same steps'
-      value.
-    truncated: maximum share of trajectories cut off at the token limit.
-    repeated: maximum share of trajectories with a repeated call, think or plan.
-    calls_drop: minimum of tool calls in a trajectory, as a share of the same steps'
-      value.
-    logp_diff_share: maximum share of tokens with a log-prob difference between sampler
-      and learner above `algo.guards.max_logp_diff`; not watched with
-      `algo.sampling.staleness`, because older policies sample the tokens.
-    ratio_outlier_share: maximum share of tokens with a probability ratio of learner to
-      sampler above e or below 1/e; not watched with `algo.sampling.staleness`.
-    removed_mass: maximum probability removed from a token by the grammar.
-    infrastructure: maximum share of trajectories lost to unavailable tools or judges.
-  """
-
-  stop: bool = False
-  patience: int = bounded(5, least=1)
-  reward_variance_share: float = bounded(0.02, least=0, was="informative")
-  entropy: float = bounded(0.001, least=0)
-  entropy_drop: float = bounded(0.02, least=0)
-  length_growth: float = bounded(2.5, least=0)
-  truncated: float = bounded(0.5, least=0)
-  repeated: float = bounded(0.7, least=0)
-  calls_drop: float = bounded(0.2, least=0)
-  logp_diff_share: float = bounded(0.05, least=0, was="gap")
-  ratio_outlier_share: float = bounded(0.01, least=0, was="ratio_tail")
-  removed_mass: float = bounded(0.2, least=0)
-  infrastructure: float = bounded(0.25, least=0)
-
-  def __post_init__(self):
-    check_fields(self)
-
-  @property
-  def limits(self) -> dict[str, float]:
-    """Returns the limits by field."""
-    return {
-      "reward_variance_share": self.reward_variance_share,
-      "entropy": self.entropy,
-      "entropy_drop": self.entropy_drop,
-      "length_growth": self.length_growth,
-      "truncated": self.truncated,
-      "repeated": self.repeated,
-      "calls_drop": self.calls_drop,
-      "logp_diff_share": self.logp_diff_share,
-      "ratio_outlier_share": self.ratio_outlier_share,
-      "removed_mass": self.removed_mass,
-      "infrastructure": self.infrastructure,
-    }
-
-
-@dataclasses.dataclass(frozen=True)
 class Rule:
-  """The metric and the direction of a field of `WatchConfig`.
+  """When a metric is wrong, and the remedy.
 
   Attributes:
-    metric: its name; a name ending in `_` is a prefix.
-    above: whether the limit is a maximum; otherwise a minimum.
-    remedy: the usual remedy.
+    limit: by default; 0 for none.
+    above: whether too much is wrong; else too little.
+    remedy: what usually helps.
     relative: whether the limit is a multiple of the metric's first values.
     on_policy: whether it is meaningful only if sampler and learner are one policy.
   """
 
-  metric: str
+  limit: float
   above: bool
   remedy: str
   relative: bool = False
   on_policy: bool = False
 
 
+# By metric; a name that ends in `_` stands for all metrics that begin so.
 RULES = {
   "reward_variance_share": Rule(
-    "reward_variance_share",
+    0.02,
     False,
     "tasks are all too easy or all too hard for it (see `reward`): choose others "
     "(experiments/select_tasks.py), raise algo.sampling.samples or .temperature",
   ),
   "entropy": Rule(
-    "entropy",
+    0.001,
     False,
     f"it hardly explores any more: {_EXPLORE}",
   ),
-  "entropy_drop": Rule(
-    "entropy_",
+  "entropy_": Rule(
+    0.02,
     False,
     f"this role has collapsed: {_EXPLORE}",
     relative=True,
   ),
-  "length_growth": Rule(
-    "tokens_per_trajectory",
+  "tokens_per_trajectory": Rule(
+    2.5,
     True,
     "lengths explode: reward.shaping.overlong, or algo.loss.advantage=dr_grpo",
     relative=True,
   ),
-  "truncated": Rule(
-    "truncated_share",
+  "truncated_share": Rule(
+    0.5,
     True,
     "most rollouts end unfinished: raise rollout.max_len, or reward.shaping.overlong",
   ),
-  "repeated": Rule(
-    "repeated_share",
+  "repeated_share": Rule(
+    0.7,
     True,
     f"it repeats itself: reward.shaping.repetition, rollout.same_calls, {_LOWER_LR}",
   ),
-  "calls_drop": Rule(
-    "calls_per_trajectory",
+  "calls_per_trajectory": Rule(
+    0.2,
     False,
     "it no longer asks its tools: see whether their calls fail (`failed_calls_tool`, "
     f"`failed_calls_infrastructure`) or cost too much (reward.shaping), {_LOWER_LR}",
     relative=True,
   ),
   "logp_diff_share": Rule(
-    "logp_diff_share",
+    0.05,
     True,
     "sampler and learner disagree: compute more precisely (model.dtype), or correct "
     "with algo.loss.is_clip",
     on_policy=True,
   ),
   "ratio_outlier_share": Rule(
-    "ratio_outlier_share",
+    0.01,
     True,
     f"the policy has moved far from what sampled: fewer algo.batch.epochs, "
     f"{_LOWER_LR}, or algo.loss.is_clip",
     on_policy=True,
   ),
   "removed_mass": Rule(
-    "removed_mass",
+    0.2,
     True,
     "it lives by the grammar's mask and has not learnt the protocol: more SFT, or "
     "rollout.constrain=False with a reward for the format",
   ),
-  "infrastructure": Rule(
-    "infrastructure_share",
+  "infrastructure_share": Rule(
+    0.25,
     True,
     "tools or judges are down: see the calls' errors in trajectories/",
   ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchConfig:
+  """Config section `watch`: which numbers are worth a warning, or the run's end.
+
+  A number is reported when it was beyond its limit at `patience` steps in a row, and
+  again only once it had been within. A number of the learner that is NaN or infinite
+  always ends the run, at once and unsaved, so that the checkpoint before stands.
+
+  Attributes:
+    stop: whether a report ends the run, after a checkpoint. The same command then ends
+      there again; with other limits, or without this, it goes on.
+    patience: steps.
+    limits: limits by metric; a metric left out has its default, a limit of 0 is not
+      watched. `tokens_per_trajectory` (at most), `calls_per_trajectory` and the entropy
+      of each role, `entropy_` (at least) are multiples of the mean of the first
+      `patience` steps watched; `entropy` (nats) and `reward_variance_share` are at
+      least this, all others at most. `logp_diff_share` and `ratio_outlier_share` are
+      not watched with `algo.sampling.staleness`, whose tokens are of policies before
+      the learner's.
+  """
+
+  stop: bool = False
+  patience: int = bounded(5, least=1)
+  limits: dict[str, float] = dataclasses.field(
+    default_factory=lambda: {metric: rule.limit for metric, rule in RULES.items()}
+  )
+
+  def __post_init__(self):
+    check_fields(self)
+    for metric, limit in self.limits.items():
+      if metric not in RULES:
+        raise ValueError(f"limits has no metric {metric!r}{nearest(metric, RULES)}")
+      if not 0 <= limit < math.inf:
+        raise ValueError(f"limits.{metric} is {limit}; it must be at least 0")
+    defaults = {metric: rule.limit for metric, rule in RULES.items()}
+    object.__setattr__(self, "limits", defaults | self.limits)
 
 
 class HealthMonitor:
@@ -205,12 +176,12 @@ class HealthMonitor:
   def __init__(self, config: WatchConfig):
     """Takes section `watch`."""
     self._config = config
-    # Steps in a row beyond the limit, by field and metric.
-    self._beyond: collections.Counter[tuple[str, str]] = collections.Counter()
-    # The first values of metrics with relative limits.
+    # Steps in a row beyond the limit, by metric.
+    self._beyond: collections.Counter[str] = collections.Counter()
+    # The first values of a metric whose limit is relative to them.
     self._first: dict[str, list[float]] = collections.defaultdict(list)
-    # Reported and not yet within its limit again, by field and metric.
-    self._standing: dict[tuple[str, str], str] = {}
+    # What was reported and has not been within its limit since, by metric.
+    self._standing: dict[str, str] = {}
 
   def replay(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
     """Reads the run's earlier metrics as if it had watched them, without warnings.
@@ -275,22 +246,28 @@ class HealthMonitor:
     """Returns a step's reports."""
     reports = []
     # Which metrics a step has differs from step to step: its values are asked, by name.
-    for field, limit in self._config.limits.items():
-      rule = RULES[field]
-      # Off policy the tokens come from older policies: their difference is not a fault.
+    for metric, limit in self._config.limits.items():
+      rule = RULES[metric]
+      # Off policy the tokens are of older policies: that they differ is no fault.
       if not limit or (rule.on_policy and "staleness" in values):
         continue
       for name, value in values.items():
-        if _matches(rule.metric, name) and math.isfinite(value):
-          reports += self._judge(field, rule, limit, name, value)
+        if _matches(metric, name) and math.isfinite(value):
+          reports += self._judge(metric, limit, name, value)
     return reports
 
-  def _judge(
-    self, field: str, rule: Rule, limit: float, name: str, value: float
-  ) -> list[str]:
-    """Counts one value of one metric; returns its report if due."""
+  def _judge(self, metric: str, limit: float, name: str, value: float) -> list[str]:
+    """Counts one value of one metric; returns its report where it is due.
+
+    Args:
+      metric: of the limit; `name` begins so, or is this.
+      limit: of the metric.
+      name: of the value.
+      value: of the step.
+    """
+    rule = RULES[metric]
     patience = self._config.patience
-    limit_text = f"watch.{field}={limit:g}"
+    limit_text = f"watch.limits.{metric}={limit:g}"
     # A relative limit is known once its baseline is: the first `patience` values.
     if rule.relative:
       first = self._first[name]
@@ -306,15 +283,14 @@ class HealthMonitor:
       beyond = value < limit
       where = "below"
 
-    # A field may limit several metrics, one a role: each has its own count.
-    key = (field, name)
+    # A limit may be of several metrics, one a role: each has its own count.
     if beyond:
-      self._beyond[key] += 1
+      self._beyond[name] += 1
     else:
-      self._beyond[key] = 0
-    count = self._beyond[key]
+      self._beyond[name] = 0
+    count = self._beyond[name]
     if count < patience:
-      self._standing.pop(key, None)
+      self._standing.pop(name, None)
       return []
 
     # --- The fault, its size, and the usual remedy.
@@ -322,9 +298,8 @@ class HealthMonitor:
     if count > 1:
       steps = f"{count} steps in a row"
     text = f"{name} is {value:.4g}, {where} {limit_text}, {steps}; {rule.remedy}"
-    # Kept, with its newest values, until a value is within the limit; reported only
-    # once.
-    self._standing[key] = text
+    # It stands, with its newest numbers, until a value is within; it is told only once.
+    self._standing[name] = text
     return [text] if count == patience else []
 
 

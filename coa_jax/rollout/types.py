@@ -130,7 +130,7 @@ class SamplingConfig:
   filter_groups: bool = True
   temperature: float = bounded(1.0, above=0)
   staleness: int = bounded(0, least=0)
-  task_sampler: str = choice("uniform", of=TASK_SAMPLERS, was="draw")
+  task_sampler: str = choice("uniform", of=TASK_SAMPLERS)
   curriculum: float = bounded(0.5, least=0, most=1)
 
   def __post_init__(self):

@@ -39,7 +39,7 @@ class TeacherConfig:
     max_checks: verified candidates of a run.
   """
 
-  backend: str = choice("scripted", of=BACKENDS, was="brain")
+  backend: str = choice("scripted", of=BACKENDS)
   samples: int = bounded(1, least=1)
   select: bool = False
   facts: bool = False

@@ -73,7 +73,7 @@ class SynthesisConfig:
     seed: the seed of the draws.
   """
 
-  backend: str = choice("chat", of=("chat", "cloze"), was="brain")
+  backend: str = choice("chat", of=("chat", "cloze"))
   seeds: int = bounded(100, least=1)
   depth: int = bounded(2, least=0)
   width: float = bounded(0.25, least=0, most=1)

@@ -99,9 +99,7 @@ class ToolsConfig:
   crawl: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
   vision: VisionConfig | None = None
   mcp: dict[str, McpConfig] = dataclasses.field(default_factory=dict)
-  functions: dict[str, FunctionTool] = dataclasses.field(
-    default_factory=dict, metadata={"was": "named"}
-  )
+  functions: dict[str, FunctionTool] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     check_fields(self)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from coa_jax.config import ConfigError, read_config
 from coa_jax.report.health import RULES, CollapsedError, HealthMonitor, WatchConfig
 from coa_jax.report.metrics import Metrics
 
@@ -25,20 +26,25 @@ HEALTHY = {
   "removed_mass": 0.01,
   "infrastructure_share": 0.0,
 }
-# Metric -> what it is once it went wrong, and the field that limits it.
+# Metric -> its value once it went wrong.
 WRONG = {
-  "entropy": (1e-5, "entropy"),
-  "entropy_plan": (1e-4, "entropy_drop"),
-  "reward_variance_share": (0.0, "reward_variance_share"),
-  "tokens_per_trajectory": (400.0, "length_growth"),
-  "truncated_share": (0.9, "truncated"),
-  "repeated_share": (0.8, "repeated"),
-  "calls_per_trajectory": (0.3, "calls_drop"),
-  "logp_diff_share": (0.2, "logp_diff_share"),
-  "ratio_outlier_share": (0.5, "ratio_outlier_share"),
-  "removed_mass": (0.5, "removed_mass"),
-  "infrastructure_share": (0.6, "infrastructure"),
+  "entropy": 1e-5,
+  "entropy_plan": 1e-4,
+  "reward_variance_share": 0.0,
+  "tokens_per_trajectory": 400.0,
+  "truncated_share": 0.9,
+  "repeated_share": 0.8,
+  "calls_per_trajectory": 0.3,
+  "logp_diff_share": 0.2,
+  "ratio_outlier_share": 0.5,
+  "removed_mass": 0.5,
+  "infrastructure_share": 0.6,
 }
+
+
+def limit_of(metric: str) -> str:
+  """The name of a metric's limit."""
+  return "entropy_" if metric == "entropy_plan" else metric
 
 
 Series = list[dict[str, float]]
@@ -53,33 +59,34 @@ def warnings_of(config: WatchConfig, series: Series) -> list[tuple[int, str]]:
   return out
 
 
-def test_every_field_has_a_rule_and_every_rule_a_case():
-  limits = {f.name for f in dataclasses.fields(WatchConfig)} - {"stop", "patience"}
-  assert set(RULES) == limits == {field for _, field in WRONG.values()}
+def test_every_rule_has_a_case_and_a_limit():
+  assert set(RULES) == set(WatchConfig().limits) == {limit_of(m) for m in WRONG}
+  some = WatchConfig(limits={"entropy": 0.5}).limits
+  assert some == WatchConfig().limits | {"entropy": 0.5}
 
 
 def test_a_healthy_run_is_left_alone():
   assert warnings_of(WatchConfig(stop=True), [HEALTHY] * 50) == []
   # Some noise beyond every limit, never `patience` steps in a row, is no collapse.
-  wrong = HEALTHY | {name: value for name, (value, _) in WRONG.items()}
+  wrong = HEALTHY | WRONG
   series = [HEALTHY] * 5 + [wrong, wrong, wrong, wrong, HEALTHY] * 5
   assert warnings_of(WatchConfig(stop=True), series) == []
 
 
 @pytest.mark.parametrize("metric", WRONG)
 def test_each_collapse_is_named_once_with_its_limit_and_a_remedy(metric):
-  value, field = WRONG[metric]
+  value, limit = WRONG[metric], limit_of(metric)
   wrong = HEALTHY | {metric: value}
   config = WatchConfig(patience=3)
   series = [HEALTHY] * 4 + [wrong] * 6 + [HEALTHY] + [wrong] * 3
   first, again = warnings_of(config, series)
   assert (first[0], again[0]) == (7, 14)  # the third in a row, and again later
   assert f"warning: step 7: {metric} is {value:.4g}" in first[1]
-  assert f"watch.{field}=" in first[1] and "3 steps in a row" in first[1]
-  assert RULES[field].remedy in first[1] and "\n" not in first[1]
+  assert f"watch.limits.{limit}=" in first[1] and "3 steps in a row" in first[1]
+  assert RULES[limit].remedy in first[1] and "\n" not in first[1]
   with pytest.raises(CollapsedError, match=rf"stopped at step 7 \(saved\).*{metric}"):
     warnings_of(dataclasses.replace(config, stop=True), series)
-  off = dataclasses.replace(config, stop=True, **{field: 0.0})
+  off = dataclasses.replace(config, stop=True, limits={limit: 0.0})
   assert warnings_of(off, series) == []
 
 
@@ -113,7 +120,7 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
   tmp_path, metric, lives
 ):
   """Baselines and counts are those of the whole run, however short its lives are."""
-  wrong = HEALTHY | {metric: WRONG[metric][0], "reward": math.nan}
+  wrong = HEALTHY | {metric: WRONG[metric], "reward": math.nan}
   series = [HEALTHY] * 6 + [wrong] * 6
   config = WatchConfig(stop=True)
   expected = ending(HealthMonitor(config), series, 0)
@@ -130,7 +137,7 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
   with pytest.raises(CollapsedError) as again:
     HealthMonitor(config).replay(workdir, "rl", 11)
   assert str(again.value) == expected
-  for other in ({"stop": False}, {WRONG[metric][1]: 0.0}):
+  for other in ({"stop": False}, {"limits": {limit_of(metric): 0.0}}):
     watch = HealthMonitor(dataclasses.replace(config, **other))
     watch.replay(workdir, "rl", 11)
     assert ending(watch, series, 11) == ""
@@ -159,5 +166,10 @@ def test_steps_that_lack_a_metric_or_have_no_mean_of_it_count_for_nothing():
 def test_limits_that_can_not_be_meant_are_refused():
   with pytest.raises(ValueError, match="patience is 0; it must be at least 1"):
     WatchConfig(patience=0)
-  with pytest.raises(ValueError, match=r"removed_mass is -0\.1; it must be at least 0"):
-    WatchConfig(removed_mass=-0.1)
+  for value in (-0.1, math.nan, math.inf):
+    with pytest.raises(ValueError, match=r"limits\.removed_mass is .* at least 0"):
+      WatchConfig(limits={"removed_mass": value})
+  with pytest.raises(ValueError, match="no metric 'removed_mas'; did you mean"):
+    WatchConfig(limits={"removed_mas": 0.1})
+  with pytest.raises(ConfigError, match="'watch' has no field 'entropy'"):
+    read_config({"entropy": 0.1}, WatchConfig, "watch")

@@ -1,8 +1,8 @@
 """The part of vLLM's HTTP that the engine speaks, with a script for a model.
 
 It continues every row of ids that begins as a script does with the script's next turn,
-and goes on past the turn's end: it stops at no tag. Weights are really loaded, digested
-and scored, so that a refresh can be proven or not. It misbehaves when told to.
+and goes on past the turn's end: it stops at no tag. Weights are really loaded and
+scored, so that a refresh can succeed or not. It misbehaves when told to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from coa_jax.protocol.trajectory import Author
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.vllm.client import VllmConfig
-from coa_jax.rollout.vllm.weights import digests_of
 from coa_jax.rollout.worker import RolloutWorker
 
 CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
@@ -40,7 +39,6 @@ class ScriptedVllm(Server):
     model: what /server_info says of it.
     max_model_len: what /v1/models says.
     stale: a folder whose weights it goes on serving, whatever is loaded.
-    dishonest: True to report digests of what it was told to load all the same.
     hangups: completions that hung until their client left.
     sampling: completions that run.
     disturbed: those that ran at each load of weights.
@@ -54,11 +52,10 @@ class ScriptedVllm(Server):
     self.rows = rows or rows_of(tok)
     self.faults = lambda body: None
     self.release = threading.Event()
-    self.model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"}
+    self.model = {"logprobs_mode": "processed_logprobs"}
     self.max_model_len = 4096
     self.folder = ""
     self.stale = ""
-    self.dishonest = False
     self.gone = False
     self.hangups = 0
     self.sampling = 0
@@ -114,10 +111,6 @@ class ScriptedVllm(Server):
       return {"results": [None]}
     if path == "/reset_prefix_cache":
       return {"success": True}
-    if path == "/weight_checker":
-      honest = self.folder if self.dishonest else self.stale or self.folder
-      digests = digests_of(honest, "float32").items()
-      return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": x for name, x in digests}}
     if path == "/v1/completions" and body["model"] == "m":
       return self.score(body) if "prompt_logprobs" in body else self.sample(body)
     return 404

@@ -25,12 +25,12 @@ from tests.backend import BACKEND
 def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
   def loads() -> list[str]:
     paths = [r.path for r in server.requests]
-    names = ("/collective_rpc", "/reset_prefix_cache", "/weight_checker")
+    names = ("/collective_rpc", "/reset_prefix_cache")
     return [p for p in paths if p in names]
 
   on, one = vllm_worker(server, tmp_path), toy.params()
   play(on, params=one)
-  once = ["/collective_rpc", "/reset_prefix_cache", "/weight_checker"]
+  once = ["/collective_rpc", "/reset_prefix_cache"]
   assert loads() == once and server.folder == str(tmp_path / "served")
   play(on, params=one)
   assert loads() == once
@@ -40,31 +40,19 @@ def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
   assert loads() == once * 2
 
 
-@pytest.mark.parametrize("dishonest", [False, True])
-def test_other_weights_than_ours_are_found_out(server, tmp_path, dishonest: bool):
-  """By their digests; and where those are of what is not used, by what they compute."""
+def test_other_weights_than_ours_are_found_out(server, tmp_path):
   other = str(tmp_path / "other")
   save_model(other, toy.MODEL, toy.params(1))
   on = vllm_worker(server, tmp_path)
   play(on)
-  server.stale, server.dishonest = other, dishonest
+  server.stale = other
   changed = {**toy.params(), "final_norm": toy.params()["final_norm"] * 1.01}
-  message = "does not compute what" if dishonest else "does not serve the weights in"
   # After a refused refresh nothing counts as served, what was served before least.
   for params in (changed, changed, toy.params()):
-    with pytest.raises(VllmError, match=message):
+    with pytest.raises(VllmError, match="does not compute what"):
       play(on, params=params)
   server.stale = ""
   assert len(play(on, params=changed)) == 8
-
-
-def test_a_single_bit_is_found_out(server, tmp_path):
-  one = toy.params()
-  almost = {**one, "final_norm": one["final_norm"].at[3].add(2.0**-23)}
-  server.stale = str(tmp_path / "almost")
-  save_model(server.stale, toy.MODEL, almost)
-  with pytest.raises(VllmError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
-    play(vllm_worker(server, tmp_path), params=one)
 
 
 @pytest.mark.parametrize(

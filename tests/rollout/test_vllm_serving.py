@@ -166,25 +166,19 @@ def test_a_load_that_did_not_happen_is_found_out(url, tmp_path, monkeypatch):
   params = transformer.init_params(CFG, 0)
   engine.refresh(params)
   monkeypatch.setattr(VllmServer, "load", lambda self, folder: None)
-  almost = {**params, "final_norm": params["final_norm"].at[3].add(2.0**-23)}
-  with pytest.raises(VllmError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
-    engine.refresh(almost)
   matrices = {**params, "layer_0": transformer.init_params(CFG, 1)["layer_0"]}
   with pytest.raises(VllmError, match="does not compute what"):
     engine.refresh(matrices)
 
 
-def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path, monkeypatch):
-  """vLLM 0.32 on a CPU: the reload misses it, and its digests do not show that."""
+def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path):
+  """vLLM 0.32 on a CPU: the reload misses it."""
   path = str(tmp_path / "model")
   save_model(path, TIED, transformer.init_params(TIED, 0), toy.tokenizer())
   with real_vllm.served(
     path, str(tmp_path / "log"), *FLAGS, "--enforce-eager"
   ) as client:
     engine = over_vllm(str(client.base_url), tmp_path, TIED).engine.server
-    with pytest.raises(VllmError, match="keeps the old output matrix"):
-      engine.refresh(transformer.init_params(TIED, 1))
-    monkeypatch.setattr(weights, "compare_digests", lambda *unused: None)
     with pytest.raises(VllmError, match="does not compute what"):
       engine.refresh(transformer.init_params(TIED, 1))
     engine.refresh(transformer.init_params(TIED, 0))

@@ -21,7 +21,7 @@ GRACE_S = 20.0
 
 def main(command: list[str]) -> int:
   """Runs the command; returns its exit status."""
-  # The endpoints that load weights and digest them; and nothing is told to anybody.
+  # The endpoints that load weights; no usage statistics.
   os.environ.update(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1")
   # For `vllm.plugin`.
   paths = [str(pathlib.Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]

@@ -1,8 +1,8 @@
-"""One running `vllm serve`, over HTTP: token ids in and out, weights in, their proof.
+"""One running `vllm serve`, over HTTP: token ids in and out, weights in.
 
 vLLM lives in an environment of its own and is never imported: what this needs of it
-(completions over ids, a reload of weights, SHA-256 digests of the tensors it holds) it
-offers over HTTP when it runs with VLLM_SERVER_DEV_MODE=1. Written against vLLM 0.32.
+(completions over ids, a reload of weights) it offers over HTTP when it runs with
+VLLM_SERVER_DEV_MODE=1. Written against vLLM 0.32.
 
 budget: all that is asked of a server, and what of its answers is believed.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import re
 import shutil
 import threading
 import weakref
@@ -64,7 +63,7 @@ class VllmConfig:
   retries: int = bounded(3, least=0)
   backoff_s: float = bounded(1.0, least=0)
   request_tokens: int = bounded(256, least=1)
-  max_logp_diff: float = bounded(0.05, above=0, was="gap")
+  max_logp_diff: float = bounded(0.05, above=0)
 
   def __post_init__(self):
     check_fields(self)
@@ -137,13 +136,13 @@ class VllmServer:
     thread.start()
     self.close = weakref.finalize(self, _end, self._loop, thread)
     try:
-      self._name, self.dtype = self._meet(max_len, masks)
+      self._name = self._meet(max_len, masks)
     except BaseException:
       self.close()
       raise
 
-  def _meet(self, max_len: int, masks: bool) -> tuple[str, str]:
-    """The name of the model that is served, and its dtype; args as `__init__`."""
+  def _meet(self, max_len: int, masks: bool) -> str:
+    """The name of the model that is served; args as `__init__`."""
     config = self._config
     # --- What it serves, and how long rows may be.
     served = self._now("GET", "/v1/models", read=lambda x: x["data"][0])
@@ -171,7 +170,7 @@ class VllmServer:
         f"start it with --logits-processors={PROCESSOR} and PYTHONPATH naming this "
         "repository, let vllm.serve start one, or set rollout.constrain=False"
       )
-    return served["id"], str(model.get("dtype")).removeprefix("torch.")
+    return served["id"]
 
   def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     """Starts a coroutine of this client; cancelling the future hangs up."""
@@ -303,26 +302,6 @@ class VllmServer:
         raise ValueError("cached prefixes are still in use")
 
     self._now("POST", "/reset_prefix_cache", read=read)
-
-  def digests(self) -> dict[str, str]:
-    """Name -> SHA-256 of every tensor that the server holds.
-
-    Raises:
-      VllmError: it splits its matrices over devices: parts have digests of their own.
-    """
-    body = {"action": "checksum"}
-    checksums = self._now("POST", "/weight_checker", body, lambda x: x["checksums"])
-    by_name = {}
-    for holder, checksum in checksums.items():
-      # dp0:pp0:pcp0:tp0:model.norm.weight: the ranks of who holds it, and its name.
-      ranks, _, name = holder.rpartition(":")
-      if re.search(r"\btp[1-9]", ranks):
-        raise VllmError(
-          f"{self._config.url} splits matrices over devices, so their digests prove "
-          "nothing: start it with --tensor-parallel-size=1"
-        )
-      by_name[name] = checksum
-    return by_name
 
   def _now(
     self,

@@ -40,7 +40,7 @@ from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.engine import EpisodePool
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
-from coa_jax.rollout.vllm import weights as proof
+from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import (
   PROCESSOR,
   UnansweredError,
@@ -122,8 +122,8 @@ class VllmReplica:
     self.timings = Timings()
     self._vllm = dataclasses.replace(vllm, folder=os.path.abspath(vllm.folder))
     self._automaton = automaton
-    self._probe = list(probe)[: proof.PROBE]
-    # --- What the server has, and how that is proved.
+    self._probe = list(probe)[: weights.PROBE]
+    # --- The server, and its weights.
     self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
     self._tokenizer = tokenizer
     self._constraint = constraint
@@ -210,33 +210,31 @@ class VllmReplica:
     return ended
 
   def refresh(self, params: Any) -> None:
-    """Makes the server serve `params`, and proves that it does.
+    """Makes the server serve `params`, and compares what it computes.
 
-    The policy is exported and loaded, and cached prefixes are forgotten. Proof: the
-    SHA-256 of every tensor that the server holds is that of what was exported, and its
-    log-probs of a fixed row are those of our own forward pass. The second is needed on
-    a CPU, where vLLM packs matrices out of sight of the first.
+    The policy is exported and loaded, and cached prefixes are forgotten. Then the
+    server's log-probs of a fixed row must be those of our own forward pass, up to
+    `vllm.max_logp_diff`.
 
     Raises:
-      VllmError: it does not serve them, or that can not be shown.
+      VllmError: it does not load them, or computes something else.
     """
     # --- Nothing to do where it serves these very arrays.
     leaves = jax.tree.leaves(params)
     known = [ref() for ref in self._served]
     if [id(x) for x in known] == [id(x) for x in leaves]:
       return
-    # --- Export and load. Until the proof nothing counts as served.
+    # --- Export and load. Until they are compared nothing counts as served.
     self._served = []
     folder = self._vllm.folder
     save_model(folder, self.model, params, self._tokenizer)
     if self._server is None:
       self._start(folder)
     self._load(folder)
-    # --- Prove it: what the server holds, and what it computes.
-    self._compare_digests(folder)
+    # --- Compare what it computes.
     theirs = np.array(self._server.score(self._probe))
     logp_diff = float(np.mean(np.abs(theirs - self._score(params))))
-    # Not `logp_diff > most`: a NaN is no proof.
+    # Not `logp_diff > most`: a NaN is refused too.
     if not logp_diff <= self._vllm.max_logp_diff:
       raise VllmError(
         f"{self._vllm.url} does not compute what {folder} holds: its log-probs are off "
@@ -280,19 +278,10 @@ class VllmReplica:
     if fault:
       raise fault
 
-  def _compare_digests(self, folder: str) -> None:
-    proof.compare_digests(
-      self._vllm.url,
-      self._server.digests(),
-      folder,
-      self._server.dtype,
-      tied=self.model.tie_embeddings,
-    )
-
   def _score(self, params: Any) -> np.ndarray:
     """Our own log-probs of the probe's ids but the first."""
     view = decode_params.decoding_views(self.model, params, self._whole)[0]
-    return proof.score(self.model, self.partitioner, view, self._probe)
+    return weights.score(self.model, self.partitioner, view, self._probe)
 
   def _begin(self, episode: Episode) -> _Live:
     ids = episode.start()
