@@ -8,7 +8,6 @@ Elsewhere all of it is skipped.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +51,7 @@ def test_a_kernel_is_plain_attention_in_float32(kernel, head_dim, T, S):
 
   def both(attend, *inputs):
     def total(q, k, v):
-      out = attend(q, k, v, segment, 0)
+      out = attend(q, k, v, segment)
       return (out.astype(jnp.float32) * weight).sum(), out
 
     (_, out), grads = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(
@@ -60,8 +59,8 @@ def test_a_kernel_is_plain_attention_in_float32(kernel, head_dim, T, S):
     )
     return out, *grads
 
-  def plain(q, k, v, segment, window):
-    mask_BTS = attention._visible(segment, T, window)
+  def plain(q, k, v, segment):
+    mask_BTS = attention._visible(segment, T)
     return jax.nn.dot_product_attention(q, k, v, mask=mask_BTS[:, None])
 
   # --- The same numbers, rounded to bfloat16, in both.
@@ -97,16 +96,15 @@ def test_decoding_over_pages_is_attention_over_rows(head_dim):
   rows = paged.RowPages(jnp.asarray(table))
   wide = [x.astype(jnp.float32) for x in (q, *pools)]
   with jax.default_matmul_precision("highest"):
-    theirs = paged.attend(*wide, rows, jnp.asarray(position), 0, False)
+    theirs = paged.attend(*wide, rows, jnp.asarray(position), False)
   error = apart(ours[:-1], theirs[:-1])
   print(head_dim, error)
   assert error < _CLOSE
 
 
-@pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("T", [16, 512])
-def test_given_tokens_over_pages_are_attention_over_rows(T, head_dim, window):
+def test_given_tokens_over_pages_are_attention_over_rows(T, head_dim):
   """Rows that begin anywhere, and one without pages."""
   K, J, P, B, C = 2, 40, 256, 5, 8
   keys = jax.random.split(jax.random.key(head_dim), 3)
@@ -118,14 +116,13 @@ def test_given_tokens_over_pages_are_attention_over_rows(T, head_dim, window):
   table = np.random.default_rng(0).permutation(J).reshape(B, C)
   table[-1] = -1
   rows = (jnp.asarray(table), jnp.asarray(start[:, None] + np.arange(T)))
-  attend = functools.partial(triton.attend_tokens, window=window)
-  ours = jax.jit(attend)(q, *pools, *rows)
+  ours = jax.jit(triton.attend_tokens)(q, *pools, *rows)
   assert not np.asarray(ours[-1], np.float32).any()
   wide = [x.astype(jnp.float32) for x in (q, *pools)]
   with jax.default_matmul_precision("highest"):
-    theirs = paged.attend(*wide, paged.RowPages(rows[0]), rows[1], window, False)
+    theirs = paged.attend(*wide, paged.RowPages(rows[0]), rows[1], False)
   error = apart(ours[:-1], theirs[:-1])
-  print(T, head_dim, window, error)
+  print(T, head_dim, error)
   assert error < _CLOSE
 
 

@@ -33,7 +33,6 @@ def attend_packed(
   k_BTKH: jax.Array,
   v_BTKH: jax.Array,
   segment_BT: jax.Array,
-  window: int = 0,
   kernel: str = "auto",
   partitioner: Partitioner | None = None,
 ) -> jax.Array:
@@ -45,7 +44,6 @@ def attend_packed(
     v_BTKH: values.
     segment_BT: int segment number of each token; 0 is padding, which reads padding. A
       segment's tokens stand together.
-    window: tokens that a query sees, itself included; 0 for all.
     kernel: as `RunOptions.attention` names it.
     partitioner: the mesh that the arrays are split over. Where it splits rows, their
       tokens are in the order of `moving.zigzag`, and every device computes its own
@@ -60,7 +58,7 @@ def attend_packed(
   _, T, N, H = q_BTNH.shape
   if kernel == "auto":
     kernel = choose(_device(partitioner), q_BTNH.dtype, H, _queries(partitioner, T))
-  attend_last = functools.partial(_KERNELS[kernel], window=window)
+  attend_last = _KERNELS[kernel]
   if partitioner is None:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
 
@@ -234,25 +232,20 @@ def _xla(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  window: int,
 ) -> jax.Array:
   """Block by block; see `kernels.blockwise`."""
   # Small blocks stay in a CPU's cache.
   block = 64 if jax.default_backend() == "cpu" else 512
-  return blockwise.attend_segments(
-    q_BTNH, k_BSKH, v_BSKH, segment_BS, window, OUT, block
-  )
+  return blockwise.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT, block)
 
 
-def _visible(segment_BS: jax.Array, T: int, window: int) -> jax.Array:
+def _visible(segment_BS: jax.Array, T: int) -> jax.Array:
   """mask_BTS of queries at the last T of S places: True where one sees a place."""
   S = segment_BS.shape[1]
   segment_BT = segment_BS[:, S - T :]
   place_T = jnp.arange(S - T, S)
   place_S = jnp.arange(S)
   mask_TS = place_S <= place_T[:, None]
-  if window:
-    mask_TS &= place_S > place_T[:, None] - window
   return mask_TS & (segment_BT[:, :, None] == segment_BS[:, None, :])
 
 
@@ -261,10 +254,9 @@ def _cudnn(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  window: int,
 ) -> jax.Array:
   """cuDNN's flash attention; segments go in as a mask of B x T x S bytes."""
-  mask_BTS = _visible(segment_BS, q_BTNH.shape[1], window)
+  mask_BTS = _visible(segment_BS, q_BTNH.shape[1])
   out_BTNH = jax.nn.dot_product_attention(
     q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation="cudnn"
   )
@@ -276,11 +268,8 @@ def _triton(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  window: int,
 ) -> jax.Array:
-  """The GPU's for long rows; see `kernels.triton`. It has no windows: XLA does."""
-  if window:
-    return _xla(q_BTNH, k_BSKH, v_BSKH, segment_BS, window)
+  """The GPU's for long rows; see `kernels.triton`."""
   return triton.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
 
 
@@ -289,10 +278,9 @@ def _splash(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  window: int,
 ) -> jax.Array:
   """The TPU's; see `kernels.splash`."""
-  return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, window, OUT)
+  return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
 
 
 _KERNELS = {"xla": _xla, "cudnn": _cudnn, "triton": _triton, "splash": _splash}

@@ -181,7 +181,6 @@ class KVCache:
     layer: int,
     q_BTNH: jax.Array,
     write: CacheWrite,
-    window: int = 0,
     partitioner: Partitioner | None = None,
   ) -> jax.Array:
     """Attends with a call's tokens over one layer, after `append`.
@@ -190,7 +189,6 @@ class KVCache:
       layer: its number.
       q_BTNH: queries; a token reads places of its row up to its own.
       write: of the call.
-      window: places that a token reads, its own included; 0 for all.
       partitioner: of the sampler, on several devices.
 
     Returns:
@@ -201,14 +199,12 @@ class KVCache:
     pools = self.layers[layer]
     # --- The device's kernel, where it has one that reads these pages; else plain XLA.
     if self.layout == "joined":
-      kernel = functools.partial(ragged.attend, window=window)
+      kernel = ragged.attend
     elif self.layout == "heads_first" and triton.takes_pages(*pools):
-      kernel = functools.partial(triton.attend_tokens, window=window)
-      if q_BTNH.shape[1] == 1 and not window:
-        kernel = triton.attend_pages
+      kernel = triton.attend_pages if q_BTNH.shape[1] == 1 else triton.attend_tokens
     else:
       places_last = self.layout == "places_last"
-      return paged.attend(q_BTNH, *pools, rows, position_BT, window, places_last)
+      return paged.attend(q_BTNH, *pools, rows, position_BT, places_last)
     # --- XLA can not split a kernel: each device runs it on the heads that it holds.
     args = (q_BTNH, *pools, rows.table_BC, position_BT)
     if partitioner is None:

@@ -131,8 +131,6 @@ class ModelConfig(RunOptions):
     rope_theta: base of the rotary frequencies.
     yarn: how they are stretched to more positions, if they are.
     llama3: the same, as Llama 3.1 does it; one of the two.
-    windows: for each layer how many tokens a query sees, itself included, 0 for all;
-      () where every layer sees all.
     norm_eps: added to the mean square in RMSNorm.
     tie_embeddings: True if the output matrix is the embedding.
     attention_bias: True for biases on q, k, v (Qwen2).
@@ -151,7 +149,6 @@ class ModelConfig(RunOptions):
   rope_theta: float = bounded(10_000.0, above=0)
   yarn: Yarn | None = None
   llama3: Llama3Rope | None = None
-  windows: tuple[int, ...] = ()
   norm_eps: float = bounded(1e-6, above=0)
   tie_embeddings: bool = True
   attention_bias: bool = False
@@ -168,12 +165,6 @@ class ModelConfig(RunOptions):
       raise ValueError(
         "yarn and llama3 both stretch the frequencies; leave one of them"
       )
-    if self.windows and len(self.windows) != self.layers:
-      raise ValueError(
-        f"windows has {len(self.windows)} entries for {self.layers} layers"
-      )
-    if any(size < 0 for size in self.windows):
-      raise ValueError(f"windows has {min(self.windows)}; 0 is for all tokens")
 
   @property
   def axes(self) -> dict[str, int]:

@@ -81,7 +81,7 @@ def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False)
   """Counts one update's operations: a forward pass, and twice that backward.
 
   Args:
-    cfg: the architecture; windows are not taken into account.
+    cfg: the architecture.
     segments: tokens of every segment of the update; a token reads its segment up to
       itself, one key and one value for 4 H operations and head.
     frozen: the matrices get no gradient of their own (LoRA): a third less for them.

@@ -12,7 +12,6 @@ budget: a whole decoder, read top to bottom.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -130,7 +129,6 @@ class Block(nn.Module):
   def __call__(
     self,
     x_BTD: jax.Array,
-    window_index: jax.Array | int,
     rope: Rotation,
     segment_BT: jax.Array | None,
     cache_write: CacheWrite | None,
@@ -142,7 +140,6 @@ class Block(nn.Module):
 
     Args:
       x_BTD: what enters it.
-      window_index: of its window in `window_sizes(cfg)`.
       rope: rotary cosines and sines of the tokens' positions.
       segment_BT: packed rows: the segment of each token.
       cache_write: with a cache: where the call's tokens stand in it.
@@ -177,11 +174,12 @@ class Block(nn.Module):
 
     # --- Attention: over the row's segments in training, over the cache in decoding.
     if cache is None:
-      out_BTNH = self._attend_packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, window_index)
+      out_BTNH = attention.attend_packed(
+        q_BTNH, k_BTKH, v_BTKH, segment_BT, c.attention, self.partitioner
+      )
     else:
       cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.partitioner)
-      window = window_sizes(c)[window_index]
-      out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, window, self.partitioner)
+      out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, self.partitioner)
     out_BTD = self._dense(out_BTNH, "o", (N, H, D))
     x_BTD += _moved(self.partitioner, out_BTD, "BT.", "BR.")
 
@@ -230,28 +228,6 @@ class Block(nn.Module):
     scale = self._vector(name, (size,), nn.initializers.ones)
     return rms_norm(x, scale, self.cfg.norm_eps)
 
-  def _attend_packed(
-    self,
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segment_BT: jax.Array,
-    window_index: jax.Array | int,
-  ) -> jax.Array:
-    """Attends over packed rows; a scanned layer's window is known only as it runs."""
-    branches = []
-    for window in window_sizes(self.cfg):
-      attend = functools.partial(
-        attention.attend_packed,
-        window=window,
-        kernel=self.cfg.attention,
-        partitioner=self.partitioner,
-      )
-      branches.append(attend)
-    if isinstance(window_index, int):
-      return branches[window_index](q_BTNH, k_BTKH, v_BTKH, segment_BT)
-    return jax.lax.switch(window_index, branches, q_BTNH, k_BTKH, v_BTKH, segment_BT)
-
 
 class Transformer(nn.Module):
   """Token ids to final hidden states; `logits` maps those to the vocabulary.
@@ -294,21 +270,15 @@ class Transformer(nn.Module):
           offload_dst="pinned_host",
         ),
       }
-      static: tuple[int, ...] = ()
-      if not c.scan:
-        static = (2,)  # `window_index`, a plain int in unrolled layers
-      block = nn.remat(
-        Block, prevent_cse=not c.scan, policy=policies[c.remat], static_argnums=static
-      )
+      block = nn.remat(Block, prevent_cse=not c.scan, policy=policies[c.remat])
 
     # --- All layers: one scanned program over stacked parameters, or each its own.
     if c.scan:
-      window_axis = 0 if c.windows else nn.broadcast
       self.stack = nn.scan(
         block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=(window_axis, *[nn.broadcast] * 4),
+        in_axes=nn.broadcast,
         length=c.layers,
       )(c, self.partitioner, self.decode, name="layers")
     else:
@@ -354,22 +324,16 @@ class Transformer(nn.Module):
 
     # --- The layers; what all of them share is computed once.
     rope = rotation(c, position_BT)
-    sizes = window_sizes(c)
-    index_L = [sizes.index(w) for w in c.windows] or [0] * c.layers
     if c.scan:
       if cache is not None:
         raise ValueError("decoding runs unrolled layers: see decoding_views()")
-      # Without windows a plain 0, which takes its branch as the program is traced.
-      index = 0
-      if c.windows:
-        index = jnp.array(index_L)
-      x_BTD, _ = self.stack(x_BTD, index, rope, segment_BT, None, None)
+      x_BTD, _ = self.stack(x_BTD, rope, segment_BT, None, None)
     else:
       write = None
       if cache is not None:
         write = cache.write(rows, position_BT, valid_BT)
-      for block, index in zip(self.blocks, index_L, strict=True):
-        x_BTD, cache = block(x_BTD, index, rope, segment_BT, write, cache)
+      for block in self.blocks:
+        x_BTD, cache = block(x_BTD, rope, segment_BT, write, cache)
 
     hidden_BTD = rms_norm(x_BTD, self._used(self.final_norm), c.norm_eps)
     return _moved(self.partitioner, hidden_BTD, "BR.", "BT."), cache
@@ -394,11 +358,6 @@ class Transformer(nn.Module):
     else:
       logits_BTV = project(hidden_BTD, self.output() if head is None else head)
     return _shard(self.partitioner, logits_BTV, "BTV").astype(jnp.float32)
-
-
-def window_sizes(cfg: ModelConfig) -> list[int]:
-  """Lists the different windows of a model's layers; [0] where all see all."""
-  return sorted(set(cfg.windows)) or [0]
 
 
 def init_params(

@@ -169,7 +169,7 @@ def make_run(
     cfg = load_config(settings.init, settings.model)
     check_positions(settings.rollout, cfg, settings.init)
   if layers:
-    cfg = dataclasses.replace(cfg, layers=layers, windows=cfg.windows[:layers])
+    cfg = dataclasses.replace(cfg, layers=layers)
 
   # --- What the journey checks, in its order.
   algo = settings.algo

@@ -1,4 +1,4 @@
-"""A config.json for a seed: sizes, family, rotary scaling, windows.
+"""A config.json for a seed: sizes, family, rotary scaling.
 
 In the layout that transformers 4 writes, or that of transformers 5.
 """
@@ -40,8 +40,8 @@ def draw(seed: int) -> dict[str, Any]:
   if family != "qwen3" and config["hidden_size"] == heads * head_dim:
     del config["head_dim"]  # as Qwen2 folders do
   rotary = _draw_rotary(rng, llama3=family == "llama" and rng.random() < 0.7)
-  windows = {} if family == "llama" else _draw_windows(rng, layers)
-  return config | rotary | windows
+  layer_types = {} if family == "llama" else _draw_layer_types(rng, layers)
+  return config | rotary | layer_types
 
 
 def _draw_rotary(rng: random.Random, llama3: bool) -> dict[str, Any]:
@@ -75,29 +75,27 @@ def _draw_rotary(rng: random.Random, llama3: bool) -> dict[str, Any]:
       return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _draw_windows(rng: random.Random, layers: int) -> dict[str, Any]:
-  size = rng.choice([1, 7, 30])
-  kinds = ["full_attention", "sliding_attention"]
+def _draw_layer_types(rng: random.Random, layers: int) -> dict[str, Any]:
+  """Fields of sliding-window attention, all with it off."""
+  off = {"use_sliding_window": False, "sliding_window": rng.choice([1, 7, 30])}
   match rng.choice(["none", "off", "max_window_layers", "layer_types"]):
     case "none":
       return {}
     case "off":
-      return {"use_sliding_window": False, "sliding_window": size}
+      return off
     case "max_window_layers":
-      full = {"max_window_layers": rng.choice([0, 1])}
-      return {"use_sliding_window": True, "sliding_window": size, **full}
+      return {"max_window_layers": rng.choice([0, 1]), **off}
     case _:
-      types = {"layer_types": [kinds[(i + 1) % 2] for i in range(layers)]}
-      return {"use_sliding_window": True, "sliding_window": size, **types}
+      return {"layer_types": ["full_attention"] * layers, **off}
 
 
 CONFIGS = {seed: draw(seed) for seed in range(2, _FIRST_LLAMA + 6)}
 
 
-def with_everything() -> int:
-  """A seed of yarn and of layers with and without a window."""
+def with_yarn() -> int:
+  """A seed of yarn and of layer types."""
   for seed, config in CONFIGS.items():
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("factor", 1) > 1 and "layer_types" in config:
       return seed
-  raise AssertionError("no config has yarn and layers of both kinds")
+  raise AssertionError("no config has yarn and layer types")

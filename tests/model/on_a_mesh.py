@@ -44,7 +44,6 @@ MODEL = ModelConfig(
   ff=64,
   attention_bias=True,
   tie_embeddings=False,
-  windows=(0, 20),
   **FLOAT64,
 )
 ROWS, LENGTH = 8, 64

@@ -117,27 +117,22 @@ def test_what_llama_3s_rope_lacks_is_named(field: str):
     from_hf_config(config)
 
 
+FULL = "full_attention"
 YARNS = (
   None,
   Yarn(4.0, 32_768),
   Yarn(1.5, 1000, beta_fast=16.0, beta_slow=2.0),
   Yarn(2.0, 64, attention_factor=0.9, truncate=False),
 )
-WINDOWS = ((), (0, 0, 8, 8), (8, 8, 8, 8), (0, 8, 0, 8), (8, 0, 0, 0))
 
 
 @pytest.mark.parametrize("cfg", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
 def test_config_json_reads_back(cfg: ModelConfig):
   sizes = {"head_dim": 10, "heads": 6, "kv_heads": 3, "norm_eps": 1e-5}
-  for yarn, windows, tied in itertools.product(YARNS, WINDOWS, (False, True)):
-    one = {"yarn": yarn, "windows": windows, "tie_embeddings": tied}
+  for yarn, tied in itertools.product(YARNS, (False, True)):
+    one = {"yarn": yarn, "tie_embeddings": tied}
     changed = dataclasses.replace(cfg, **sizes, **one, rope_theta=5e5)
-    config = written(changed)
-    assert from_hf_config(config) == changed
-    if windows == tuple(sorted(windows)):
-      # Readers of before there were layer types see the same layers.
-      config.pop("layer_types", None)
-      assert from_hf_config(config) == changed
+    assert from_hf_config(written(changed)) == changed
 
 
 def test_config_json_of_a_llama_reads_back():
@@ -167,19 +162,32 @@ def test_the_positions_that_a_config_states_are_those_of_yarn():
   assert "rope_scaling" not in written(QWEN3)
 
 
-def test_windows_are_used_only_if_the_config_says_so():
-  config = {**written(QWEN3), "sliding_window": 8, "max_window_layers": 1}
-  assert from_hf_config(config).windows == ()
-  config["use_sliding_window"] = True
-  assert from_hf_config(config).windows == (0, 8, 8, 8)
-  config["max_window_layers"] = 4
-  assert from_hf_config(config).windows == ()
-  # What transformers takes where they are left out: 28 layers and 4096 tokens.
-  del config["max_window_layers"]
-  assert from_hf_config(config).windows == ()
-  del config["sliding_window"]
-  config["max_window_layers"] = 3
-  assert from_hf_config(config).windows == (0, 0, 0, 4096)
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+    {"sliding_window": 8, "max_window_layers": 1},
+    {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+    {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
+    {"use_sliding_window": True, "sliding_window": 8},  # transformers: 28 layers
+    {"use_sliding_window": True, "sliding_window": 8, "layer_types": [FULL] * 4},
+    {"layer_types": None},
+  ],
+)
+def test_sliding_windows_that_are_off_change_nothing(fields: dict[str, Any]):
+  assert from_hf_config({**written(QWEN3), **fields}) == QWEN3
+
+
+def test_sliding_windows_that_are_on_are_refused():
+  """Where no kinds of layers are listed; a size that is left out is 4096."""
+  on = {"use_sliding_window": True, "max_window_layers": 3}
+  for config in ({**on, "sliding_window": 8}, on):
+    with pytest.raises(ValueError) as e:
+      from_hf_config({**written(QWEN3), **config}, "folder/config.json")
+    assert str(e.value) == (
+      "folder/config.json: field 'use_sliding_window' is True, which gives "
+      "sliding-window attention to 1 of 4 layers; supported: False"
+    )
 
 
 def test_defaults_of_old_config_files():
@@ -205,9 +213,6 @@ def test_key_value_heads_that_are_left_out_are_as_many_as_transformers_takes():
   config["num_attention_heads"] = 4
   with pytest.raises(ValueError, match="lacks field 'num_key_value_heads'"):
     from_hf_config(config)
-
-
-SLIDING = {"layer_types": ["sliding_attention"] * 4}
 
 
 @pytest.mark.parametrize(
@@ -239,8 +244,11 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
       "'rope_scaling.factor' is 0.5; accepted: a number of at least 1, or null",
     ),
     ({"num_key_value_heads": 3}, "kv_heads 3 does not divide heads 4"),
-    (SLIDING, "'use_sliding_window' and 'sliding_window' give it no size"),
-    ({"layer_types": ["full_attention"] * 3}, "'layer_types' has 3 entries, not 4"),
+    (
+      {"layer_types": [FULL, "sliding_attention"] * 2},
+      "field 'layer_types' has 'sliding_attention'; supported: 'full_attention'",
+    ),
+    ({"layer_types": [FULL] * 3}, "'layer_types' has 3 entries, not 4"),
     ({"layer_types": ["linear"] * 4}, "'layer_types' has 'linear'; supported: 'full"),
   ],
 )
@@ -315,14 +323,9 @@ def test_a_size_that_is_missing_is_named(field: str):
   [
     ({"attention_bias": True}, "attention_bias is True and model.qk_norm True; Hugg"),
     (
-      {"qk_norm": False, "windows": (8, 8, 0, 0)},
-      "windows of 8 tokens, but Llama .at",
-    ),
-    (
       {"qk_norm": False, "width": 30},
       "heads 4 do not divide width 30, but of Llama",
     ),
-    ({"windows": (4, 8, 0, 0)}, r"several sizes \[4, 8\]"),
   ],
 )
 def test_what_hugging_face_does_not_have_is_not_written(changes, message: str):

@@ -51,38 +51,36 @@ def filled(
   return noise.append(0, k_BSKH, v_BSKH, write)
 
 
-@functools.partial(jax.jit, static_argnames="window")
-def attend(cache: KVCache, table_BC, q_BTNH, position_BT, window: int = 0) -> jax.Array:
+@jax.jit
+def attend(cache: KVCache, table_BC, q_BTNH, position_BT) -> jax.Array:
   """What several tokens of each row read."""
   nothing = jnp.zeros(position_BT.shape, bool)
   write = cache.write(RowPages(table_BC), position_BT, nothing)
-  return cache.attend(0, q_BTNH, write, window)
+  return cache.attend(0, q_BTNH, write)
 
 
-@functools.partial(jax.jit, static_argnames="window")
-def decode(cache: KVCache, table_BC, q_B1NH, position_B, window: int = 0) -> jax.Array:
+@jax.jit
+def decode(cache: KVCache, table_BC, q_B1NH, position_B) -> jax.Array:
   """What one token of each row reads."""
   rows = cache.decoding_rows(table_BC, position_B >= 0)
   nothing = jnp.zeros((len(position_B), 1), bool)
   write = cache.write(rows, position_B[:, None], nothing)
-  return cache.attend(0, q_B1NH, write, window)
+  return cache.attend(0, q_B1NH, write)
 
 
-@pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("K", [1, 2, 4])
 @pytest.mark.parametrize("P", [2, 3, 6])
-def test_each_query_head_reads_its_kv_head_up_to_its_own_place(P, K, window):
+def test_each_query_head_reads_its_kv_head_up_to_its_own_place(P, K):
   q, k, v = heads(0, 2, 6, 4, K, 6)
   position_BT = jnp.array([[0, 1, 2, 3, 4, 5], [4, 5, 0, 2, 1, 3]])
   pages = table(2, 6 // P)
   cache = filled(k, v, P, pages)
-  out = attend(cache, pages, q, position_BT, window)
+  out = attend(cache, pages, q, position_BT)
   behind_BTS = np.asarray(position_BT)[:, :, None] - np.arange(6)
-  mask = (behind_BTS >= 0) & (behind_BTS < (window or 6))
-  expected = by_definition(q, k, v, mask)
+  expected = by_definition(q, k, v, behind_BTS >= 0)
   np.testing.assert_allclose(out, expected, atol=2e-6)
   for t in range(6):  # one token of each row, where the pages lie
-    one = decode(cache, pages, q[:, t : t + 1], position_BT[:, t], window)
+    one = decode(cache, pages, q[:, t : t + 1], position_BT[:, t])
     np.testing.assert_allclose(one, expected[:, t : t + 1], atol=2e-6)
 
 
@@ -246,22 +244,19 @@ def test_a_tpus_kernel_is_given_what_its_reference_reads(H: int, monkeypatch):
     return library.ref_ragged_paged_attention(*args, **options)
 
   monkeypatch.setattr(ragged, "ragged_paged_attention", reference)
-  for window in (0, 40):
-    for first in (0, 30):
-      position_BT = first + jnp.arange(64) + jnp.zeros((3, 1), int)
-      write = cache.write(RowPages(jnp.asarray(pages)), position_BT, position_BT < 0)
-      out = cache.attend(0, q[:, :64], write, window)
-      behind = np.asarray(position_BT)[:, :, None] - np.arange(96)
-      mask = (behind >= 0) & (behind < (window or 96))
-      np.testing.assert_allclose(out, by_definition(q[:, :64], k, v, mask), atol=2e-5)
-    position_B = jnp.array([5, -1, 95])
-    rows = cache.decoding_rows(jnp.asarray(pages), position_B >= 0)
-    write = cache.write(rows, position_B[:, None], position_B[:, None] < 0)
-    one = cache.attend(0, q[:, :1], write, window)
-    behind = np.asarray(position_B)[:, None, None] - np.arange(96)
-    mask = (behind >= 0) & (behind < (window or 96))
-    expected = by_definition(q[:, :1], k, v, mask)
-    np.testing.assert_allclose(one[::2], expected[::2], atol=2e-5)
+  for first in (0, 30):
+    position_BT = first + jnp.arange(64) + jnp.zeros((3, 1), int)
+    write = cache.write(RowPages(jnp.asarray(pages)), position_BT, position_BT < 0)
+    out = cache.attend(0, q[:, :64], write)
+    mask = np.asarray(position_BT)[:, :, None] >= np.arange(96)
+    np.testing.assert_allclose(out, by_definition(q[:, :64], k, v, mask), atol=2e-5)
+  position_B = jnp.array([5, -1, 95])
+  rows = cache.decoding_rows(jnp.asarray(pages), position_B >= 0)
+  write = cache.write(rows, position_B[:, None], position_B[:, None] < 0)
+  one = cache.attend(0, q[:, :1], write)
+  mask = np.asarray(position_B)[:, None, None] >= np.arange(96)
+  expected = by_definition(q[:, :1], k, v, mask)
+  np.testing.assert_allclose(one[::2], expected[::2], atol=2e-5)
   assert given[0] == (3, 64) and given[-1] == (3, 3)
 
 
@@ -286,12 +281,9 @@ def test_a_gpus_kernel_reads_what_the_definition_does(P, G, monkeypatch):
   assert not np.asarray(out[2]).any()
 
 
-@pytest.mark.parametrize("window", [0, 5, 100])
 @pytest.mark.parametrize("G", [1, 3])
 @pytest.mark.parametrize(("P", "T"), [(64, 1), (64, 150), (256, 40)])
-def test_a_gpus_kernel_gives_tokens_what_the_definition_does(
-  P, T, G, window, monkeypatch
-):
+def test_a_gpus_kernel_gives_tokens_what_the_definition_does(P, T, G, monkeypatch):
   """Interpreted; rows that begin anywhere, and one without pages."""
   q, k, v = (x.astype(jnp.bfloat16) for x in heads(9, 4, 512, 2 * G, 2, 64))
   q = q[:, :T]
@@ -304,19 +296,17 @@ def test_a_gpus_kernel_gives_tokens_what_the_definition_does(
   cache = filled(k, v, P, pages, dtype="bfloat16")
   pages[2] = -1
   position_BT = jnp.array([0, 300, 0, 512 - T])[:, None] + jnp.arange(T)
-  out = attend(cache, pages, q, position_BT, window).astype(jnp.float32)
+  out = attend(cache, pages, q, position_BT).astype(jnp.float32)
   some = np.array([0, 1, 3])
-  behind = np.asarray(position_BT)[some, :, None] - np.arange(512)
-  mask = (behind >= 0) & (behind < (window or 512))
+  mask = np.asarray(position_BT)[some, :, None] >= np.arange(512)
   q, k, v = (x[some].astype(jnp.float32) for x in (q, k, v))
   np.testing.assert_allclose(out[some], by_definition(q, k, v, mask), atol=0.02)
   assert not np.asarray(out[2]).any()
 
 
 @pytest.mark.usefixtures("gpu_described")
-@pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("T", [1, 32])
-def test_on_a_gpu_pages_are_read_by_a_kernel(T, window, monkeypatch):
+def test_on_a_gpu_pages_are_read_by_a_kernel(T, monkeypatch):
   """Lowered without a GPU, in bfloat16."""
   monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
   cfg = dataclasses.replace(model(2, 64), dtype="bfloat16")
@@ -326,7 +316,7 @@ def test_on_a_gpu_pages_are_read_by_a_kernel(T, window, monkeypatch):
   position_BT = jax.ShapeDtypeStruct((4, T), jnp.int32)
   call = "__gpu$xla.gpu.triton"
   export = jax.export.export(
-    jax.jit(functools.partial(attend.__wrapped__, window=window)),
+    jax.jit(attend.__wrapped__),
     platforms=["cuda"],
     disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(call)],
   )

@@ -20,24 +20,23 @@ def heads(seed: int, B: int, T: int, S: int, N: int, K: int, H: int):
   )
 
 
-def plain(q, k, v, segment_BS, window: int):
+def plain(q, k, v, segment_BS):
   """The same with all scores at once."""
-  mask_BTS = attention._visible(segment_BS, q.shape[1], window)
+  mask_BTS = attention._visible(segment_BS, q.shape[1])
   return jax.nn.dot_product_attention(q, k, v, mask=mask_BTS[:, None])
 
 
 @pytest.mark.parametrize(
-  ("T", "S", "window", "block"),
+  ("T", "S", "block"),
   [
-    (1, 1, 0, 64),
-    (128, 128, 0, 64),
-    (70, 70, 5, 16),
-    (130, 300, 0, 64),  # the queries are the last of more places
-    (130, 300, 90, 64),
-    (64, 200, 5, 16),
+    (1, 1, 64),
+    (128, 128, 64),
+    (70, 70, 16),
+    (130, 300, 64),  # the queries are the last of more places
+    (64, 200, 16),
   ],
 )
-def test_values_and_gradients_are_those_of_plain_attention(T, S, window, block):
+def test_values_and_gradients_are_those_of_plain_attention(T, S, block):
   q, k, v = heads(T, 2, T, S, 4, 2, 6)
   rng = np.random.default_rng(S)
   segment_BS = jnp.asarray(np.sort(rng.integers(0, 4, (2, S)), axis=1)[:, ::-1].copy())
@@ -51,10 +50,8 @@ def test_values_and_gradients_are_those_of_plain_attention(T, S, window, block):
     (_, out), grads = both(q, k, v)
     return out, *grads
 
-  ours = value(
-    lambda *x: blockwise.attend_segments(*x, segment_BS, window, "out", block)
-  )
-  theirs = value(lambda *x: plain(*x, segment_BS, window))
+  ours = value(lambda *x: blockwise.attend_segments(*x, segment_BS, "out", block))
+  theirs = value(lambda *x: plain(*x, segment_BS))
   for a, b in zip(ours, theirs, strict=True):
     np.testing.assert_allclose(a, b, atol=3e-5)
 
@@ -66,7 +63,7 @@ def test_blocks_of_other_segments_are_never_read():
   spoilt = k.at[:, : 2 * U].set(jnp.nan), v.at[:, : 2 * U].set(jnp.nan)
 
   def last_half(k, v):
-    return blockwise.attend_segments(q, k, v, segment_BS, 0, "out")[:, 2 * U :]
+    return blockwise.attend_segments(q, k, v, segment_BS, "out")[:, 2 * U :]
 
   np.testing.assert_array_equal(last_half(*spoilt), last_half(k, v))
 
@@ -74,7 +71,7 @@ def test_blocks_of_other_segments_are_never_read():
 def test_half_precision_keeps_sums_in_float32():
   q, k, v = (x.astype(jnp.bfloat16) for x in heads(3, 1, 256, 256, 2, 1, 8))
   segment_BS = jnp.ones((1, 256), jnp.int32)
-  out = blockwise.attend_segments(q, k, v, segment_BS, 0, "out")
-  exact = plain(*(x.astype(jnp.float32) for x in (q, k, v)), segment_BS, 0)
+  out = blockwise.attend_segments(q, k, v, segment_BS, "out")
+  exact = plain(*(x.astype(jnp.float32) for x in (q, k, v)), segment_BS)
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=2e-2)

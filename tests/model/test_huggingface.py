@@ -187,7 +187,7 @@ def their_gradient(model, ids: list[np.ndarray]) -> tuple[float, dict[str, np.nd
 
 
 def test_logits_of_a_long_sequence_are_the_same(tmp_path):
-  model = folder(tmp_path, drawn.CONFIGS[drawn.with_everything()])
+  model = folder(tmp_path, drawn.CONFIGS[drawn.with_yarn()])
   cfg, params = load_model(tmp_path)
   assert cfg.yarn.factor * cfg.yarn.positions < 1000 / 7
   ids = sequences((1000,))
@@ -218,7 +218,7 @@ def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
   assert np.abs(mine - exact).max() <= 2 * np.abs(other - exact).max()
 
 
-@pytest.mark.parametrize("seed", [drawn.with_everything(), 5, 14])
+@pytest.mark.parametrize("seed", [drawn.with_yarn(), 5, 14])
 def test_greedy_decoding_is_the_same(tmp_path, seed: int):
   model = folder(tmp_path, drawn.CONFIGS[seed])
   cfg, params = load_model(tmp_path)

@@ -178,7 +178,7 @@ def loss_and_grad(cfg: ModelConfig, params):
 @pytest.mark.parametrize("remat", ["none", "full", "attention", "dots", "offload"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
-  plain = dataclasses.replace(CFG, **FULL, windows=(0, 5))
+  plain = dataclasses.replace(CFG, **FULL)
   params = params_of(plain)
   loss, grad = loss_and_grad(plain, params)
   cfg = dataclasses.replace(plain, scan=scan, remat=remat)
@@ -248,7 +248,6 @@ OTHERS = {
   "remat": "full",
   "yarn": Yarn(factor=2.0, positions=8),
   "llama3": Llama3Rope(8.0, 8, 0.5, 1.0),
-  "windows": (0, 3),
   "attention": "splash",
   "logit_chunk": 4,
 }
@@ -292,8 +291,6 @@ def test_a_value_that_a_field_already_has_changes_nothing():
     ({"kv_heads": 3}, "kv_heads 3 does not divide heads 4"),
     ({"head_dim": 7}, "head_dim 7 is odd"),
     ({"remat": "some"}, "remat 'some'; accepted: none, full, attention, dots, offload"),
-    ({"windows": (4,)}, "windows has 1 entries for 2 layers"),
-    ({"windows": (0, -5)}, "windows has -5"),
     ({"logit_chunk": -1}, "logit_chunk is -1; it must be at least 0"),
     ({"vocab_size": 0}, "vocab_size is 0; it must be at least 1"),
     ({"layers": 100_000}, "layers is 100000; it must be from 1 to 1000"),

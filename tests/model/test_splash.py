@@ -23,35 +23,33 @@ def packed(T: int, H: int):
   return q, k, v, jax.random.normal(keys[3], (1, T, 2, H)), segment
 
 
-def interpreted(q, k, v, segment, window: int):
-  return splash.attend_segments(q, k, v, segment, window, "out", interpret=True)
+def interpreted(q, k, v, segment):
+  return splash.attend_segments(q, k, v, segment, "out", interpret=True)
 
 
-@pytest.mark.parametrize(("T", "H", "window"), [(256, 64, 0), (512, 128, 150)])
-def test_splash_is_the_same_attention(T: int, H: int, window: int, monkeypatch):
+@pytest.mark.parametrize(("T", "H"), [(256, 64), (512, 128)])
+def test_splash_is_the_same_attention(T: int, H: int, monkeypatch):
   """The TPU's kernel, interpreted, with blocks that it does not visit."""
   monkeypatch.setattr(splash, "_BLOCK", 128)
   q, k, v, _, segment = packed(T, H)
   np.testing.assert_allclose(
-    interpreted(q, k, v, segment, window),
-    attention._xla(q, k, v, segment, window),
+    interpreted(q, k, v, segment),
+    attention._xla(q, k, v, segment),
     atol=2e-5 * math.sqrt(H),
   )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [0, 16])
-@pytest.mark.parametrize(("T", "H", "window"), [(256, 64, 0), (512, 128, 150)])
-def test_splash_has_the_same_gradients(
-  T: int, H: int, window: int, fused: int, monkeypatch
-):
+@pytest.mark.parametrize(("T", "H"), [(256, 64), (512, 128)])
+def test_splash_has_the_same_gradients(T: int, H: int, fused: int, monkeypatch):
   monkeypatch.setattr(splash, "_BLOCK", 128)
   monkeypatch.setattr(splash, "_FUSED_UP_TO", fused)
   q, k, v, weight, segment = packed(T, H)
 
   def gradients(kernel):
     def total(q, k, v):
-      return jnp.sum(kernel(q, k, v, segment, window) * weight)
+      return jnp.sum(kernel(q, k, v, segment) * weight)
 
     return jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v)
 
@@ -70,7 +68,7 @@ def test_the_forward_kernel_runs_once_where_its_name_is_kept(
   policy = jax.checkpoint_policies.save_only_these_names(kept)
 
   def total(q, k, v):
-    attend = functools.partial(interpreted, segment=segment, window=0)
+    attend = functools.partial(interpreted, segment=segment)
     return jnp.sum(jax.checkpoint(attend, policy=policy)(q, k, v) * weight)
 
   program = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, k, v))
@@ -78,17 +76,16 @@ def test_the_forward_kernel_runs_once_where_its_name_is_kept(
   assert program.count("pallas_call[") == forward + backward
 
 
-@pytest.mark.parametrize("window", [0, 1, 50])
 @pytest.mark.parametrize(("T", "S"), [(512, 512), (256, 512)])
-def test_blocks_are_visited_that_hold_something_seen(T: int, S: int, window: int):
+def test_blocks_are_visited_that_hold_something_seen(T: int, S: int):
   """Every one of those, and no other; by the mask of all places."""
-  rng = np.random.default_rng(window)
+  rng = np.random.default_rng(0)
   for _ in range(20):
     segment_S = np.sort(rng.integers(0, rng.integers(1, 9), S))[::-1]
     segment_BS = jnp.asarray(segment_S.copy())[None]
-    mask_TS = np.asarray(attention._visible(segment_BS, T, window))[0]
+    mask_TS = np.asarray(attention._visible(segment_BS, T))[0]
     for q, kv in ((64, 64), (128, 32)):
-      start_S = blockwise.starts(segment_BS, window)[0]
+      start_S = blockwise.starts(segment_BS)[0]
       expected = mask_TS.reshape(T // q, q, S // kv, kv).any((1, 3))
       np.testing.assert_array_equal(splash.visited(start_S, T, q, kv), expected)
 
@@ -98,7 +95,7 @@ def test_other_segments_cost_no_visits():
   T = 32_768
   sizes = splash.block_sizes(T, T)
   alone, packed = (
-    splash.visited(blockwise.starts(segment, 0)[0], T, sizes.block_q, sizes.block_kv)
+    splash.visited(blockwise.starts(segment)[0], T, sizes.block_q, sizes.block_kv)
     for segment in (jnp.ones((1, T), int), jnp.arange(T)[None] // 4096)
   )
   # With blocks of 1,024: 32 x 33 / 2, and 8 x 4 x 5 / 2.
@@ -122,8 +119,8 @@ def test_spoilt_keys_of_other_segments_are_not_read(rows: int, monkeypatch):
   segment = jnp.where(jnp.arange(384) < end, 1, 2)
   gone = (segment == 1)[..., None, None]
   spoilt = jnp.where(gone, jnp.nan, k), jnp.where(gone, jnp.nan, v)
-  out = interpreted(q, k, v, segment, 0)
-  read = interpreted(q, *spoilt, segment, 0)
+  out = interpreted(q, k, v, segment)
+  read = interpreted(q, *spoilt, segment)
   np.testing.assert_array_equal(jnp.where(gone, 0, read), jnp.where(gone, 0, out))
   assert jnp.isnan(jnp.where(gone, read, 0)).any()
 

@@ -35,7 +35,6 @@ class Family:
       the heads.
     kv_heads: what it takes where config.json has none; 0 for as many as heads.
     positions: what it takes for `max_position_embeddings` where config.json has none.
-    windows: whether layers can have sliding windows.
     divided: whether the width must be a multiple of the heads.
   """
 
@@ -45,7 +44,6 @@ class Family:
   head_dim: int
   kv_heads: int
   positions: int
-  windows: bool = True
   divided: bool = False
 
 
@@ -53,7 +51,7 @@ class Family:
 FAMILIES = {
   "qwen2": Family("Qwen2", True, False, 0, 32, 32_768),
   "qwen3": Family("Qwen3", False, True, 128, 32, 32_768),
-  "llama": Family("Llama", False, False, 0, 0, 2_048, windows=False, divided=True),
+  "llama": Family("Llama", False, False, 0, 0, 2_048, divided=True),
 }
 
 # What a value may be: in words, and the test.
@@ -105,9 +103,8 @@ _ANYTHING: _Kind = ("anything", lambda x: True)
 _OFF: _Kind = ("null, false or 0", lambda x: not x)
 _SCALE_1: _Kind = _only(1.0, None)
 
-# What `layer_types` calls a layer.
+# What `layer_types` calls a layer that attends to every token before.
 _FULL = "full_attention"
-_SLIDING = "sliding_attention"
 
 # config.json's name -> ModelConfig's, where the value is the same.
 _SAME = {
@@ -319,9 +316,9 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
   values.setdefault("head_dim", family.head_dim or values["width"] // values["heads"])
   values.setdefault("tie_embeddings", False)
 
-  # --- Rotary scaling and windows, which are laid out otherwise.
+  # --- Rotary scaling, which is laid out otherwise.
   values |= _rope(config, family, where)
-  values["windows"] = _windows(config, values["layers"], where)
+  _check_layer_types(config, values["layers"], where)
   try:
     cfg = ModelConfig(**values, attention_bias=bias, qk_norm=family.qk_norm)
     _check_family(cfg, family)
@@ -335,7 +332,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
 
   Raises:
     ValueError: Hugging Face has no such architecture: none of FAMILIES with these
-      biases and norms, or windows of several sizes.
+      biases and norms, or sizes that its reader refuses.
   """
   model_type, family = _family_of(cfg)
   _check_family(cfg, family)
@@ -351,8 +348,6 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     "max_position_embeddings": 32_768,
     "torch_dtype": cfg.param_dtype,
   }
-  if family.windows:
-    out |= _write_windows(cfg)
 
   # --- Rotary scaling; the model then has as many positions as it is stretched to.
   for kind, (_, names) in _SCALINGS.items():
@@ -383,13 +378,8 @@ def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
 
 
 def _check_family(cfg: ModelConfig, family: Family) -> None:
-  """Refuses what a family's config.json can not say, or its reader refuses."""
-  sizes = sorted(set(cfg.windows) - {0})
-  if len(sizes) > 1:
-    raise ValueError(f"model.windows has several sizes {sizes}; Hugging Face has one")
+  """Refuses sizes that transformers refuses for a family."""
   who = f"{family.name} (attention_bias={cfg.attention_bias}, qk_norm={cfg.qk_norm})"
-  if sizes and not family.windows:
-    raise ValueError(f"windows of {sizes[0]} tokens, but {who} has none")
   if family.divided and cfg.width % cfg.heads:
     raise ValueError(
       f"heads {cfg.heads} do not divide width {cfg.width}, but of {who} transformers "
@@ -495,49 +485,25 @@ def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama
   return cls(**values)
 
 
-def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
-  """Tokens that each layer's queries see; () where all see all."""
-  # --- Their size; where it is left out, transformers takes 4096.
-  size = None
-  if config.get("use_sliding_window", False):
-    size = config.get("sliding_window", 4_096)
-
-  # --- The kind of each layer; files of before there were kinds say how many are full.
+def _check_layer_types(config: dict[str, Any], layers: int, where: str) -> None:
+  """Refuses a model with sliding-window attention in some layer."""
+  # --- Newer files list each layer's kind.
   kinds = config.get("layer_types")
-  if kinds is None and not size:
-    return ()
-  if kinds is None:
-    full = min(config.get("max_window_layers", 28), layers)
-    kinds = [_FULL] * full + [_SLIDING] * (layers - full)
-  if len(kinds) != layers:
-    raise ValueError(f"{where}: 'layer_types' has {len(kinds)} entries, not {layers}")
-  for kind in kinds:
-    if kind not in (_FULL, _SLIDING):
-      raise ValueError(
-        f"{where}: field 'layer_types' has {shown(kind)}; supported: {_FULL!r}, "
-        f"{_SLIDING!r}"
-      )
-  if _SLIDING not in kinds:
-    return ()
-  if not size:
+  if kinds is not None:
+    if len(kinds) != layers:
+      raise ValueError(f"{where}: 'layer_types' has {len(kinds)} entries, not {layers}")
+    for kind in kinds:
+      if kind != _FULL:
+        raise ValueError(
+          f"{where}: field 'layer_types' has {shown(kind)}; supported: {_FULL!r}"
+        )
+    return
+
+  # --- Older ones state the first layer; 4096 and 28 are transformers' defaults.
+  size = config.get("sliding_window", 4_096)
+  first = config.get("max_window_layers", 28)
+  if config.get("use_sliding_window") and size and first < layers:
     raise ValueError(
-      f"{where}: 'layer_types' has 'sliding_attention', but 'use_sliding_window' and "
-      "'sliding_window' give it no size"
+      f"{where}: field 'use_sliding_window' is True, which gives sliding-window "
+      f"attention to {layers - first} of {layers} layers; supported: False"
     )
-  sizes = {_FULL: 0, _SLIDING: size}
-  return tuple(sizes[kind] for kind in kinds)
-
-
-def _write_windows(cfg: ModelConfig) -> dict[str, Any]:
-  """The fields of windows; `_check_family` has seen to it that they have one size."""
-  size = max(cfg.windows, default=0)
-  if not size:
-    return {"use_sliding_window": False}
-  kinds = {0: _FULL, size: _SLIDING}
-  return {
-    "use_sliding_window": True,
-    "sliding_window": size,
-    "layer_types": [kinds[window] for window in cfg.windows],
-    # For readers that know no layer_types; right where sliding layers come last.
-    "max_window_layers": cfg.windows.count(0),
-  }

@@ -57,7 +57,6 @@ def attend_segments(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  window: int,
   name: str,
   block: int = 64,
   together: int = 4,
@@ -71,7 +70,6 @@ def attend_segments(
     k_BSKH: keys.
     v_BSKH: values.
     segment_BS: int segment number of each place; a segment's places stand together.
-    window: places that a query sees, its own included; 0 for all.
     name: under which a checkpoint policy may keep what the backward pass needs.
     block: U, queries and keys that meet at once.
     together: C, blocks of queries of an operation.
@@ -97,7 +95,7 @@ def attend_segments(
 
   # --- From which block of keys to which each block of queries looks, and with whom.
   of_queries = slice(before, before + n * U)
-  first_Bn = starts(segment_BS, window)[:, of_queries].reshape(B, n, U).min(2) // U
+  first_Bn = starts(segment_BS)[:, of_queries].reshape(B, n, U).min(2) // U
   newest_Bn = near + jnp.arange(n) + jnp.zeros_like(first_Bn)
   plan = _group(
     segment_MU=segment_BS[:, of_queries].reshape(B * n, U),
@@ -116,7 +114,7 @@ def attend_segments(
   q_MKRH = q.reshape(B * n, K, -1, H)
   k_JKHU = key_blocks(k_BSKH)
   v_JKHU = key_blocks(v_BSKH)
-  out = _attend(q_MKRH, k_JKHU, v_JKHU, plan, before, window, name)
+  out = _attend(q_MKRH, k_JKHU, v_JKHU, plan, before, name)
 
   # --- Back to rows.
   out = out.reshape(B * n, K, N // K, U, H).transpose(0, 3, 1, 2, 4)
@@ -128,20 +126,16 @@ def _near(before: int, U: int) -> int:
   return (before + U - 1) // U
 
 
-def starts(segment_BS: jax.Array, window: int) -> jax.Array:
+def starts(segment_BS: jax.Array) -> jax.Array:
   """Says which is the first place that each place may see, int [B, S].
 
   Args:
     segment_BS: segment number of each place; a segment's places stand together.
-    window: places that one sees, its own included; 0 for all.
   """
   place_S = jnp.arange(segment_BS.shape[1])
   new_BS = segment_BS != jnp.roll(segment_BS, 1, axis=1)
   # The last place up to each one where a segment begins.
-  start_BS = jax.lax.cummax(jnp.where(new_BS, place_S, 0), axis=1)
-  if window:
-    start_BS = jnp.maximum(start_BS, place_S - window + 1)
-  return start_BS
+  return jax.lax.cummax(jnp.where(new_BS, place_S, 0), axis=1)
 
 
 def _group(
@@ -182,7 +176,6 @@ def _score(
   k_CKHU: jax.Array,
   same_CUU: jax.Array,
   apart: jax.Array,
-  window: int,
 ) -> jax.Array:
   """score_CKRU in float32, masked.
 
@@ -191,14 +184,11 @@ def _score(
     k_CKHU: the keys that they meet.
     same_CUU: whether the query's segment, which is visited, is the key's.
     apart: places from a block's first key to its first query.
-    window: as in `attend_segments`.
   """
   # --- Which queries see which keys, by their distance.
   U = k_CKHU.shape[-1]
   back_UU = apart + jnp.arange(U)[:, None] - jnp.arange(U)
   seen_UU = back_UU >= 0
-  if window:
-    seen_UU &= back_UU < window
 
   # --- One product, masked alike for all G query heads: R = G U.
   score = jnp.einsum(
@@ -210,18 +200,17 @@ def _score(
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
   q_MKRH: jax.Array,
   k_JKHU: jax.Array,
   v_JKHU: jax.Array,
   plan: _Plan,
   before: int,
-  window: int,
   name: str,
 ) -> jax.Array:
   """out_MKRH: every block of queries over the blocks of keys that it sees."""
-  return _forward(q_MKRH, k_JKHU, v_JKHU, plan, before, window)[0]
+  return _forward(q_MKRH, k_JKHU, v_JKHU, plan, before)[0]
 
 
 def _meeting(
@@ -229,7 +218,6 @@ def _meeting(
   v_JKHU: jax.Array,
   plan: _Plan,
   before: int,
-  window: int,
   g: jax.Array,
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]:
   """Of group g: (queries, how far back) to at_C, keys and values there, scores."""
@@ -247,7 +235,7 @@ def _meeting(
     same_CUU = segment_CU[:, :, None] == _take(plan.segment_JU, at_C)[:, None]
     same_CUU &= seen_C[:, None, None]
     apart = before - (_near(before, U) - back) * U
-    return at_C, k_CKHU, v_CKHU, _score(q_CKRH, k_CKHU, same_CUU, apart, window)
+    return at_C, k_CKHU, v_CKHU, _score(q_CKRH, k_CKHU, same_CUU, apart)
 
   return meet
 
@@ -258,13 +246,12 @@ def _forward(
   v_JKHU: jax.Array,
   plan: _Plan,
   before: int,
-  window: int,
 ) -> tuple[jax.Array, jax.Array]:
   """out_MKRH, and lse_MKR: the logarithm of each row's sum of exponentials."""
 
   def queries(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     q_CKRH = _take(q_MKRH, plan.block_gC[g])
-    meet = _meeting(k_JKHU, v_JKHU, plan, before, window, g)
+    meet = _meeting(k_JKHU, v_JKHU, plan, before, g)
 
     # The softmax so far: its maximum, its sum, and the values under both.
     def visit(back, carry):
@@ -298,15 +285,15 @@ def _in_place(grouped: Any, plan: _Plan) -> Any:
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[plan.place_M], grouped)
 
 
-def _forward_rule(q_MKRH, k_JKHU, v_JKHU, plan, before, window, name):
-  out_MKRH, lse_MKR = _forward(q_MKRH, k_JKHU, v_JKHU, plan, before, window)
+def _forward_rule(q_MKRH, k_JKHU, v_JKHU, plan, before, name):
+  out_MKRH, lse_MKR = _forward(q_MKRH, k_JKHU, v_JKHU, plan, before)
   # Under this name a checkpoint policy keeps them, and the forward pass runs once.
   out_MKRH = checkpoint_name(out_MKRH, name)
   lse_MKR = checkpoint_name(lse_MKR, name)
   return out_MKRH, (q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR)
 
 
-def _backward_rule(before, window, name, residuals, d_out_MKRH):
+def _backward_rule(before, name, residuals, d_out_MKRH):
   q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR = residuals
   # What the softmax's own normalization takes off each row's gradient (D of the paper).
   delta_MKR = jnp.sum(
@@ -323,7 +310,7 @@ def _backward_rule(before, window, name, residuals, d_out_MKRH):
     # Rows last, once for all visits: else these products would be slower ones.
     q_CKHR = q_CKRH.swapaxes(2, 3)
     do_CKHR = do_CKRH.swapaxes(2, 3)
-    meet = _meeting(k_JKHU, v_JKHU, plan, before, window, g)
+    meet = _meeting(k_JKHU, v_JKHU, plan, before, g)
 
     # --- Their gradient, and their share of that of the keys and values they meet.
     def visit(back, carry):

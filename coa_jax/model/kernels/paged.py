@@ -57,7 +57,6 @@ def attend(
   values: jax.Array,
   rows: RowPages,
   position_BT: jax.Array,
-  window: int,
   places_last: bool,
 ) -> jax.Array:
   """Attends with each row's tokens over its pages, up to their own places.
@@ -74,7 +73,6 @@ def attend(
     values: [J, K, P, H] with `places_last`, else [K, J, P, H].
     rows: their pages.
     position_BT: of each query in its own sequence.
-    window: places that a token reads, its own included; 0 for all.
     places_last: how they lie.
 
   Returns:
@@ -82,7 +80,7 @@ def attend(
   """
   # --- One token of each row: no page is moved.
   if rows.owner_J is not None:
-    return _attend_in_place(q_BTNH, keys, values, rows, position_BT[:, 0], window)
+    return _attend_in_place(q_BTNH, keys, values, rows, position_BT[:, 0])
 
   # --- Several: pages are gathered by rows, all or block after block.
   P = values.shape[2]
@@ -102,18 +100,15 @@ def attend(
     return jnp.moveaxis(k, 0, 1), jnp.moveaxis(v, 0, 1)
 
   if places_last and C * P <= SHORT:
-    mask_BTS = _mask(position_BT[..., None], jnp.arange(C * P), window)
+    mask_BTS = _mask(position_BT[..., None], jnp.arange(C * P))
     return _attend(q_BTNH, *blocks(0, C), mask_BTS)
   shape = (K, C, P)
-  return _attend_by_block(q_BTNH, blocks, position_BT, shape, window, places_last)
+  return _attend_by_block(q_BTNH, blocks, position_BT, shape, places_last)
 
 
-def _mask(position: jax.Array, place: jax.Array, window: int) -> jax.Array:
+def _mask(position: jax.Array, place: jax.Array) -> jax.Array:
   """True where a token at a position reads a place: those up to its own."""
-  mask = place <= position
-  if window:
-    mask &= place > position - window
-  return mask
+  return place <= position
 
 
 def _attend_in_place(
@@ -122,7 +117,6 @@ def _attend_in_place(
   v_JKPH: jax.Array,
   rows: RowPages,
   position_B: jax.Array,
-  window: int,
 ) -> jax.Array:
   """Attends with one token of each row: every page meets its row's in one product.
 
@@ -143,7 +137,7 @@ def _attend_in_place(
     q_BKGH[rows.owner_J], k_JKHP, preferred_element_type=jnp.float32
   )
   place_JP = rows.block_J[:, None] * P + jnp.arange(P)
-  mask_JP = _mask(position_B[rows.owner_J][:, None], place_JP, window)
+  mask_JP = _mask(position_B[rows.owner_J][:, None], place_JP)
   score_JKGP = jnp.where(mask_JP[:, None, None], score_JKGP, _MASKED)
 
   # --- One maximum of all blocks of a row, and each block's own sums.
@@ -173,7 +167,6 @@ def _attend_by_block(
   blocks: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
   position_BT: jax.Array,
   shape: tuple[int, int, int],
-  window: int,
   places_last: bool,
 ) -> jax.Array:
   """Attends as `_attend` does, one block after the other; sums in their order.
@@ -186,7 +179,6 @@ def _attend_by_block(
     blocks: (the first block, how many) to keys and values of the call's rows.
     position_BT: of each query.
     shape: kv heads K, blocks C and places P of each.
-    window: places that a token reads; 0 for all.
     places_last: how keys lie.
 
   Returns:
@@ -198,7 +190,7 @@ def _attend_by_block(
 
   def scored(c: jax.Array) -> tuple[jax.Array, jax.Array]:
     keys, v_BK1PH = blocks(c, 1)
-    mask_BTP = _mask(position_BT[..., None], c * P + jnp.arange(P), window)
+    mask_BTP = _mask(position_BT[..., None], c * P + jnp.arange(P))
     return _scores(q_BTNH, keys, mask_BTP, places_last), v_BK1PH
 
   def highest(c: jax.Array, max_BKR: jax.Array) -> jax.Array:

@@ -36,7 +36,6 @@ def attend(
   pool_JPKH: jax.Array,
   table_BC: jax.Array,
   position_BT: jax.Array,
-  window: int,
 ) -> jax.Array:
   """Attends with each row's tokens over its pages, up to their own places.
 
@@ -45,7 +44,6 @@ def attend(
     pool_JPKH: each head's keys before its values, 2 K heads; zeros after H of each.
     table_BC: int page of each block of a row; -1 where it has none.
     position_BT: of each query; a row's stand one after the other.
-    window: places that a token reads, its own included; 0 for all.
 
   Returns:
     out_BTNH in q's dtype.
@@ -64,7 +62,6 @@ def attend(
     T * jnp.arange(B + 1, dtype=jnp.int32),
     jnp.array([B], jnp.int32),
     sm_scale=H**-0.5,
-    sliding_window=window or None,
     num_kv_pages_per_block=_pages_at_once(C, page_bytes),
     num_queries_per_block=min(_GIVEN if T > 1 else _DECODING, B * T),
   )

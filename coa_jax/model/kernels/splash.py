@@ -38,7 +38,6 @@ def attend_segments(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  window: int,
   name: str,
   interpret: bool = False,
 ) -> jax.Array:
@@ -49,7 +48,6 @@ def attend_segments(
     k_BSKH: keys.
     v_BSKH: values.
     segment_BS: int segment number of each place; a segment's places stand together.
-    window: places that a query sees, its own included; 0 for all.
     name: under which a checkpoint policy may keep what the backward pass needs.
     interpret: runs the kernels without a TPU, slowly.
 
@@ -72,8 +70,8 @@ def attend_segments(
   k_BKSH = k_BSKH.swapaxes(1, 2)
   v_BKSH = v_BSKH.swapaxes(1, 2)
   sizes = block_sizes(T, S)
-  kernel = _kernel(T, S, N // K, sizes, window, interpret)
-  start_BS = blockwise.starts(segment_BS, window)
+  kernel = _kernel(T, S, N // K, sizes, interpret)
+  start_BS = blockwise.starts(segment_BS)
 
   def row(q_KGTH, k_KSH, v_KSH, segment_S, start_S):
     ids = library.SegmentIds(q=segment_S[S - T :], kv=segment_S)
@@ -94,14 +92,10 @@ def _kernel(
   S: int,
   G: int,
   sizes: library.BlockSizes,
-  window: int,
   interpret: bool,
 ) -> Any:
   """The library's kernel for G query heads of a kv head, in rows without segments."""
-  if window:
-    mask = library.LocalMask((T, S), (window - 1, 0), offset=S - T)
-  else:
-    mask = library.CausalMask((T, S), offset=S - T)
+  mask = library.CausalMask((T, S), offset=S - T)
   return library.make_splash_mqa_single_device(
     library.MultiHeadMask([mask] * G),
     block_sizes=sizes,

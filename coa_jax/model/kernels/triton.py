@@ -144,7 +144,6 @@ def attend_tokens(
   values_KJPH: jax.Array,
   table_BC: jax.Array,
   position_BT: jax.Array,
-  window: int = 0,
   interpret: bool = False,
 ) -> jax.Array:
   """Attends with tokens of each row over its pages, up to their own places.
@@ -159,7 +158,6 @@ def attend_tokens(
     values_KJPH: likewise.
     table_BC: int page of each block of a row; -1 where it has none.
     position_BT: of each query; a row's count on from its first.
-    window: places that a token reads, its own included; 0 for all.
     interpret: runs the kernel without a GPU, slowly.
 
   Returns:
@@ -185,7 +183,7 @@ def attend_tokens(
   pages = pl.BlockSpec((None, page_BC.shape[1]), lambda r, k, b: (b, 0))
   start = pl.BlockSpec((1,), lambda r, k, b: (b,))
   out_BKRH = pl.pallas_call(
-    functools.partial(_attend_block, queries=G, window=window),
+    functools.partial(_attend_block, queries=G),
     grid=(q_BKRH.shape[2] // rows, K, B),
     in_specs=[block, pool, pool, pages, start],
     out_specs=block,
@@ -207,7 +205,6 @@ def _attend_block(
   out_ref: Any,
   *,
   queries: int,
-  window: int,
 ) -> None:
   """Attends with a block of queries of one kv head of one row; see `attend_tokens`.
 
@@ -221,7 +218,6 @@ def _attend_block(
     start_ref: [1]; position of the row's first token.
     out_ref: [R, H].
     queries: that each token has, one after the other.
-    window: places that a token reads; 0 for all.
   """
   R, H = q_ref.shape
   q_RH = q_ref[...]
@@ -232,10 +228,6 @@ def _attend_block(
   first = pl.program_id(0) * R
   position_R = start_ref[0] + jax.lax.div(first + jnp.arange(R), queries)
   last = start_ref[0] + jax.lax.div(first + R - 1, queries)
-  begin = 0
-  if window:
-    lowest = start_ref[0] + jax.lax.div(first, queries) - window + 1
-    begin = jax.lax.div(jnp.maximum(lowest, 0), _PLACES)
   end = jax.lax.div(jnp.maximum(last + _PLACES, 0), _PLACES)
   end = jnp.minimum(end, page_ref.shape[0])
 
@@ -245,8 +237,6 @@ def _attend_block(
     score_RP = dot(q_RH, keys_ref[page].T) * scale
     behind_RP = position_R[:, None] - (c * _PLACES + jnp.arange(_PLACES))
     mask_RP = behind_RP >= 0
-    if window:
-      mask_RP &= behind_RP < window
     score_RP = jnp.where(mask_RP, score_RP, _MASKED)
     # What a query summed up before the first place that it reads is scaled to zero.
     higher_R = jnp.maximum(max_R, score_RP.max(-1))
@@ -263,7 +253,7 @@ def _attend_block(
     jnp.zeros(R, jnp.float32),
     jnp.full(R, _MASKED, jnp.float32),
   )
-  out_RH, sum_R, _ = jax.lax.fori_loop(begin, end, add, sums)
+  out_RH, sum_R, _ = jax.lax.fori_loop(0, end, add, sums)
   sum_R = jnp.maximum(sum_R, 1e-30)  # of a row without pages
   out_ref[...] = (out_RH / sum_R[:, None]).astype(out_ref.dtype)
 
