@@ -34,7 +34,7 @@ setuptools.setup(
     "orbax-checkpoint>=0.11",
     "prometheus-client>=0.20",  # /metrics of tools_sandbox.service.server
     "pyarrow>=17",
-    "pydantic>=2.7",  # bodies of HTTP requests
+    "pydantic>=2.7",  # bodies of HTTP requests, records in JSON
     "pyyaml>=6.0",  # what experiments.pod prints
     "rich>=13",
     "safetensors>=0.4.5",

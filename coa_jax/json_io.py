@@ -11,22 +11,22 @@ import dataclasses
 import enum
 import functools
 import json
-import math
 import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic_core import core_schema
 
 T = TypeVar("T")
 # Deeper than any file of ours; Python's own functions (copies, repr) recurse per level.
 MAX_DEPTH = 100
 _TOO_DEEP = f"nested too deeply; at most {MAX_DEPTH} levels are read"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# Reads a value found at a path such as "segments[2].text".
-_Reader = Callable[[Any, str], Any]
 
 
 def parse_json(text: str | bytes, where: str, surrogates: bool = False) -> Any:
@@ -124,7 +124,7 @@ def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ())
   """Builds a dataclass from a JSON object, checking the type of every field.
 
   A number must be finite, but not in a list: there may be many, and log-probs of -inf
-  among them.
+  among them. No `__post_init__` is called.
 
   Args:
     row: the object.
@@ -137,9 +137,9 @@ def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ())
     ValueError: a field is missing, unknown or of another type; named with its value.
   """
   try:
-    value = _reader(cls)(row, "")
-  except _BadField as e:
-    raise ValueError(f"{where}: {e}") from None
+    value = _validator(cls).validate_python(row)
+  except pydantic_core.ValidationError as e:
+    raise ValueError(f"{where}: {_message(e.errors(include_url=False)[0])}") from None
   # A default stands for what an earlier version did not write, not for these.
   for name in needed:
     if name not in row:
@@ -147,16 +147,22 @@ def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ())
   return value
 
 
-class _BadField(ValueError):
-  """What is wrong with a field; who knows the row's place adds it."""
-
-
-def _wrong(value: Any, path: str, wanted: str) -> _BadField:
-  """The error of a value that is not what was wanted at a path."""
+def _message(fault: pydantic_core.ErrorDetails) -> str:
+  """One line on a field: its path, its value, what would be accepted."""
+  steps = fault["loc"]
+  if fault["type"] == "unknown":
+    accepted = fault["msg"].split(", ")
+    steps += (next(name for name in fault["input"] if name not in accepted),)
+  path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in steps)
   field = "the row"
   if path:
     field = f"field {path.removeprefix('.')!r}"
-  return _BadField(f"{field} is {shown(value)}; it must be {wanted}")
+  if fault["type"] == "unknown":
+    return f"unknown {field}; there are {', '.join(accepted)}"
+  if fault["type"] == "missing":
+    return f"{field} is missing"
+  wanted = _CONTAINERS.get(fault["type"], fault["msg"])
+  return f"{field} is {shown(fault['input'])}; it must be {wanted}"
 
 
 def shown(value: Any, most: int = 80) -> str:
@@ -170,143 +176,75 @@ def shown(value: Any, most: int = 80) -> str:
   return text
 
 
-@functools.cache
-def _reader(hint: Any) -> _Reader:
-  """Checks and converts values of one type; made once, for rows are many."""
-  if hint is Any:
-    return lambda value, path: value
-  if isinstance(hint, types.UnionType):  # T | None
-    (inner,) = set(typing.get_args(hint)) - {types.NoneType}
-    return _or_none(inner)
-  origin = typing.get_origin(hint)  # of list[int]: list
-  if origin in (list, tuple):
-    return _sequence(typing.get_args(hint)[0], origin)
-  if origin is dict:
-    return _mapping(typing.get_args(hint)[1])
-  if dataclasses.is_dataclass(hint):
-    return _object(hint)
-  if issubclass(hint, enum.Enum):
-    return _choice(hint)
-  return _plain(hint)
-
-
-_WORDS = {
-  str: "text",
-  int: "a whole number of at most 64 bits",
-  float: "a finite number",
-  bool: "true or false",
-  dict: "an object",
+_CONTAINERS = {
+  "list_type": "a list",
+  "tuple_type": "a list",
+  "dict_type": "an object",
+  "dataclass_type": "an object",
 }
 
 
-def _plain(hint: type) -> _Reader:
-  """Of str, int, float, bool or dict."""
+@functools.cache
+def _validator(cls: type) -> pydantic_core.SchemaValidator:
+  return pydantic_core.SchemaValidator(_schema(cls))
 
-  def read(value: Any, path: str) -> Any:
-    kind = type(value)  # not isinstance: true and false are no numbers
-    if hint is float and kind is int and abs(value) < 2**63:
-      return float(value)
-    right = kind is hint
-    # Python's own reader takes any number of digits, and NaN.
-    if right and hint is int:
-      right = abs(value) < 2**63
-    elif right and hint is float:
-      right = math.isfinite(value)
-    if not right:
-      raise _wrong(value, path, _WORDS[hint])
+
+def _schema(hint: Any, finite: bool = True) -> core_schema.CoreSchema:
+  """What pydantic checks of a type: its own schemas refuse objects where strict."""
+  if hint is Any:
+    return core_schema.any_schema()
+  if isinstance(hint, types.UnionType):  # T | None
+    (inner,) = set(typing.get_args(hint)) - {types.NoneType}
+    return core_schema.nullable_schema(_schema(inner))
+  arguments = typing.get_args(hint)
+  origin = typing.get_origin(hint)  # of list[int]: list
+  if origin is list:
+    return core_schema.list_schema(_schema(arguments[0], False), fail_fast=True)
+  if origin is tuple:
+    item = _schema(arguments[0], False)
+    return core_schema.tuple_schema([item], variadic_item_index=0, fail_fast=True)
+  if origin is dict:  # JSON has no other keys than text
+    return core_schema.dict_schema(values_schema=_schema(arguments[1]))
+  if dataclasses.is_dataclass(hint):
+    return _object(hint)
+  if issubclass(hint, enum.Enum):
+    wanted = f"one of {', '.join(hint)}"
+    return _worded(core_schema.enum_schema(hint, list(hint)), wanted)
+  if hint is str:
+    return _worded(core_schema.str_schema(strict=True), "text")
+  if hint is bool:
+    return _worded(core_schema.bool_schema(strict=True), "true or false")
+  if hint is float:
+    number = core_schema.float_schema(strict=True, allow_inf_nan=not finite)
+    return _worded(number, "a finite number")
+  number = core_schema.int_schema(strict=True, gt=-(2**63), lt=2**63)
+  return _worded(number, "a whole number of at most 64 bits")
+
+
+def _worded(schema: core_schema.CoreSchema, wanted: str) -> core_schema.CoreSchema:
+  return core_schema.custom_error_schema(schema, "wanted", custom_error_message=wanted)
+
+
+def _object(cls: type) -> core_schema.CoreSchema:
+  hints = typing.get_type_hints(cls)  # annotations are text until then
+  fields = {}
+  for f in dataclasses.fields(cls):
+    schema = _schema(hints[f.name])
+    if f.default is not dataclasses.MISSING:
+      schema = core_schema.with_default_schema(schema, default=f.default)
+    elif f.default_factory is not dataclasses.MISSING:
+      schema = core_schema.with_default_schema(
+        schema, default_factory=f.default_factory
+      )
+    fields[f.name] = core_schema.dataclass_field(f.name, schema)
+
+  # An unknown field is a mistake in the file, or of a later version: never dropped.
+  # Before the others: it may be a missing one, misspelt.
+  def refuse_unknown(value: Any) -> Any:
+    if isinstance(value, dict) and not value.keys() <= fields.keys():
+      raise pydantic_core.PydanticCustomError("unknown", ", ".join(fields))
     return value
 
-  return read
-
-
-def _or_none(hint: Any) -> _Reader:
-  inner = _reader(hint)
-  return lambda value, path: None if value is None else inner(value, path)
-
-
-def _choice(hint: type[enum.Enum]) -> _Reader:
-  accepted = {member.value: member for member in hint}
-
-  def read(value: Any, path: str) -> Any:
-    if not isinstance(value, str) or value not in accepted:
-      raise _wrong(value, path, f"one of {', '.join(accepted)}")
-    return accepted[value]
-
-  return read
-
-
-def _sequence(of: Any, kind: type) -> _Reader:
-  if of in (int, float):
-    return _numbers(of, kind)
-  inner = _reader(of)
-
-  def read(value: Any, path: str) -> Any:
-    if not isinstance(value, list | tuple):
-      raise _wrong(value, path, "a list")
-    return kind([inner(x, f"{path}[{i}]") for i, x in enumerate(value)])
-
-  return read
-
-
-def _numbers(of: type, kind: type) -> _Reader:
-  """Of token ids or log-probs: too many to look at one by one, unless one is wrong."""
-  accepted = {int, of}
-
-  def read(value: Any, path: str) -> Any:
-    if not isinstance(value, list | tuple):
-      raise _wrong(value, path, "a list of numbers")
-    # All at once, in C: nearly every list is right.
-    right = set(map(type, value)) <= accepted
-    if right and of is int and value:
-      right = max(value) < 2**63 and -min(value) < 2**63
-    if not right:
-      for i, x in enumerate(value):
-        if type(x) not in accepted or (of is int and abs(x) >= 2**63):
-          raise _wrong(x, f"{path}[{i}]", _WORDS[of])
-    return kind(value)
-
-  return read
-
-
-def _mapping(of: Any) -> _Reader:
-  if of is Any:  # whatever the row has to say
-    return _plain(dict)
-  inner = _reader(of)
-
-  # JSON has no other keys than text, so values alone are checked.
-  def read(value: Any, path: str) -> Any:
-    if type(value) is not dict:
-      raise _wrong(value, path, "an object")
-    return {key: inner(x, f"{path}.{key}") for key, x in value.items()}
-
-  return read
-
-
-def _object(cls: type) -> _Reader:
-  # --- What reads each field, and which must be there; once for all rows.
-  hints = typing.get_type_hints(cls)  # annotations are text until then
-  readers = {}
-  needed = []
-  for f in dataclasses.fields(cls):
-    readers[f.name] = _reader(hints[f.name])
-    if f.default is f.default_factory is dataclasses.MISSING:
-      needed.append(f.name)
-
-  def read(value: Any, path: str) -> Any:
-    if type(value) is not dict:
-      raise _wrong(value, path, "an object")
-    arguments = {}
-    # An unknown field is a mistake in the file, or of a later version: never dropped.
-    for name, x in value.items():
-      reader = readers.get(name)
-      if reader is None:
-        field = f"{path}.{name}".removeprefix(".")
-        raise _BadField(f"unknown field {field!r}; there are {', '.join(readers)}")
-      arguments[name] = reader(x, f"{path}.{name}")
-    for name in needed:
-      if name not in arguments:
-        field = f"{path}.{name}".removeprefix(".")
-        raise _BadField(f"field {field!r} is missing")
-    return cls(**arguments)
-
-  return read
+  arguments = core_schema.dataclass_args_schema(cls.__name__, list(fields.values()))
+  schema = core_schema.dataclass_schema(cls, arguments, list(fields))
+  return core_schema.no_info_before_validator_function(refuse_unknown, schema)

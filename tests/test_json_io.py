@@ -143,6 +143,9 @@ def test_a_field_of_another_type_is_named_with_its_value(field: str):
       r"field 'parts\[0\].ids\[1\]' is 1000",
     ),
     ({"name": "x", "shares": {"a": "b"}}, "field 'shares.a' is 'b'"),
+    ({"zzz": 1}, "unknown field 'zzz'"),
+    ({"name": "x", "\ud800": 1}, r"unknown field '\\ud800'"),
+    ({"name": "x", "shares": {"\ud800": "b"}}, r"field 'shares\..* is 'b'"),
   ],
 )
 def test_the_field_inside_is_named(row: Any, message: str):
