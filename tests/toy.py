@@ -34,7 +34,7 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
-from coa_jax.rollout.types import Engine, Episode
+from coa_jax.rollout.types import Attempt, Engine, Episode
 from coa_jax.tasks.task import Task
 from coa_jax.tools.types import CallFuture, CallRequest, Tools
 
@@ -255,16 +255,8 @@ def episode(task: Task, toolbox, sequence: int = 0, **changes) -> CoAEpisode:
   temperature = changes.pop("temperature", 1.0)
   seed = changes.pop("seed", 3)
   fields = {"style": "brief", "max_calls": 8, "tool_seconds": 60.0, **changes}
-  return CoAEpisode(
-    task=task,
-    sample=0,
-    seed=seed,
-    sequence=sequence,
-    temperature=temperature,
-    tokenizer=tokenizer(),
-    toolbox=toolbox,
-    config=EpisodeConfig(VARIANT, **fields),
-  )
+  attempt = Attempt(task, 0, seed, sequence, temperature)
+  return CoAEpisode(attempt, tokenizer(), toolbox, EpisodeConfig(VARIANT, **fields))
 
 
 def play(engine: Engine, params: dict, episodes: Iterable[Episode]) -> list[Episode]:

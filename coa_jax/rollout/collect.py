@@ -38,7 +38,7 @@ from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.figures import gather_outcomes
-from coa_jax.rollout.types import Group, RolloutBatch, SamplingConfig
+from coa_jax.rollout.types import Attempt, Group, RolloutBatch, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
@@ -231,16 +231,8 @@ class RolloutCollector:
     futures = {}
     with self._worker.engine.batch():
       for i in range(self._process, len(tasks), self._processes):
-        episode = self._worker.episode(
-          task=tasks[i],
-          sample=0,
-          seed=self._seed,
-          sequence=i,
-          temperature=0.0,
-          toolbox=toolbox,
-          version=step,
-          attempt=("evaluation", i),
-        )
+        attempt = Attempt(tasks[i], 0, self._seed, i, temperature=0.0, version=step)
+        episode = self._worker.episode(attempt, toolbox, key=("evaluation", i))
         futures[i] = self._worker.submit(episode, first=True, evaluation=True)
     self._until_done(list(futures.values()))
     played = [(i, future.result()) for i, future in futures.items()]
@@ -286,18 +278,12 @@ class RolloutCollector:
     # --- The attempts: made first, so that the engine gets them one after the other.
     episodes = []
     for k in range(config.samples):
-      episode = self._worker.episode(
-        task=task,
-        sample=k,
-        seed=seed,
-        sequence=first + k,
-        temperature=config.temperature,
-        toolbox=self._toolbox,
-        version=self._version,
-        attempt=(number, k),
-        # An interrupted run may have submitted it under another version.
-        within=config.staleness,
+      attempt = Attempt(
+        task, k, seed, first + k, config.temperature, version=self._version
       )
+      # An interrupted run may have submitted it under another version.
+      within = config.staleness
+      episode = self._worker.episode(attempt, self._toolbox, (number, k), within)
       episodes.append(episode)
     futures = [self._worker.submit(episode, group=number) for episode in episodes]
     self._groups[number] = _Submitted(episodes, futures)

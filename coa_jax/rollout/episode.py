@@ -21,8 +21,7 @@ from coa_jax.protocol.trajectory import (
   ToolCall,
   Trajectory,
 )
-from coa_jax.rollout.types import Episode, RolloutConfig
-from coa_jax.tasks.task import Task
+from coa_jax.rollout.types import Attempt, Episode, RolloutConfig
 from coa_jax.tools.types import Tools
 
 
@@ -52,20 +51,23 @@ class CoAEpisode(Episode):
 
   def __init__(
     self,
-    task: Task,
-    sample: int,
-    seed: int,
-    sequence: int,
-    temperature: float,
+    attempt: Attempt,
     tokenizer: Tokenizer,
     toolbox: Tools,
     config: EpisodeConfig,
   ):
-    """Renders the prompt; see `RolloutWorker.episode` for the arguments."""
-    self.task = task
-    self.seed = seed
-    self.sequence = sequence
-    self.temperature = temperature
+    """Renders the prompt.
+
+    Args:
+      attempt: the task, and the key of the sampling.
+      tokenizer: of the model.
+      toolbox: answers the calls.
+      config: what all episodes share.
+    """
+    self.task = task = attempt.task
+    self.seed = attempt.seed
+    self.sequence = attempt.sequence
+    self.temperature = attempt.temperature
     self.tokenizer = tokenizer
     self.toolbox = toolbox
     self.config = config
@@ -84,7 +86,7 @@ class CoAEpisode(Episode):
       "source": task.source,
     }
     prompt = prompts.prompt_segments(config.variant, task.question, config.style)
-    self.trajectory = Trajectory(task.id, prompt, sample=sample, meta=meta)
+    self.trajectory = Trajectory(task.id, prompt, sample=attempt.sample, meta=meta)
 
   def start(self) -> list[int]:
     """Returns the prompt's ids, chat template included; its seconds count from now."""

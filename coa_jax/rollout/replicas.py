@@ -16,12 +16,12 @@ from coa_jax.model import decode_params
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
-from coa_jax.rollout.engine import EpisodePool
+from coa_jax.rollout.pool import ReplicaThreads
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.types import RolloutConfig
 
 
-class ReplicaPool(EpisodePool):
+class ReplicaPool(ReplicaThreads):
   """Our own sampler as an engine; see `types.Engine`.
 
   An episode's tokens depend on (its seed, its sequence, the parameters, what its tools
@@ -85,14 +85,6 @@ class ReplicaPool(EpisodePool):
       self._sync_seconds += time.monotonic() - began
     self.publish(views, version)
     if views is None:
-      self._wait_until_idle()
-
-  def _wait_until_idle(self) -> None:
-    """Waits until all replicas have forgotten the policy, and freed their caches.
-
-    An episode's future is done a moment before its replica's thread has ended.
-    """
-    with self._lock:
-      threads = [thread for thread in self._threads if thread]
-    for thread in threads:
-      thread.join()
+      # An episode's future is done a moment before its replica's thread has ended, and
+      # has freed the cache.
+      self._join_threads()

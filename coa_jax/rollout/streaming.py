@@ -23,7 +23,7 @@ from typing import Any
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import ToolCall, Trajectory
 from coa_jax.rollout.episode import CoAEpisode
-from coa_jax.rollout.types import Episode
+from coa_jax.rollout.types import Attempt, Episode
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Task
 from coa_jax.tools.types import Tools
@@ -146,16 +146,14 @@ class StreamingEpisode(CoAEpisode):
       worker: plays it.
       toolbox: answers its calls.
     """
-    super().__init__(
-      task=Task("live", request.question, ()),
-      sample=request.sample,
+    attempt = Attempt(
+      Task("live", request.question, ()),
+      request.sample,
       seed=worker.engine.config.seed,
       sequence=request.sequence,
       temperature=request.temperature,
-      tokenizer=worker.tokenizer,
-      toolbox=toolbox,
-      config=worker.episode_config,
     )
+    super().__init__(attempt, worker.tokenizer, toolbox, worker.episode_config)
     self.on_event = on_event
     self.top_p = request.top_p
     self.cancelled = False  # set by other threads

@@ -21,6 +21,7 @@ from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.tasks.sampling import TASK_SAMPLERS
+from coa_jax.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +159,27 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
       f"rollout.max_len={config.max_len} is above the {most} positions that the model "
       f"has (max_position_embeddings in {file}); lower it"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+  """One attempt at a task: what its tokens depend on besides the policy and the tools.
+
+  Attributes:
+    task: the policy answers it.
+    sample: number of the attempt among the task's.
+    seed: with `sequence` keys the sampling; from 0 to 2**32 - 1.
+    sequence: unique under a seed.
+    temperature: of the sampling; 0 is greedy.
+    version: of the policy when the attempt is submitted.
+  """
+
+  task: Task
+  sample: int
+  seed: int
+  sequence: int
+  temperature: float
+  version: int = 0
 
 
 class Engine(Protocol):

@@ -19,7 +19,7 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig, Replay
-from coa_jax.rollout.types import Engine, Episode
+from coa_jax.rollout.types import Attempt, Engine, Episode
 from coa_jax.shard import Shard
 from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import ToolJournal
@@ -115,42 +115,23 @@ class RolloutWorker:
 
   def episode(
     self,
-    task: Task,
-    sample: int,
-    seed: int,
-    sequence: int,
-    temperature: float,
+    attempt: Attempt,
     toolbox: Tools,
-    version: int = 0,
-    attempt: tuple[Any, ...] = (),
+    key: tuple[Any, ...] = (),
     within: int = 0,
   ) -> CoAEpisode:
-    """Returns an attempt at a task, for `submit`.
+    """Returns an attempt's episode, for `submit`.
 
     Args:
-      task: what the policy is to answer.
-      sample: which of the task's attempts this is.
-      seed: with `sequence` it keys the sampling.
-      sequence: unique under the seed.
-      temperature: 0 is greedy.
+      attempt: the task, the key of the sampling, and the policy's version now.
       toolbox: answers the calls.
-      version: of the policy now, for the journal of tool calls.
-      attempt: tells this attempt from all others of its version, and of `within`
-        versions before and after it, for the same journal.
-      within: see `attempt`.
+      key: of the attempt in the journal of tool calls; unique among those of its
+        version, and of `within` versions before and after it.
+      within: see `key`.
     """
     if self.journal:  # it counts this attempt's calls, so each has tools of its own
-      toolbox = self.journal.tools(toolbox, version, attempt, within)
-    return CoAEpisode(
-      task=task,
-      sample=sample,
-      seed=seed,
-      sequence=sequence,
-      temperature=temperature,
-      tokenizer=self.tokenizer,
-      toolbox=toolbox,
-      config=self.episode_config,
-    )
+      toolbox = self.journal.tools(toolbox, attempt.version, key, within)
+    return CoAEpisode(attempt, self.tokenizer, toolbox, self.episode_config)
 
   def submit(
     self,
@@ -242,16 +223,16 @@ class RolloutWorker:
         free = 2 * self.engine.capacity - len(running)
         with self.engine.batch():
           for place, sample in itertools.islice(attempts, free):
-            episode = self.episode(
-              task=tasks[place],
-              sample=sample,
-              seed=seed,
+            attempt = Attempt(
+              tasks[place],
+              sample,
+              seed,
               sequence=place * samples + sample,
               temperature=temperature,
-              toolbox=toolbox,
               version=version,
-              attempt=(evaluation, seed, place, sample),
             )
+            key = (evaluation, seed, place, sample)
+            episode = self.episode(attempt, toolbox, key)
             future = self.submit(episode, group=place, evaluation=evaluation)
             running[future] = episode
         if not running:

@@ -9,6 +9,7 @@ import pytest
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
+from coa_jax.rollout.types import Attempt
 from coa_jax.tasks.task import Task
 from coa_jax.tools.code_session import SandboxSession
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
@@ -57,9 +58,8 @@ def box(request):
 
 def episode(box) -> CoAEpisode:
   setting = EpisodeConfig(CODE, "brief", max_calls=9, tool_seconds=300.0)
-  playing = CoAEpisode(
-    Task("t", "q", ("1",)), 0, 0, 0, 1.0, toy.tokenizer(), box, setting
-  )
+  attempt = Attempt(Task("t", "q", ("1",)), 0, 0, 0, 1.0)
+  playing = CoAEpisode(attempt, toy.tokenizer(), box, setting)
   playing.start()
   return playing
 

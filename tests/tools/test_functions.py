@@ -13,6 +13,7 @@ from coa_jax.protocol import parser, prompts, roles, tool_bodies
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
+from coa_jax.rollout.types import Attempt
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests import toy
@@ -56,7 +57,8 @@ def test_a_trajectory_calls_a_real_mcp_server_by_name():
   with Toolbox(config) as box:
     setting = EpisodeConfig(dialect, "full", max_calls=8, tool_seconds=120.0)
     task = Task("t", "What is 2 + 40?", ("42",))
-    playing = CoAEpisode(task, 0, 0, 0, 1.0, toy.tokenizer(), box, setting)
+    attempt = Attempt(task, 0, 0, 0, 1.0)
+    playing = CoAEpisode(attempt, toy.tokenizer(), box, setting)
     think = roles.wrap("think", "t")
     calls = [
       roles.wrap("tool", tool_bodies.render_function_call("add", {"a": 2, "b": 40})),

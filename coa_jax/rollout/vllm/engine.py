@@ -38,7 +38,7 @@ from coa_jax.model.hf.io import save_model
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.rollout.engine import EpisodePool
+from coa_jax.rollout.pool import ReplicaThreads
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import (
@@ -54,7 +54,7 @@ _COLDEST = 0.01  # vLLM samples at this where it is asked for less, 0 excepted
 _POLL_S = 0.05  # between two looks for episodes and for a newer policy
 
 
-class VllmEngine(EpisodePool):
+class VllmEngine(ReplicaThreads):
   """A vLLM server as an engine; see `types.Engine`."""
 
   takes_tokens = False
@@ -75,7 +75,7 @@ class VllmEngine(EpisodePool):
 
 
 class VllmReplica:
-  """Plays episodes over one server, `rollout.slots` at a time; see `engine.Replica`."""
+  """Plays episodes over one server, `rollout.slots` at a time; see `pool.Replica`."""
 
   def __init__(
     self,

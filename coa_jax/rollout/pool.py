@@ -1,9 +1,9 @@
 """Threads that play episodes: one for each replica, each with a queue of its own.
 
-`EpisodePool` is what the JAX engine (`replicas.ReplicaPool`) and the vLLM engine share:
-queues, futures, cancelling, and the life of the threads. A replica plays a few episodes
-at once, round by round. Its thread is the only one that touches its device; it starts
-with the first episode and ends when there is none left.
+`ReplicaThreads` is what the JAX engine (`replicas.ReplicaPool`) and the vLLM engine
+share: queues, futures, cancelling, and the life of the threads. A replica plays a few
+episodes at once, round by round. Its thread is the only one that touches its device; it
+starts with the first episode and ends when there is none left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Replica(Protocol):
     """Starts the new episodes, samples once for all that run, handles who stopped.
 
     Args:
-      policy: this replica's entry of what was given to `EpisodePool.publish`.
+      policy: this replica's entry of what was given to `ReplicaThreads.publish`.
       version: of the policy.
       new: as many as there are free slots, at most.
 
@@ -64,7 +64,38 @@ class _Job:
   rank: tuple[bool, int]
 
 
-class EpisodePool:
+@dataclasses.dataclass(eq=False)
+class _Lane:
+  """A replica, its episodes and its thread.
+
+  Attributes:
+    replica: what the thread drives.
+    queue: jobs that wait, the first to be taken first.
+    running: jobs by their episodes.
+    dropped: episodes whose slots the thread frees before its next round.
+    thread: None while the replica rests.
+    rested: when the last thread ended, in monotonic seconds; None before the first.
+  """
+
+  replica: Replica
+  queue: list[_Job] = dataclasses.field(default_factory=list)
+  running: dict[Episode, _Job] = dataclasses.field(default_factory=dict)
+  dropped: list[Episode] = dataclasses.field(default_factory=list)
+  thread: threading.Thread | None = None
+  rested: float | None = None
+
+  @property
+  def load(self) -> int:
+    """Episodes that the replica has, or will have."""
+    return len(self.queue) + len(self.running)
+
+  @property
+  def is_full(self) -> bool:
+    """Whether all of its slots have an episode, or will have one."""
+    return self.load >= self.replica.slots
+
+
+class ReplicaThreads:
   """Queues in front of replicas and the threads that drive them: `types.Engine`."""
 
   def __init__(self, config: RolloutConfig, replicas: Sequence[Replica], name: str):
@@ -76,42 +107,32 @@ class EpisodePool:
       name: of the threads.
     """
     self.config = config
-    self._replicas = list(replicas)
+    self._lanes = [_Lane(replica) for replica in replicas]
     self._name = name
     self._lock = threading.Lock()
-    count = len(self._replicas)
-    # Of each replica: the jobs that wait, those that run, those to be dropped.
-    self._queues: list[list[_Job]] = []
-    self._running: list[dict[Episode, _Job]] = []
-    self._dropped: list[list[Episode]] = []
-    for _ in self._replicas:
-      self._queues.append([])
-      self._running.append({})
-      self._dropped.append([])
-    self._threads: list[threading.Thread | None] = [None] * count
-    self._rested: list[float | None] = [None] * count  # since when, in seconds
     self._policies: list[Any] | None = None
     self._version = 0
     self._sync_seconds = 0.0
     self._submitted = 0
     self._batches = 0  # blocks of `batch` that are being filled
-    self._last_group: tuple[int | None, int] = (None, 0)  # and its replica
+    self._last_group: int | None = None
+    self._last_lane = self._lanes[0]  # the last group's
     self._closed = False
 
   @property
   def capacity(self) -> int:
     """Episodes that can run at once."""
-    return sum(replica.slots for replica in self._replicas)
+    return sum(lane.replica.slots for lane in self._lanes)
 
   @property
   def counters(self) -> Counters:
     """What all devices were asked to do so far."""
-    return Counters.total(replica.counters for replica in self._replicas)
+    return Counters.total(lane.replica.counters for lane in self._lanes)
 
   @property
   def timings(self) -> Timings:
     """What the seconds so far went into."""
-    mean = Timings.mean(replica.timings for replica in self._replicas)
+    mean = Timings.mean(lane.replica.timings for lane in self._lanes)
     mean.sync += self._sync_seconds
     return mean
 
@@ -122,7 +143,7 @@ class EpisodePool:
       RuntimeError: there is to be no policy while episodes are left.
     """
     with self._lock:
-      if policies is None and any(map(self._load, range(len(self._replicas)))):
+      if policies is None and any(lane.load for lane in self._lanes):
         raise RuntimeError("the engine still plays episodes: it needs its policy")
       self._policies = policies
       self._version = version
@@ -140,8 +161,8 @@ class EpisodePool:
         raise RuntimeError("the engine has no policy: call set_policy first")
       self._submitted += 1
       job = _Job(episode, future, (not first, self._submitted))
-      i = self._replica_for(group)
-      bisect.insort(self._queues[i], job, key=lambda job: job.rank)
+      lane = self._lane_for(group)
+      bisect.insort(lane.queue, job, key=lambda job: job.rank)
       self._start_threads()
     return future
 
@@ -163,17 +184,15 @@ class EpisodePool:
     with self._lock:
       # Running, its replica's thread drops it before the next round, for only that
       # thread may touch the slots; waiting, it is forgotten here.
-      for queue, running, dropped in zip(
-        self._queues, self._running, self._dropped, strict=True
-      ):
-        if episode in running:
-          job = running.pop(episode)
-          dropped.append(episode)
+      for lane in self._lanes:
+        if episode in lane.running:
+          job = lane.running.pop(episode)
+          lane.dropped.append(episode)
           break
-        waiting = [job for job in queue if job.episode is episode]
+        waiting = [job for job in lane.queue if job.episode is episode]
         if waiting:
           job = waiting[0]
-          queue.remove(job)
+          lane.queue.remove(job)
           break
     if job:  # without the lock: who waits may submit again at once
       job.future.set_exception(concurrent.futures.CancelledError())
@@ -183,72 +202,69 @@ class EpisodePool:
     with self._lock:
       self._closed = True
       jobs: list[_Job] = []
-      for queue in self._queues:
-        jobs += queue
-        queue.clear()
-      threads = list(self._threads)
-    # Without the lock, which the threads need to end.
-    for thread in threads:
-      if thread:
-        thread.join()
+      for lane in self._lanes:
+        jobs += lane.queue
+        lane.queue.clear()
+    self._join_threads()
     # Only now: until its thread has ended, a round may still finish an episode.
-    for running in self._running:
-      jobs += running.values()
-      running.clear()
+    for lane in self._lanes:
+      jobs += lane.running.values()
+      lane.running.clear()
     for job in jobs:
       job.future.set_exception(concurrent.futures.CancelledError())
 
-  def _load(self, i: int) -> int:
-    """Episodes that a replica has, or will have."""
-    return len(self._queues[i]) + len(self._running[i])
+  def _join_threads(self) -> None:
+    """Waits until the threads that run have ended."""
+    with self._lock:
+      threads = [lane.thread for lane in self._lanes if lane.thread]
+    # Without the lock, which the threads need to end.
+    for thread in threads:
+      thread.join()
 
-  def _replica_for(self, group: int | None) -> int:
+  def _lane_for(self, group: int | None) -> _Lane:
     """Where a new episode goes: beside its group if there is room."""
-    last, i = self._last_group
     # A group's episodes share their prompt's cache, but only within one replica.
-    beside = group is not None and group == last
-    if not beside or self._load(i) >= self._replicas[i].slots:
-      i = min(range(len(self._replicas)), key=self._load)
-    self._last_group = (group, i)
-    return i
+    beside = group is not None and group == self._last_group
+    if not beside or self._last_lane.is_full:
+      self._last_lane = min(self._lanes, key=lambda lane: lane.load)
+    self._last_group = group
+    return self._last_lane
 
   def _start_threads(self) -> None:
     """Starts the idle replicas that have jobs, with the lock; not within a batch."""
     if self._batches or self._closed:
       return
-    for i, replica in enumerate(self._replicas):
-      if self._threads[i] is not None or not self._queues[i]:
+    for lane in self._lanes:
+      if lane.thread is not None or not lane.queue:
         continue
       # Idle time ends here; before the first episode there was none to count.
-      if self._rested[i] is not None:
-        replica.timings.idle += time.monotonic() - self._rested[i]
-      thread = threading.Thread(
-        target=self._work, args=(i,), name=self._name, daemon=True
+      if lane.rested is not None:
+        lane.replica.timings.idle += time.monotonic() - lane.rested
+      lane.thread = threading.Thread(
+        target=self._work, args=(lane,), name=self._name, daemon=True
       )
-      self._threads[i] = thread
-      thread.start()
+      lane.thread.start()
 
-  def _work(self, i: int) -> None:
+  def _work(self, lane: _Lane) -> None:
     """The thread of a replica: plays until it has no episode, or the pool is closed."""
-    replica = self._replicas[i]
-    running = self._running[i]
+    place = self._lanes.index(lane)  # of its policy among all
     finished: list[tuple[_Job, Episode]] = []  # in the last round
     try:
       while True:
         # --- With the lock: what this round plays, and under which policy.
         with self._lock:
-          new = [] if self._closed else self._take(i)
+          new = [] if self._closed else self._take(lane)
           for job in new:
-            running[job.episode] = job
-          dropped = self._dropped[i]
-          self._dropped[i] = []
+            lane.running[job.episode] = job
+          dropped = lane.dropped
+          lane.dropped = []
           # Decided under the lock that `submit` takes: no job can come in between.
-          over = self._closed or not running
+          over = self._closed or not lane.running
           if over:
-            self._rest(i)
+            self._rest(lane)
           # Read after the episodes were taken: none starts under an older policy than
           # was the newest when it was submitted.
-          policy = self._policies[i] if not over else None
+          policy = self._policies[place] if not over else None
           version = self._version
         # --- Without it: who waits is told only now, so that whoever gets the last
         # episode finds the device's memory given back.
@@ -260,41 +276,41 @@ class EpisodePool:
         # --- The device's time.
         heartbeat.beat()
         for episode in dropped:
-          replica.drop(episode)
-        ended = replica.round(policy, version, [job.episode for job in new])
+          lane.replica.drop(episode)
+        ended = lane.replica.round(policy, version, [job.episode for job in new])
         with self._lock:
           for episode in ended:
-            job = running.pop(episode, None)
+            job = lane.running.pop(episode, None)
             if job:  # else it was cancelled during the round
               finished.append((job, episode))
     except BaseException as error:  # raised again where the futures are read
       with self._lock:
-        jobs = [*running.values(), *self._queues[i]]
-        running.clear()
-        self._queues[i].clear()
-        self._rest(i)
+        jobs = [*lane.running.values(), *lane.queue]
+        lane.running.clear()
+        lane.queue.clear()
+        self._rest(lane)
       for job in jobs:
         job.future.set_exception(error)
 
-  def _rest(self, i: int) -> None:
+  def _rest(self, lane: _Lane) -> None:
     """Ends a thread's work, with the lock: the next `submit` starts another thread."""
-    self._replicas[i].clear()
-    self._dropped[i].clear()
-    self._threads[i] = None
-    self._rested[i] = time.monotonic()
+    lane.replica.clear()
+    lane.dropped.clear()
+    lane.thread = None
+    lane.rested = time.monotonic()
 
-  def _take(self, i: int) -> list[_Job]:
+  def _take(self, lane: _Lane) -> list[_Job]:
     """Jobs for the free slots: the replica's own, else what others can not start."""
     out: list[_Job] = []
-    free = self._replicas[i].slots - len(self._running[i])
+    free = lane.replica.slots - len(lane.running)
     while len(out) < free:
-      if self._queues[i]:
-        out.append(self._queues[i].pop(0))
+      if lane.queue:
+        out.append(lane.queue.pop(0))
         continue
       # Its own queue is empty: help who has more than it has slots, from the end of the
       # queue, so that what waits longest stays where its group is.
-      other = max(range(len(self._queues)), key=self._load)
-      if self._load(other) <= self._replicas[other].slots or not self._queues[other]:
+      other = max(self._lanes, key=lambda lane: lane.load)
+      if other.load <= other.replica.slots or not other.queue:
         break
-      out.append(self._queues[other].pop())
+      out.append(other.queue.pop())
     return out

@@ -11,7 +11,7 @@ import pytest
 from playing import threads
 from toy import eventually
 
-from coa_jax.rollout.engine import EpisodePool
+from coa_jax.rollout.pool import ReplicaThreads
 from coa_jax.rollout.types import Counters, RolloutConfig, Timings
 
 
@@ -70,8 +70,8 @@ def is_idle() -> bool:
   return not threads("counting")
 
 
-def pool(*replicas: Counting, policy="p") -> EpisodePool:
-  out = EpisodePool(RolloutConfig(), replicas, name="counting")
+def pool(*replicas: Counting, policy="p") -> ReplicaThreads:
+  out = ReplicaThreads(RolloutConfig(), replicas, name="counting")
   out.publish([policy] * len(replicas), 0)
   return out
 
@@ -188,7 +188,7 @@ def test_what_is_cancelled_never_ends_and_frees_its_slot():
 
 def test_a_pool_needs_a_policy_keeps_it_while_it_plays_and_closes_once():
   replica = Counting(slots=1)
-  on = EpisodePool(RolloutConfig(), [replica], name="counting")
+  on = ReplicaThreads(RolloutConfig(), [replica], name="counting")
   with pytest.raises(RuntimeError, match="no policy"):
     on.submit(Attempt("e"))
   on.publish(["p"], 0)
