@@ -1,6 +1,3 @@
-"""Programs: launchers, the quickstart, benchmarks. All flags live here."""
+"""Launchers of `coa_jax.cli`'s commands, the quickstart, benchmarks."""
 
-import os
-
-# Said at import, and of no use to anybody here: no model of transformers is run.
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+import coa_jax.cli  # noqa: F401 - sets what the environment of every program has

@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
+from coa_jax.cli.launch import run_program, stop
 from coa_jax.report.metrics import METRICS_FILE, read_metrics
 from coa_jax.report.timers import SECONDS
-from experiments.launch import run_program, stop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 import rich
 from absl import flags
 
+from coa_jax.cli.launch import run_program
 from coa_jax.config import read_config
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
@@ -30,7 +31,6 @@ from coa_jax.report.tables import rich_table
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.teacher.token_meter import encoder
 from coa_jax.tools.tools import ToolsConfig
-from experiments.launch import run_program
 
 _MULTI = flags.DEFINE_string("multi", None, "Attempts of the multi-agent system.")
 _SINGLE = flags.DEFINE_string("single", None, "Attempts of the one model.")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 
+from coa_jax.cli.config_help import SECTIONS_BY_NAME, Field, list_fields
+from coa_jax.cli.select_tasks import SelectTasksConfig
+from coa_jax.cli.synthesize import SynthesizeConfig
 from coa_jax.distill import DistillConfig
 from coa_jax.evaluate import EvaluateConfig
 from coa_jax.rl import RLConfig
 from coa_jax.sft import SFTConfig
-from experiments.config_help import SECTIONS_BY_NAME, Field, list_fields
-from experiments.select_tasks import SelectTasksConfig
-from experiments.synthesize import SynthesizeConfig
 
 CONFIGS = {
   "distill": DistillConfig,

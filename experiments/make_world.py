@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from coa_jax.cli.launch import run_program
 from coa_jax.lock import hold
 from coa_jax.tasks.world.build import (
   MOST_TASKS,
@@ -19,7 +20,6 @@ from coa_jax.tasks.world.build import (
   write_world,
 )
 from coa_jax.tasks.world.questions import HELD_OUT
-from experiments.launch import run_program
 
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
 _WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Decides the facts of every world.")

@@ -17,12 +17,12 @@ import tempfile
 from absl import flags
 from PIL import Image
 
+from coa_jax.cli.launch import run_program
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report import plots
 from coa_jax.report.metrics import read_metrics
 from coa_jax.report.viewer import write_page
-from experiments.launch import run_program
 
 _WORKDIR = flags.DEFINE_string(
   "workdir", "runs/quickstart", "Of a finished quickstart."

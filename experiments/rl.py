@@ -1,12 +1,8 @@
-"""Agentic RL: one journey, from one config file.
+"""`coa rl` of a checkout: see `coa_jax/cli/rl.py`."""
 
-  python -m experiments.rl --config=configs/X.py --workdir=DIR
+import sys
 
-Any field can be overridden: --config.SECTION.FIELD=VALUE.
-"""
-
-from coa_jax import rl
-from experiments.launch import launch
+from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  launch(rl.run, rl.RLConfig)
+  run("rl", sys.argv[1:])

@@ -1,12 +1,8 @@
-"""Supervised fine-tuning: one journey, from one config file.
+"""`coa sft` of a checkout: see `coa_jax/cli/sft.py`."""
 
-  python -m experiments.sft --config=configs/X.py --workdir=DIR
+import sys
 
-Any field can be overridden: --config.SECTION.FIELD=VALUE.
-"""
-
-from coa_jax import sft
-from experiments.launch import launch
+from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  launch(sft.run, sft.SFTConfig)
+  run("sft", sys.argv[1:])

@@ -36,7 +36,7 @@ if last := os.environ.get("KILL"):
 
   evaluate.write_jsonl = write_until
 
-# As `experiments.distributed.leave_devices_alone` has it.
+# As `coa_jax.cli.distributed.leave_devices_alone` has it.
 flags.FLAGS.set_default("experimental_orbax_use_distributed_barrier", True)
 flags.FLAGS.mark_as_parsed()
 if others:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from coa_jax.cli.main import MODULES
+
 ROOT = pathlib.Path(__file__).parent.parent
 OURS = ("coa_jax", "configs", "experiments", "tests", "tools_sandbox", "docs")
 # Of a journal only links: what it tells of had the names of its day.
@@ -81,7 +83,10 @@ def shell_blocks(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
-  """(module, arguments) of every `python -m MODULE ...`, in blocks and in sentences."""
+  """(module, arguments) of every `python -m MODULE ...` and `coa COMMAND ...`.
+
+  In blocks and in sentences; a command is the launcher experiments.NAME.
+  """
   joined = "\n".join(re.sub(r"\\\n\s*", " ", body) for _, body in _FENCE.findall(text))
   spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", _FENCE.sub("", text))
   lines = joined.splitlines() + [" ".join(span.split()) for span in spans]
@@ -90,6 +95,10 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
       found = re.search(r"\bpython3? -m ([\w.]+)(.*)", part)
       if found:
         yield found[1], found[2].split(" #")[0]
+      command = re.search(r"^\s*(?:\$ )?coa ([a-z]\w*)(.*)", part)
+      if command:
+        name = MODULES.get(command[1], command[1])
+        yield f"experiments.{name}", command[2].split(" #")[0]
 
 
 @functools.cache
@@ -113,7 +122,7 @@ def exists(module: str) -> bool:
 # of JSON each. Forks of one process share the imports that take long.
 _ASK = """
 import json, os, re, runpy, sys, tempfile
-import coa_jax.rl, coa_jax.evaluate, coa_jax.distill, experiments.launch
+import coa_jax.rl, coa_jax.evaluate, coa_jax.distill, coa_jax.cli.launch
 
 def ask(module, *words):
   with tempfile.TemporaryFile() as out:
@@ -172,7 +181,7 @@ def flags_of_programs() -> dict[str, frozenset[str]]:
 def docstrings() -> list[str]:
   """Docstrings of configs and programs, each as a block of commands."""
   out = []
-  for folder in ("configs", "experiments"):
+  for folder in ("configs", "experiments", "coa_jax/cli"):
     for path in sorted((ROOT / folder).rglob("*.py")):
       text = ast.get_docstring(ast.parse(path.read_text())) or ""
       out.append(f"```\n{text}\n```\n")

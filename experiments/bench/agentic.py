@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.cli.launch import run_program
 from experiments.bench import peers
 from experiments.bench import program as bench
 from experiments.bench.rollout import DEVICES, check_tokens
 from experiments.bench.train_work import SIZES
-from experiments.launch import run_program
 
 # Of a trajectory: tokens of its prompt and of a turn, calls, tokens that one returns.
 PROMPT = 64

@@ -33,6 +33,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax import rl
+from coa_jax.cli.launch import COMPILE_CACHE, CPU_DEVICES, prepare, run_program
 from coa_jax.config import read_config
 from coa_jax.disk import DiskError, clear_errors
 from coa_jax.learner.algorithms import PRESETS, preset
@@ -40,7 +41,6 @@ from coa_jax.lock import InUseError
 from coa_jax.record import prepare_workdir
 from coa_jax.report.metrics import duration, read_metrics
 from experiments.bench import program as bench
-from experiments.launch import COMPILE_CACHE, CPU_DEVICES, prepare, run_program
 
 _LAST = 3  # steps whose reward is the reward after training
 _QUICKSTART = flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")

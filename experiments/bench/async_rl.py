@@ -27,12 +27,12 @@ import ml_collections
 from absl import flags
 
 from coa_jax import rl
+from coa_jax.cli.launch import COMPILE_CACHE, prepare, run_program
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.report.metrics import read_metrics
 from coa_jax.report.timers import seconds_of
 from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import program as bench
-from experiments.launch import COMPILE_CACHE, prepare, run_program
 
 _COMPILES = 3  # steps that are not timed
 _UNTIMED = ("dev", "save")  # phases that are the same for both

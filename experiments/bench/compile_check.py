@@ -68,6 +68,8 @@ import ml_collections
 from absl import flags
 from jax.sharding import SingleDeviceSharding
 
+from coa_jax.cli.deploy.slices import read_slice
+from coa_jax.cli.launch import run_program, start, stop
 from coa_jax.config import read_config
 from coa_jax.json_io import read_object
 from coa_jax.report.metrics import write_json
@@ -80,8 +82,6 @@ from experiments.bench.hlo_text import collectives
 from experiments.bench.hlo_work import operations, work
 from experiments.bench.program import OUT, QUICK
 from experiments.bench.run_programs import Program
-from experiments.deploy.slices import read_slice
-from experiments.launch import run_program, start, stop
 
 _SLICE = flags.DEFINE_string("slice", "", "As v5p:2x2x4, v5p-32, or h100:8.")
 _SLICES = flags.DEFINE_integer("slices", 1, "How many of them share mesh.data.", 1)

@@ -34,9 +34,9 @@ from typing import Any
 import rich
 from absl import flags
 
+from coa_jax.cli.launch import run_program
 from coa_jax.report.tables import Table, rich_table
 from experiments.bench import peers
-from experiments.launch import run_program
 
 # Seconds that each stage may take by default.
 LIMITS = {

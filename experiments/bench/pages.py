@@ -36,6 +36,7 @@ from unittest import mock
 import numpy as np
 from absl import flags
 
+from coa_jax.cli.launch import run_program
 from coa_jax.model import cache as caching
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.flops import products
@@ -46,7 +47,6 @@ from coa_jax.rollout import sampler, scheduler, slot_cache
 from coa_jax.rollout.types import Episode, RolloutConfig
 from experiments.bench import program as bench
 from experiments.bench.compile_check import CHIPS, Chip
-from experiments.launch import run_program
 
 LONGEST, MEAN, PROMPT, TURN, OBSERVATION, GROUP = 32_768, 8_192, 1_024, 200, 300, 8
 WINDOW = 32

@@ -32,11 +32,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.cli.launch import run_program
 from experiments.bench import peers
 from experiments.bench import program as bench
 from experiments.bench.agentic import NEW, trajectory_job
 from experiments.bench.train_work import SIZES
-from experiments.launch import run_program
 
 PROMPTS = 8  # of a step
 SAMPLES = 4  # of a prompt

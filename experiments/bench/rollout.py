@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.cli.launch import run_program
 from experiments.bench import peers
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES
-from experiments.launch import run_program
 
 PROMPT, NEW = 64, 256
 # Tokens of the longest prompt and new ones, where lengths are uneven.

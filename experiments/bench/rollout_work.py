@@ -51,7 +51,7 @@ def use_cores(job: dict[str, Any]) -> None:
 
   As many as the job's `devices` says; where it says nothing, one a core.
   """
-  from experiments.launch import prepare
+  from coa_jax.cli.launch import prepare
 
   prepare("", job.get("devices") or len(os.sched_getaffinity(0)))
 

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
+from coa_jax.cli.deploy.manifests import PLAIN_RINGS
+from coa_jax.cli.deploy.slices import Slice
 from coa_jax.learner import batch as batching
 from coa_jax.learner.state import TrainState, state_shardings
 from coa_jax.learner.update import PolicyUpdate
@@ -40,8 +42,6 @@ from coa_jax.rl import RLConfig
 from coa_jax.rollout import memory, sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import check_positions
-from experiments.deploy.manifests import PLAIN_RINGS
-from experiments.deploy.slices import Slice
 
 # States and classes of tokens of an automaton and of a grammar about as large as the
 # protocol's: no tokenizer is read.

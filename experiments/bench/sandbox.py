@@ -28,8 +28,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from coa_jax.cli.launch import run_program
 from experiments.bench import program as bench
-from experiments.launch import run_program
 from tools_sandbox.client import Sandbox
 
 # Name -> program, what it prints.

@@ -30,11 +30,11 @@ from typing import Any
 
 from absl import flags
 
+from coa_jax.cli.launch import run_program
 from coa_jax.model.config import LoadConfig
 from experiments.bench import peers
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES, Size
-from experiments.launch import run_program
 
 TOLERANCE = 1e-3  # relative, between losses
 CHECKED = 3  # steps whose losses are compared; the second and third follow updates

@@ -177,7 +177,7 @@ Train = Callable[[int], list[float]]
 
 def ours(work: Work) -> Train:
   """This project's learner, as `sft.run` uses it."""
-  from experiments.launch import prepare
+  from coa_jax.cli.launch import prepare
 
   # No compile cache: peers compile too, and that is part of the peak. With fewer than
   # two rows a device its products are too small to be fast.

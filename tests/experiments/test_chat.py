@@ -18,9 +18,9 @@ import toy
 from rich.console import Console
 from rich.style import Style
 
+from coa_jax.cli import chat
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.streaming import TextDelta
-from experiments import chat
 from tests.backend import BACKEND
 from tools_sandbox import http_server
 

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import ROOT, finish
 
+from coa_jax.cli.deploy.slices import read_slice
 from coa_jax.config import read_config
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import save_model
@@ -21,7 +22,6 @@ from coa_jax.model.transformer import init_params
 from coa_jax.rl import RLConfig
 from configs import rl_qwen
 from experiments.bench import compile_check, gpus, hlo_text, hlo_work, run_programs
-from experiments.deploy.slices import read_slice
 
 # What a compiler writes, in small: a loop of 24 turns with two gathers, an asynchronous
 # one in a chain of fusions and an unrolled loop in it; a loop whose turns only the run

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from coa_jax.cli import evaluate
 from coa_jax.evaluate import EvalConfig
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.report import scores
-from experiments import evaluate
 
 
 def attempt(task: str, sample: int, right: bool, family: str) -> Trajectory:

@@ -13,9 +13,9 @@ from programs import finish
 from safetensors.numpy import load_file
 
 from coa_jax import rl, sft
+from coa_jax.cli.export import export
 from coa_jax.lock import hold
 from coa_jax.protocol.trajectory import write_jsonl
-from experiments.export import export
 from tests.backend import BACKEND
 
 

@@ -290,7 +290,7 @@ def test_a_single_agents_runs_come_with_the_variant_that_the_error_names(tmp_pat
 FORKING = """
 import json, os, sys
 import coa_jax.importers.pipeline, coa_jax.report.plots
-from experiments.launch import run_program
+from coa_jax.cli.launch import run_program
 for number, command in enumerate(json.loads(sys.argv[1])):
   child = os.fork()
   if not child:
@@ -298,7 +298,7 @@ for number, command in enumerate(json.loads(sys.argv[1])):
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.argv[1:] = command
-    from experiments import import_traces
+    from coa_jax.cli import import_traces
     run_program(import_traces.main)
     os._exit(0)
   print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

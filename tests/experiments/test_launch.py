@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from experiments import launch
+from coa_jax.cli import launch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -31,7 +31,7 @@ PROGRAM = """
 import dataclasses
 from coa_jax.config import read_config
 from coa_jax.fields import section
-from experiments.launch import launch
+from coa_jax.cli.launch import launch
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
@@ -224,7 +224,7 @@ def test_a_program_without_a_config_refuses_in_one_line(tmp_path):
   program = tmp_path / "program.py"
   program.write_text(
     "from absl import flags\n"
-    "from experiments.launch import run_program\n"
+    "from coa_jax.cli.launch import run_program\n"
     "flags.DEFINE_integer('count', 1, 'How many.', 1)\n"
     "def main():\n"
     "  open('/nowhere/' + 'x' * 300)\n"

@@ -21,8 +21,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from experiments.deploy import manifests, scripts
-from experiments.deploy.slices import GENERATIONS, Slice, read_slice
+from coa_jax.cli.deploy import manifests, scripts
+from coa_jax.cli.deploy.slices import GENERATIONS, Slice, read_slice
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Kubernetes' own release whose schemas are used; the manifests need no newer one.
@@ -101,7 +101,7 @@ KUBERNETES_FLAGS = [
 SERVER = """
 import json, os, sys, traceback, warnings
 from coa_jax import rl, sft
-from experiments import evaluate, launch, pod
+from coa_jax.cli import evaluate, launch, pod
 warnings.simplefilter("ignore")
 for line in sys.stdin:
   words, files = json.loads(line)

@@ -8,6 +8,7 @@ import ml_collections
 import pytest
 import toy
 
+from coa_jax.cli import select_tasks
 from coa_jax.config import ConfigError
 from coa_jax.protocol.storage import write_lines
 from coa_jax.protocol.trajectory import (
@@ -18,7 +19,6 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sources import load_tasks
-from experiments import select_tasks
 from tests.backend import BACKEND
 
 SAMPLES = 6

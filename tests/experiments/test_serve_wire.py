@@ -8,10 +8,10 @@ import pytest
 from absl import flags
 from starlette.testclient import TestClient
 
+from coa_jax.cli import completions, serve
+from coa_jax.cli.choices import Choice
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.streaming import Spans
-from experiments import completions, serve
-from experiments.choices import Choice
 
 TAGS = ("think", "answer", "observation")
 URL = "/v1/chat/completions"

@@ -185,7 +185,7 @@ def test_a_signal_to_one_of_two_processes_ends_both(
 BUSY = """
 import hashlib, sys
 from coa_jax.learner.checkpoint import Checkpoints
-from experiments.launch import with_clear_errors
+from coa_jax.cli.launch import with_clear_errors
 
 def work():
   with Checkpoints(sys.argv[1]):

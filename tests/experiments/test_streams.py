@@ -15,7 +15,7 @@ PROGRAM = """
 import logging, os, sys, time
 from coa_jax.report import metrics
 from coa_jax.report.tables import Table, rich_table
-from experiments.launch import run_program
+from coa_jax.cli.launch import run_program
 import rich
 
 def main():

@@ -6,13 +6,13 @@ import pytest
 from chat_server import ChatServer
 from world_backend import WorldBackend
 
+from coa_jax.cli import synthesize
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.world.build import WorldConfig, write_world
 from coa_jax.teacher.backend import InfrastructureError
 from configs.synthesize_chat import get_config
-from experiments import synthesize
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import ml_collections
 import pytest
 from absl import flags
 
+from coa_jax.cli import tasks as program
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import RewardConfig
 from coa_jax.tasks.sources import TasksConfig
-from experiments import tasks as program
 
 ROWS = [
   {"id": "a", "question": "Who?", "answers": ["Ann", "Anna"], "source": "s"},

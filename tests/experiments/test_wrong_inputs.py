@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FORKING = """
 import json, os, sys
 from coa_jax import evaluate, rl, sft
-from experiments import launch, select_tasks
+from coa_jax.cli import launch, select_tasks
 journeys = {
   "sft": (sft.run, sft.SFTConfig),
   "rl": (rl.run, rl.RLConfig),

@@ -6,13 +6,13 @@ import pathlib
 
 import pytest
 
+from coa_jax.cli import synthesize
 from coa_jax.protocol.trajectory import ToolCall
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.teacher import cloze
 from coa_jax.teacher.synthesis import Corpus, SynthesisConfig, Synthesizer
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from configs.synthesize_cloze import get_config
-from experiments import synthesize
 
 PASSAGES = pathlib.Path(__file__).parents[1] / "fixtures/passages.json"
 PAGES = {

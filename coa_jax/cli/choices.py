@@ -25,11 +25,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from coa_jax.cli.completions import RequestRefused
 from coa_jax.protocol.roles import ANSWER, open_tag
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rewards import written_answer
 from coa_jax.rollout.streaming import TextDelta
-from experiments.completions import RequestRefused
 
 
 class Choice:

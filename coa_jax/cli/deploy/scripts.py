@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
-from experiments.deploy.manifests import LIBTPU_INIT_ARGS, PodJob
+from coa_jax.cli.deploy.manifests import LIBTPU_INIT_ARGS, PodJob
 
 # Folders of the checkout that --vm does not send.
 NOT_SENT = (".venv", "runs")

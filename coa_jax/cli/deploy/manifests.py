@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from experiments.deploy.slices import Slice
+from coa_jax.cli.deploy.slices import Slice
 
 # For the TPU's compiler. Libtpu 0.0.42 reorders rings of chips on v6e and v5e, and then
 # compiles no all-reduce among the four of a slice's first host alone.

@@ -1,7 +1,7 @@
 """Explains a journey's config: every section and field with type, default and meaning.
 
-  python -m experiments.rl --config.help
-  python -m experiments.rl --config=configs/rl_world.py --config.help=algo.loss
+  coa rl --config.help
+  coa rl --config=configs/rl_world.py --config.help=algo.loss
 
 All of it is read from the dataclasses: types and defaults from their fields, accepted
 values from the fields' metadata, meanings from the docstrings.

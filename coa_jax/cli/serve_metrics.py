@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus: GET /metrics of `experiments.serve`."""
+"""What a server counts, for Prometheus: GET /metrics of `coa serve`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from absl import flags
 
 from coa_jax.bucket import mirror
 from coa_jax.bucket.objects import BucketError
-from experiments.refusal import stop
+from coa_jax.cli.refusal import stop
 
 _MOST_PROCESSES = 1 << 16
 _SAY_EVERY_S = 3.0

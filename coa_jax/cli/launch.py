@@ -26,16 +26,16 @@ from ml_collections.config_dict import RequiredValueError, placeholder
 from coa_jax import disk, heartbeat
 from coa_jax.bucket import inputs
 from coa_jax.bucket.objects import Bucket, is_uri
+from coa_jax.cli import distributed
+from coa_jax.cli.config_help import explain
+from coa_jax.cli.devices import check_devices
+from coa_jax.cli.refusal import stop
+from coa_jax.cli.shards import read_shard, run_shard
+from coa_jax.cli.streams import outlive_readers
 from coa_jax.config import ConfigError, as_json, fill_defaults, read_config
 from coa_jax.learner.interruption import Interrupted
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.shard import Shard
-from experiments import distributed
-from experiments.config_help import explain
-from experiments.devices import check_devices
-from experiments.refusal import stop
-from experiments.shards import read_shard, run_shard
-from experiments.streams import outlive_readers
 
 # Takes (config, workdir), and a shard where it can be cut.
 Journey = Callable[..., dict[str, Any]]
@@ -115,7 +115,7 @@ def launch(
     tables: of the results, printed at the end; --json prints the results themselves,
       as programs without tables do.
     logs: files from which the journey goes on, where it can be cut into shards: see
-      `experiments.shards`.
+      `coa_jax.cli.shards`.
   """
   # --- Flags of its own.
   if logs:

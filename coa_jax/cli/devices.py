@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from experiments.refusal import stop
+from coa_jax.cli.refusal import stop
 
 _VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 

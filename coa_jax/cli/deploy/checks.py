@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import ml_collections
 
+from coa_jax.cli.deploy.slices import Device
+from coa_jax.cli.launch import config_of_words
 from coa_jax.config import ConfigError, read_config
 from coa_jax.model.sharding import MeshConfig, make_partitioner, make_partitioners
-from experiments.deploy.slices import Device
-from experiments.launch import config_of_words
 
 # Program -> module and class of its config.
 _CONFIGS = {
@@ -28,8 +28,8 @@ _CONFIGS = {
   "experiments.rl": ("coa_jax.rl", "RLConfig"),
   "experiments.evaluate": ("coa_jax.evaluate", "EvaluateConfig"),
   "experiments.distill": ("coa_jax.distill", "DistillConfig"),
-  "experiments.select_tasks": ("experiments.select_tasks", "SelectTasksConfig"),
-  "experiments.synthesize": ("experiments.synthesize", "SynthesizeConfig"),
+  "experiments.select_tasks": ("coa_jax.cli.select_tasks", "SelectTasksConfig"),
+  "experiments.synthesize": ("coa_jax.cli.synthesize", "SynthesizeConfig"),
 }
 # Fields, at any depth, that name files or folders which a run reads.
 _INPUTS = (

@@ -1,0 +1,74 @@
+"""Writes a page to browse trajectories with: filter, search, sort, compare a group.
+
+  coa browse --workdir=runs/X/rl
+  coa browse --trajectories='runs/X/rl/trajectories/step_*.jsonl'
+
+--workdir takes a run; --trajectories takes files, globs and folders, and may be given
+several times. The page is one file that opens without a server or a network, by default
+`browse.html` in the run's folder. With the run's tokenizer, which is
+found where the run lies beside its `model` folder, tokens can be coloured within the
+text by log-prob or policy version; with --variant the page says where a trajectory
+breaks the protocol.
+"""
+
+from __future__ import annotations
+
+import os
+
+from absl import flags
+
+from coa_jax.cli.launch import run_program
+from coa_jax.config import ConfigError
+from coa_jax.protocol.roles import get_variant
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.report.viewer import find_files, open_files, write_page
+
+_TRAJECTORIES = flags.DEFINE_multi_string("trajectories", [], "Files, globs, folders.")
+_OUT = flags.DEFINE_string(
+  "out", "", "The page; by default browse.html in the run's folder."
+)
+_TOKENIZER = flags.DEFINE_string(
+  "tokenizer", None, "A model folder; by default the `model` folder of the run."
+)
+_VARIANT = flags.DEFINE_string(
+  "variant", None, "The run's rollout.variant, to show where the protocol is broken."
+)
+
+
+def run_of(file: str) -> str:
+  """The folder of the run that wrote RUN/trajectories/FILE or RUN/FILE."""
+  folder = os.path.dirname(os.path.abspath(file))
+  if os.path.basename(folder) == "trajectories":
+    return os.path.dirname(folder)
+  return folder
+
+
+def run_tokenizer(file: str) -> Tokenizer | None:
+  """The tokenizer of the run that wrote a file, or None."""
+  folder = os.path.join(run_of(file), "model")
+  if not os.path.exists(os.path.join(folder, "tokenizer.json")):
+    return None
+  return Tokenizer.load(folder)
+
+
+def main() -> None:
+  """Writes the page and says where."""
+  # Not on import: other programs have a flag of this name, and tests import both.
+  workdir = flags.FLAGS.workdir
+  where = [*([workdir] if workdir else []), *_TRAJECTORIES.value]
+  if not where:
+    raise ConfigError("name a run by --workdir=DIR, or files by --trajectories=FILES")
+  files = find_files(where)
+  out = _OUT.value or os.path.join(workdir or run_of(files[0]), "browse.html")
+  path = _TOKENIZER.value
+  tokenizer = Tokenizer.load(path) if path else run_tokenizer(files[0])
+  variant = get_variant(_VARIANT.value) if _VARIANT.value else None
+  count = write_page(out, "Trajectories", open_files(files), variant, tokenizer)
+  size = os.path.getsize(out) / 1e6
+  print(f"{out}: {count} trajectories of {len(files)} files, {size:.1f} MB")
+
+
+def command() -> None:
+  """Runs the command line."""
+  flags.DEFINE_string("workdir", None, "A run, of which all trajectories are shown.")
+  run_program(main)

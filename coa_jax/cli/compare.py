@@ -1,0 +1,373 @@
+"""Compares runs: a table for each stage, and one page of overlaid curves.
+
+  coa compare --out=runs/sweep/compare.html runs/sweep/*
+  coa compare --figures=reward,dev_accuracy runs/rl runs/rl_again
+
+Runs of different stages (distill, sft, rl, evaluate, ...) are compared with their own
+stage. Runs whose configs differ in their seeds alone are one row of the table and one
+line of a curve: the mean over seeds, with the 95 % interval of Student's t. A row is
+named by the fields in which the configs differ; a single run whose fields do not fit
+a line, by its workdir.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import rich
+import scipy.stats
+from absl import flags
+
+from coa_jax.cli.launch import run_program
+from coa_jax.config import ConfigError, nearest
+from coa_jax.json_io import read_object
+from coa_jax.record import read_run
+from coa_jax.report.metrics import METRICS_FILE, read_all_metrics
+from coa_jax.report.plots import seed_curves
+from coa_jax.report.tables import Table, cell, rich_table
+from coa_jax.report.viewer import write_page
+
+# Fields that only say which of several equal runs one is.
+SEEDS = ("seed",)
+# What the table and the curves show where no flag says it, as far as runs have it.
+FIGURES = (
+  "dev_accuracy",
+  "reward",
+  "pass1_greedy",
+  "pass1_sampled",
+  "pass3",
+  "validation_loss",
+  "loss",
+  "right",
+  "kept",
+  "tasks",
+  "tokens_per_task",
+  "tokens_per_s",
+  "seconds",
+)
+CURVES = ("reward", "dev_accuracy", "loss", "validation_loss", "entropy", "grad_norm")
+# A section that only this stage has -> the stage.
+_STAGES = {
+  "quickstart": "quickstart",
+  "teacher": "distill",
+  "data": "sft",
+  "algo": "rl",
+  "eval": "evaluate",
+  "synthesis": "synthesize",
+}
+# Longer names of rows, in characters, give way to workdirs.
+_NAME = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One finished or running run of a stage.
+
+  Attributes:
+    path: its workdir.
+    config: field -> value, by paths such as "optim.lr".
+    results: figure -> number, of `results.json`; empty while it runs.
+    log: the rows of `metrics.jsonl`.
+  """
+
+  path: str
+  config: Mapping[str, Any]
+  results: Mapping[str, float]
+  log: Sequence[Mapping[str, Any]]
+
+  @property
+  def stage(self) -> str:
+    """The stage, by the sections of the config; "run" where they are of no stage."""
+    sections = {field.partition(".")[0] for field in self.config}
+    return next((name for key, name in _STAGES.items() if key in sections), "run")
+
+
+def read(path: str) -> Run:
+  """Reads a workdir.
+
+  Raises:
+    FileNotFoundError, ConfigError: it holds no run.
+  """
+  config, _ = read_run(os.path.join(path, "config.json"))
+  results = {}
+  file = os.path.join(path, "results.json")
+  if os.path.exists(file):
+    results = _numbers(read_object(file))
+  log = []
+  if os.path.exists(os.path.join(path, METRICS_FILE)):
+    log = read_all_metrics(path)
+  return Run(path, dict(_flat(config)), results, log)
+
+
+def find(paths: Sequence[str]) -> list[str]:
+  """Finds the workdirs among folders and right below them, in order.
+
+  Paths that exist and hold no run, as a glob also matches, are reported in one line.
+
+  Raises:
+    FileNotFoundError: a path does not exist, or none has a run.
+  """
+  out = []
+  without = []
+  for path in paths:
+    if not os.path.exists(path):
+      raise FileNotFoundError(f"{path}: there is no such workdir")
+    below = [path]
+    if os.path.isdir(path):
+      below += [os.path.join(path, name) for name in sorted(os.listdir(path))]
+    # A quickstart is a run that holds runs: its own come first.
+    found = [folder for folder in below if _holds_run(folder)]
+    out += found
+    if not found:
+      without.append(path)
+  if not out:
+    raise FileNotFoundError(
+      f"{', '.join(paths)}: no run is there (no config.json of a run); give workdirs, "
+      "or a folder of them"
+    )
+  if without:
+    print(f"left out, for no run is there: {', '.join(without)}", file=sys.stderr)
+  return list(dict.fromkeys(out))
+
+
+def _holds_run(folder: str) -> bool:
+  """Whether a folder is a workdir: a model folder's config.json has no `config`.
+
+  A damaged config.json counts, so that reading it names the fault.
+  """
+  path = os.path.join(folder, "config.json")
+  if not os.path.isfile(path):
+    return False
+  try:
+    return "config" in read_object(path)
+  except ValueError:
+    return True
+
+
+def by_stage(runs: Sequence[Run]) -> dict[str, list[Run]]:
+  """Groups runs by their stage."""
+  out: dict[str, list[Run]] = collections.defaultdict(list)
+  for run in runs:
+    out[run.stage].append(run)
+  return dict(out)
+
+
+def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
+  """Groups runs that differ in seeds alone, by what else sets them apart.
+
+  Returns:
+    Name -> its runs. A name lists the fields that differ among all runs, with their
+    values; it is the workdir's where the list is long and the run is the only one.
+  """
+  fields = sorted({name for run in runs for name in run.config})
+  differing = []
+  for name in fields:
+    values = [run.config.get(name) for run in runs]
+    if name.rpartition(".")[2] in SEEDS or len(set(map(_as_json, values))) < 2:
+      continue
+    differing.append(name)
+  same: dict[tuple[str, ...], list[Run]] = collections.defaultdict(list)
+  for run in runs:
+    same[tuple(_as_json(run.config.get(name)) for name in differing)].append(run)
+  shared = {
+    name: _shared_folder(run.config.get(name) for run in runs) for name in differing
+  }
+  out: dict[str, list[Run]] = {}
+  for number, members in enumerate(same.values(), 1):
+    config = members[0].config
+    parts = []
+    for name in differing:
+      parts.append(f"{name}={_brief(config.get(name), shared[name])}")
+    title = ", ".join(parts) or "all"
+    if len(members) == 1 and (len(title) > _NAME or not parts):
+      title = os.path.basename(os.path.abspath(members[0].path))
+    if title in out:  # as workdirs of one name in two folders
+      title += f" ({number})"
+    out[title] = members
+  return out
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float | None]:
+  """Computes a mean and half the width of its 95 % interval; None of one value."""
+  if len(values) < 2:
+    return values[0], None
+  mean = statistics.fmean(values)
+  error = statistics.stdev(values) / math.sqrt(len(values))
+  return mean, float(scipy.stats.t.ppf(0.975, len(values) - 1)) * error
+
+
+def table(
+  groups: Mapping[str, Sequence[Run]],
+  figures: Sequence[str] = (),
+  title: str = "Runs",
+) -> Table:
+  """Makes a row for each group: mean and interval of every figure.
+
+  Args:
+    groups: as `group` makes them.
+    figures: of results.json; () for FIGURES. Those that some run has are shown.
+    title: of the table.
+  """
+  known = _figures_of([run for runs in groups.values() for run in runs])
+  shown = [name for name in figures or FIGURES if name in known]
+  rows = []
+  for name, runs in groups.items():
+    row: dict[str, Any] = {"name": name, "runs": len(runs)}
+    for figure in shown:
+      values = [run.results[figure] for run in runs if figure in run.results]
+      row[figure] = None
+      if values:
+        mean, half = mean_and_interval(values)
+        row[figure] = cell(mean)
+        if half is not None:
+          row[figure] += f" \u00b1 {cell(half)}"
+    rows.append(row)
+  columns = {"name": "run", "runs": "seeds"} | {name: name for name in shown}
+  note = "Mean over seeds, \u00b1 half of the 95 % interval (Student's t)."
+  return Table(title, rows, columns, note)
+
+
+def figures_of(
+  groups: Mapping[str, Sequence[Run]], curves: Sequence[str] = (), stage: str = ""
+) -> dict[str, Any]:
+  """Draws each metric that some run has logged over steps, all groups in one panel."""
+  logs = {name: [run.log for run in runs] for name, runs in groups.items()}
+  known = _metrics_of([run for runs in groups.values() for run in runs])
+  out = {}
+  for metric in [name for name in curves or CURVES if name in known]:
+    caption = f"{metric}: mean over seeds, band from the lowest to the highest"
+    out[f"{stage}, {caption}" if stage else caption] = seed_curves(
+      logs, metric, logarithmic=stage == "sft"
+    )
+  return out
+
+
+def _figures_of(runs: Sequence[Run]) -> set[str]:
+  """Figures that some run's results have."""
+  return {name for run in runs for name in run.results}
+
+
+def _metrics_of(runs: Sequence[Run]) -> set[str]:
+  """Metrics of which some run has logged a value."""
+  rows = [row for run in runs for row in run.log]
+  found = {key for row in rows for key, value in row.items() if value is not None}
+  return found - {"stage", "step"}
+
+
+def _check_names(
+  flag: str, names: Sequence[str], known: Collection[str], what: str
+) -> None:
+  """Refuses a figure or a metric that no run has."""
+  for name in names:
+    if name not in known:
+      raise ConfigError(f"--{flag}: no run {what} {name!r}{nearest(name, known)}")
+
+
+def compare(
+  paths: Sequence[str],
+  out: str = "",
+  figures: Sequence[str] = (),
+  curves: Sequence[str] = (),
+) -> None:
+  """Prints the tables of some workdirs, and writes the page if `out` names one.
+
+  Raises:
+    FileNotFoundError, ConfigError: no run is there, or none has a figure or a metric.
+  """
+  runs = [read(path) for path in find(paths)]
+  _check_names("figures", figures, _figures_of(runs), "has")
+  _check_names("curves", curves, _metrics_of(runs), "has logged")
+  stages = by_stage(runs)
+  if len(stages) > 1:
+    print(
+      f"runs of {len(stages)} stages, each compared with its own: {', '.join(stages)}"
+    )
+  tables = []
+  drawn = {}
+  for stage, members in stages.items():
+    groups = group(members)
+    tables.append(table(groups, figures, f"Runs of {stage}"))
+    rich.print(rich_table(tables[-1]))
+    drawn |= figures_of(groups, curves, stage)
+  unfinished = [run.path for run in runs if not run.results]
+  if unfinished:
+    print(f"not finished: {', '.join(unfinished)}")
+  if out:
+    folders = ", ".join(paths)
+    write_page(
+      out,
+      "Runs compared",
+      {},
+      intro=f"{len(runs)} runs of {folders}.",
+      tables=tables,
+      figures=drawn,
+    )
+    print(f"page: {os.path.abspath(out)}")
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+  """Yields the fields of a config by their paths."""
+  for name, value in config.items():
+    if isinstance(value, dict) and value:
+      yield from _flat(value, f"{above}{name}.")
+    else:
+      yield above + name, value
+
+
+def _numbers(results: Mapping[str, Any], above: str = "") -> dict[str, float]:
+  """The finite numbers of results.json, by their paths."""
+  out = {}
+  for name, value in results.items():
+    if isinstance(value, dict):
+      out |= _numbers(value, f"{above}{name}.")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+      out[above + name] = value
+  return out
+
+
+def _as_json(value: Any) -> str:
+  """A value of a config, to be compared."""
+  return json.dumps(value, sort_keys=True)
+
+
+def _shared_folder(values: Iterable[Any]) -> str:
+  """The folder that all texts among values begin with; "" for none."""
+  texts = [value for value in values if isinstance(value, str) and value]
+  # Letter by letter, then cut at a slash: paths may be absolute and relative.
+  return os.path.commonprefix(texts).rpartition("/")[0]  # noqa: RUF071
+
+
+def _brief(value: Any, shared: str = "") -> str:
+  """A value of a config in the name of a row, without the folder all values share."""
+  text = value if isinstance(value, str) else json.dumps(value)
+  if shared and text.startswith(f"{shared}/"):
+    text = text[len(shared) + 1 :]
+  return text if len(text) <= 40 else "..." + text[-37:]
+
+
+def _define_flags() -> None:
+  flags.DEFINE_string("out", "", "The page to write, an HTML file; empty for none.")
+  flags.DEFINE_list("figures", [], "Figures of results.json to show, as pass3,seconds.")
+  flags.DEFINE_list("curves", [], "Metrics to draw over steps, as reward,entropy.")
+
+
+def main(paths: list[str]) -> None:
+  """Compares the workdirs of the command line."""
+  if not paths:
+    raise ConfigError("name workdirs, or folders of them: experiments.compare runs/*")
+  values = flags.FLAGS
+  compare(paths, values.out, values.figures, values.curves)
+
+
+def command() -> None:
+  """Runs the command line."""
+  _define_flags()
+  run_program(main, takes_words=True)

@@ -1,0 +1,1 @@
+"""Manifests and scripts that start a run on many hosts: of `coa pod`."""

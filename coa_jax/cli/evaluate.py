@@ -1,0 +1,74 @@
+"""Evaluation: one journey, from one config file.
+
+  coa evaluate --config=configs/X.py --workdir=DIR [--json]
+
+Any field can be overridden: --config.SECTION.FIELD=VALUE. Prints a table, one row for
+all tasks and one for every source and family; --json prints results.json instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax import evaluate
+from coa_jax.cli.launch import launch
+from coa_jax.report.tables import Table, cell
+
+# Figure of a summary -> its heading. Of pass@k and votes see `headings`.
+_FIGURES = {"pass1_greedy": "greedy", "pass1_sampled": "sampled"}
+_COSTS = {
+  "tool_calls_per_task": "tool calls",
+  "tokens_per_task": "tokens",
+  "malformed_rate": "malformed",
+}
+
+
+def headings(results: Mapping[str, Any]) -> dict[str, str]:
+  """The figures that these results have, as columns of a table."""
+  columns = dict(_FIGURES)
+  for name in results:
+    pass_k = re.fullmatch(r"pass(\d+)", name)
+    vote = re.fullmatch(r"best_of_(\d+)", name)
+    if pass_k:
+      columns[name] = f"pass@{pass_k[1]}"
+    if vote:
+      columns[name] = f"vote of {vote[1]}"
+  columns |= _COSTS
+  return {name: text for name, text in columns.items() if results[name] is not None}
+
+
+def table(results: Mapping[str, Any], title: str = "Evaluation") -> Table:
+  """Makes a table of what `results.json` holds: all tasks, each source, each family."""
+  columns = {"of": "tasks of", "tasks": "tasks", **headings(results)}
+  groups = {"all": results}
+  for by in ("by_source", "by_family"):
+    # One group is all of them again.
+    if len(results[by]) > 1:
+      kind = by.removeprefix("by_")
+      groups |= {f"{kind} {name or '-'}": one for name, one in results[by].items()}
+  rows = []
+  for name, one in groups.items():
+    row = {"of": name, "tasks": one["tasks"]}
+    for figure in headings(results):
+      row[figure] = cell(one[figure])
+      spread = one["ci95"].get(figure)
+      if spread and figure in _FIGURES:
+        row[figure] += f" ({cell(spread[0])}-{cell(spread[1])})"
+    rows.append(row)
+  failed = results["status"].get("infrastructure", 0)
+  note = "in parentheses 95 % intervals; more in results.json"
+  if failed:
+    note += f"; {failed} attempts of the infrastructure's failures are left out"
+  return Table(title, rows, columns, note)
+
+
+def command() -> None:
+  """Runs the command line."""
+  launch(
+    evaluate.run,
+    evaluate.EvaluateConfig,
+    lambda results: [table(results)],
+    logs=evaluate.LOGS,
+  )

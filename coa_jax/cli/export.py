@@ -1,0 +1,112 @@
+"""Any kept checkpoint of an SFT or RL run as a Hugging Face folder.
+
+  coa export --workdir=DIR --out=DIR [--step=N]
+
+Writes OUT/model, and OUT/adapter of a run with section lora, as the run itself does at
+its end. The run may be going on; without --step the newest checkpoint is taken. The
+policy is exported, a critic is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from absl import flags
+
+from coa_jax.cli.launch import prepare, run_program
+from coa_jax.lock import hold
+
+
+def _define_flags() -> None:
+  # Not on import: other programs have flags of these names, and tests import both.
+  flags.DEFINE_string("workdir", None, "Of the run.", required=True)
+  flags.DEFINE_string("out", None, "Where model/ is written.", required=True)
+  flags.DEFINE_integer("step", None, "Updates made; the newest where empty.")
+
+
+def export(workdir: str, out: str, step: int | None = None) -> int:
+  """Writes the model of a checkpoint; returns its step.
+
+  Args:
+    workdir: of an SFT or RL run.
+    out: where `model` and perhaps `adapter` are written.
+    step: one of those kept; None for the newest.
+
+  Raises:
+    FileNotFoundError: no run is there.
+    ValueError: it has no such checkpoint, or that is damaged.
+
+  budget: a checkpoint's way from what was trained to what is saved.
+  """
+  from coa_jax import sft
+  from coa_jax.config import read_config
+  from coa_jax.learner.checkpoint import read_params, whole_steps
+  from coa_jax.model import lora
+  from coa_jax.model.config import ModelConfig
+  from coa_jax.model.hf.folder import save_run
+  from coa_jax.model.hf.io import load_config, load_model
+  from coa_jax.model.transformer import init_params
+  from coa_jax.protocol.origin import Origin
+  from coa_jax.protocol.tokens import Tokenizer
+  from coa_jax.record import read_origin_of, read_run
+
+  # --- Which checkpoint.
+  config_file = os.path.join(workdir, "config.json")
+  folder = os.path.join(workdir, "checkpoints")
+  for path in (config_file, folder):
+    if not os.path.exists(path):
+      raise FileNotFoundError(f"{path}: not there; {workdir} holds no SFT or RL run")
+  config, _ = read_run(config_file)
+  steps = whole_steps(folder)
+  if not steps or (step is not None and step not in steps):
+    choice = ", ".join(map(str, steps)) or "none"
+    name = "a checkpoint"
+    if step is not None:
+      name = f"checkpoint {step}"
+    raise ValueError(f"{folder}: there is no {name}; kept are {choice}")
+  if step is None:
+    step = steps[-1]
+
+  # --- What was trained: all parameters or adapters; of RL the policy, not the critic.
+  trained = read_params(folder, step)
+  if "algo" in config:
+    trained = trained["policy"]
+  lora_config = None
+  if config.get("lora"):
+    lora_config = read_config(config["lora"], lora.LoraConfig, "lora")
+  load = sft.read_model(config.get("model") or {}, config)
+
+  # --- What it was trained from: a model that the run drew, or one that it read.
+  init = config.get("init") or ""
+  base = None  # needed beside adapters alone
+  tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
+  if isinstance(load, ModelConfig):  # a model that the run drew itself
+    cfg = sft.with_vocabulary(load, tokenizer)
+    if lora_config:
+      data = read_config(config.get("data"), sft.DataConfig, "data")
+      base = init_params(cfg, data.seed)
+  else:
+    # Nothing is computed with it, so another machine's kernel is no matter.
+    load = dataclasses.replace(load, attention="auto")
+    cfg = load_config(init, load)
+    if lora_config:
+      _, base = load_model(init, load)
+  origin = Origin.of_run(read_origin_of(workdir), step)
+  save_run(out, cfg, trained, base, lora_config, tokenizer, init, origin)
+  return step
+
+
+def main() -> None:
+  """Exports."""
+  prepare("")
+  out = flags.FLAGS.out
+  with hold(out):
+    step = export(flags.FLAGS.workdir, out, flags.FLAGS.step)
+  print(f"step {step}: {os.path.join(out, 'model')}")
+
+
+def command() -> None:
+  """Runs the command line."""
+  _define_flags()
+  run_program(main)

@@ -1,0 +1,418 @@
+r"""Turns other people's traces into trajectories that SFT reads.
+
+  coa import --file=WebAgentSFTDataset.json --variant=web \
+    --out=runs/web/trajectories.jsonl
+  coa import --file=oagents.jsonl --variant=web \
+    --out=runs/web/trajectories.jsonl --workers=8 --convert.score_right \
+    --convert.missing_think='Go on.' --filter --filters.min_calls=2 \
+    --filters.benchmarks=gaia.jsonl,webwalker.json --filters.max_similarity=0.8 \
+    --formats.copies=1
+  coa sft --config=configs/X.py --workdir=runs/web/sft \
+    --config.data.trajectories=runs/web/trajectories.jsonl
+  coa import --file=gs://BUCKET/runs.jsonl --variant=web \
+    --out=gs://BUCKET/web/trajectories.jsonl --shard=0/8
+
+Reads released Chain-of-Agents SFT records, OAgents, smolagents and LangChain runs,
+conversations with tool calls (messages of OpenAI, Anthropic, Hermes, LangChain and
+LLaMA-Factory, ShareGPT, verifiers, ATIF, Responses; each question of a record becomes a
+trajectory), ReAct and Search-R1 text, our own runs and trajectories, and released RL
+rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources.
+A row with a call that no importer reads is dropped (unread_call).
+--formats.copies writes each trajectory in other tool formats too; --described_tools
+has prompts describe only the tools of the run that will play. What a row has that a
+trajectory has no place for, and every row that is dropped, is named with the reason on
+standard output, then what helps with each reason; the last line has the counts. Beside
+OUT it writes OUT's manifest (what was asked, the commit, counts per stage, statistics
+before and after, the file's hash) and pictures of the funnel and of the statistics.
+--shard=I/N reads each alone every N-th row from the I-th on; the last of these N
+processes puts all together (`coa_jax.cli.shards`; their parts stay in OUT.work).
+
+budget: a third of it is the flags, each with its help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from coa_jax.bucket import inputs
+from coa_jax.bucket.objects import Bucket, is_uri
+from coa_jax.cli.launch import SCRATCH, fetch_inputs, run_program, stop
+from coa_jax.cli.shards import read_shard, run_shard
+from coa_jax.config import fill_defaults, read_config
+from coa_jax.importers import hints, importers
+from coa_jax.importers.importers import FORMATS, RL, Importer, Record
+from coa_jax.importers.pipeline import ImportedRow, ImportJob, RowPipeline
+from coa_jax.lock import hold
+from coa_jax.protocol.origin import Dialect
+from coa_jax.protocol.prompts import STYLES
+from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
+from coa_jax.protocol.storage import suffix_of, write_lines
+from coa_jax.record import hash_files, write_manifest
+from coa_jax.report import plots
+from coa_jax.shard import Shard
+from coa_jax.tasks.rows import list_uris
+from coa_jax.tasks.schemas import read_task
+from coa_jax.tasks.sources import load_tasks
+from coa_jax.teacher import filters
+from coa_jax.teacher.convert import ConvertConfig, Dropped
+from coa_jax.teacher.tool_augmentation import ToolAugmentation
+
+# Most agents that others run: thoughts, calls and an answer.
+_ALONE = "unified-plan-reflection-suggested_answer-double_check"
+
+
+def _define_section(name: str, cls: type) -> Any:
+  """Flags --NAME.FIELD for the fields of a dataclass."""
+  config = ml_collections.ConfigDict()
+  fill_defaults(config, cls)
+  return config_flags.DEFINE_config_dict(name, config)
+
+
+_FILE = flags.DEFINE_string("file", None, "A file, or a source by URI.", required=True)
+_OUT = flags.DEFINE_string(
+  "out", None, "What to write: .jsonl or .parquet.", required=True
+)
+_VARIANT = flags.DEFINE_string(
+  "variant",
+  None,
+  f"Dialect of the trajectories: {', '.join(VARIANTS)}. A hyphen takes an agent away: "
+  f"web-plan is web without plans, and {_ALONE} is thoughts, calls and an answer.",
+  required=True,
+)
+_DESCRIBED_TOOLS = flags.DEFINE_multi_string(
+  "described_tools",
+  [],
+  "A tool that the prompt describes, as TAG, TAG=WORDS or tool:NAME=WORDS; repeated. "
+  "Those of the run that will play (config.tools), whose prompts these should be. "
+  "Without it all of the variant.",
+)
+# Its earlier name, so that a command with it says what to write.
+flags.DEFINE_multi_string("told", None, "It is called --described_tools now.")
+flags.register_validator(
+  "told", lambda value: value is None, "it is called --described_tools now"
+)
+_FORMAT = flags.DEFINE_enum(
+  "format", "auto", ["auto", *FORMATS, RL], "Of the rows; auto goes by the first one."
+)
+_KEEP_ILLEGAL = flags.DEFINE_bool(
+  "keep_illegal",
+  False,
+  "Keep records that can be read but break the dialect's order rules.",
+)
+_PROMPT = flags.DEFINE_enum("prompt", "full", STYLES, "Style of the prompts.")
+_TOOLS = flags.DEFINE_list(
+  "tools", [], "Names of their tools and our tags: theirs=web_search,other=code."
+)
+_TASKS = flags.DEFINE_string("tasks", "", "Tasks of the runs (format runs).")
+_TOKENIZER = flags.DEFINE_string(
+  "tokenizer", "", "Folder of the tokenizer to write ids by: that of the model."
+)
+_WORKERS = flags.DEFINE_integer("workers", 0, "Processes besides this one.", 0)
+_SHARD = flags.DEFINE_string(
+  "shard", "", "Read part I of N alone, as 0/8; the last one joins. auto/8: by index."
+)
+_ROWS = "rows.jsonl"  # what a shard leaves behind
+_FILTER = flags.DEFINE_bool("filter", False, "Apply the filters (--filters.FIELD).")
+_FILTERS = _define_section("filters", filters.FiltersConfig)
+_CONVERT = _define_section("convert", ConvertConfig)
+_FORMATS = _define_section("formats", ToolAugmentation)
+
+
+def main() -> None:
+  """Imports FILE, alone or a shard of it."""
+  shard = read_shard(_SHARD.value) if _SHARD.value else None
+  suffix_of(_OUT.value)  # refused before any work
+
+  # --- What the rows are; files of a bucket are read from copies.
+  cache = os.path.join(SCRATCH.value, "inputs")
+  for name in ("file", "tasks", "tokenizer"):
+    flags.FLAGS[name].value = inputs.localized(flags.FLAGS[name].value, cache)
+  fetch_inputs(_FILTERS.value)
+  asked = "" if _FORMAT.value == "auto" else _FORMAT.value
+  chosen, records = importers.records(_FILE.value, asked)
+  if not asked:
+    print(f"{inputs.named(_FILE.value)}: format {chosen}, by its first row")
+  if chosen == RL:
+    for flag, given in (
+      ("--filter", _FILTER.value),
+      ("--formats.copies", _FORMATS.value.copies),
+      ("--shard", shard),
+    ):
+      if given:
+        raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
+    with _output() as out:
+      _write_tasks(records, out)
+    return
+
+  # --- All of them here, or each shard its own and the last one all.
+  pipeline = _pipeline(chosen)
+  job = ImportJob(pipeline, _WORKERS.value)
+  if not shard:
+    with _output() as out:
+      _write(out, chosen, pipeline, job, functools.partial(job.lines, records))
+    return
+
+  def run(folder: str, part: Shard | None) -> dict[str, Any]:
+    rows = os.path.join(folder, _ROWS)
+    if part:
+      with hold(folder):
+        return {"rows": job.write_part(rows, records, part)}
+    with _output() as out:
+      lines = functools.partial(job.joined_lines, rows)
+      return {"rows": _write(out, chosen, pipeline, job, lines)}
+
+  hashes = [hash_files(uri) for uri in list_uris(_FILE.value)]
+  settings = {**_settings(chosen, pipeline), "sha256": hashes}
+  work = f"{_OUT.value}.work"
+  run_shard(run, inputs.named(settings), work, shard, (_ROWS,), SCRATCH.value)
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[str]:
+  """Yields the path to write OUT to, and what stands beside it; nobody else does."""
+  folder, _, name = _OUT.value.rpartition("/")
+  if not is_uri(_OUT.value):
+    with hold(os.path.abspath(folder), f".{name}.lock"):
+      yield _OUT.value
+    return
+  bucket = Bucket(folder)
+  os.makedirs(SCRATCH.value, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=SCRATCH.value) as local:
+    yield os.path.join(local, name)
+    # The manifest last: what it tells of is there.
+    for file in sorted(os.listdir(local), key=lambda file: file.endswith(".json")):
+      bucket.put(os.path.join(local, file), file)
+
+
+def _write(
+  out: str,
+  chosen: str,
+  pipeline: RowPipeline,
+  job: ImportJob,
+  lines_of: Callable[..., Iterator[str]],
+) -> int:
+  """Filters, writes and tells.
+
+  budget: one pass, stage by stage.
+
+  Args:
+    out: the file to write.
+    chosen: the format.
+    pipeline: what was done to each row.
+    job: counts them.
+    lines_of: takes what to do with rows dropped and imported.
+
+  Returns:
+    How many trajectories are written.
+  """
+  # --- Those that stay.
+  unit = "tokens" if _TOKENIZER.value else "characters"
+  dropped_first: dict[str, tuple[Dropped, Record]] = {}  # by reason
+  before = plots.Statistics(unit)
+  after = plots.Statistics(unit)
+
+  def on_dropped(row: Dropped, record: Record) -> None:
+    _print(f"{row.task_id}: {row.reason}: {row.detail}")
+    dropped_first.setdefault(row.reason, (row, record))
+
+  def on_imported(row: ImportedRow, copies: int) -> None:
+    for text in row.lost:
+      _print(f"{row.task_id}: lost: {text}")
+    before.add(row.stats.length, row.stats.roles)
+    after.add(row.stats.length, row.stats.roles, copies)
+
+  try:
+    lines = lines_of(on_dropped, on_imported)
+    num_rows = write_lines(out, lines, at_least_one=True)
+  except EOFError:
+    # An empty file would only fail where it is trained on.
+    dropped, filtered = _dropped(job.counts())
+    for reasons in filtered.values():
+      dropped.update(reasons)
+    message = f"{_FILE.value}: no record is left to train on ({_counted(dropped)})"
+    if dropped_first:  # one line: what helps with most of them
+      most = max(dropped_first, key=lambda reason: dropped[reason])
+      message += f"; {hints.hint(pipeline.importer, *dropped_first[most])}"
+    stop(message)
+
+  # --- Say what became of all.
+  counts = job.counts()
+  _report(out, _settings(chosen, pipeline), pipeline, counts, before, after)
+  dropped, filtered = _dropped(counts)
+  for reason, first in sorted(dropped_first.items()):
+    _print(f"hint: {reason}: {hints.hint(pipeline.importer, *first)}")
+  for stage, reasons in filtered.items():
+    if reasons:
+      print(f"filter {stage}: {reasons.total()} dropped ({_counted(reasons)})")
+  last_line = f"{num_rows} kept"
+  if counts["augmented"]:
+    last_line += f", {counts['augmented']} of them augmented"
+  last_line += f", {dropped.total()} dropped"
+  if dropped:
+    last_line += f" ({_counted(dropped)})"
+  print(last_line)
+  return num_rows
+
+
+def _dropped(counts: dict[str, Any]) -> tuple[Counter[str], dict[str, Counter[str]]]:
+  """Why rows were dropped at import, and by each filter where there are any."""
+  filtered = {}
+  if "filters" in counts:
+    for stage in filters.STAGES:
+      filtered[stage] = Counter(counts["filters"][stage]["dropped"])
+  return Counter(counts["import"]["dropped"]), filtered
+
+
+def _pipeline(chosen: str) -> RowPipeline:
+  # --- Flags that do not fit the format, or each other.
+  if _KEEP_ILLEGAL.value and chosen not in hints.VERBATIM:
+    verbatim = " and ".join(hints.VERBATIM)
+    raise ValueError(
+      f"--keep_illegal is for formats {verbatim}; of {chosen} only what obeys the "
+      "order rules can be made"
+    )
+  table = dict(pair.partition("=")[::2] for pair in _TOOLS.value)
+  formats = read_config(_FORMATS.value, ToolAugmentation, "formats")
+  if formats.copies and _PROMPT.value == "brief":
+    raise ValueError("--formats.copies: only --prompt=full describes formats")
+
+  # --- How a row is read.
+  tasks = {}
+  if _TASKS.value:
+    tasks = {task.id: task for task in load_tasks(_TASKS.value)}
+  importer = Importer(
+    format=chosen,
+    variant=_variant(),
+    prompt=_PROMPT.value,
+    stem=importers.stem(_FILE.value),
+    tools=table,
+    convert=read_config(_CONVERT.value, ConvertConfig, "convert"),
+    keep_illegal=_KEEP_ILLEGAL.value,
+    tasks=tasks,
+  )
+
+  # --- Which trajectories stay.
+  config = read_config(_FILTERS.value, filters.FiltersConfig, "filters")
+  if not _FILTER.value:
+    if config != filters.FiltersConfig():
+      raise ValueError("--filters.FIELD is given without --filter, which applies them")
+    return RowPipeline(importer, tokenizer=_TOKENIZER.value, formats=formats)
+  benchmarks = filters.load_benchmarks(config)
+  return RowPipeline(importer, config, benchmarks, _TOKENIZER.value, formats)
+
+
+def _variant() -> Variant:
+  variant = get_variant(_VARIANT.value)
+  if not _DESCRIBED_TOOLS.value:
+    return variant
+  descriptions = {}
+  for tool in _DESCRIBED_TOOLS.value:
+    name, _, description = tool.partition("=")
+    descriptions[name] = description
+  return variant.with_tools(descriptions)
+
+
+def _print(text: str) -> None:
+  """One line, whatever a row's strings would do to a terminal."""
+  print("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+
+
+def _counted(reasons: Counter[str]) -> str:
+  return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
+
+
+def _write_tasks(records: Iterator[importers.Record], out: str) -> None:
+  """Released RL rows as tasks, in JSON lines."""
+  if not _OUT.value.endswith(".jsonl"):
+    raise ValueError(f"{_OUT.value}: tasks are written as .jsonl")
+  dropped: Counter[str] = Counter()
+  stem = importers.stem(_FILE.value)
+
+  # A generator: rows are read as lines are written.
+  def tasks() -> Iterator[dict[str, Any]]:
+    for number, where, row in records:
+      try:
+        yield read_task(row, where, f"{stem}-{number}").to_json()
+      except ValueError as e:
+        dropped["unreadable"] += 1
+        _print(f"{stem}-{number}: unreadable: {e}")
+
+  try:
+    num_tasks = write_lines(out, tasks(), at_least_one=True)
+  except EOFError:
+    stop(f"{_FILE.value}: no row is left ({_counted(dropped)})")
+  print(f"{num_tasks} tasks kept, {dropped.total()} dropped")
+
+
+def _report(
+  out: str,
+  settings: dict[str, Any],
+  pipeline: RowPipeline,
+  counts: dict[str, Any],
+  before: plots.Statistics,
+  after: plots.Statistics,
+) -> None:
+  """The manifest and the pictures, beside the output."""
+  # --- Pictures: how many each stage left, and what the trajectories look like.
+  imported = counts["import"]
+  bars = {"import": (imported["kept"], imported["dropped"])}
+  if pipeline.filters:
+    bars |= filters.stages(counts["filters"])
+  pictures = {
+    "funnel": plots.funnel_bars(bars),
+    "statistics": plots.filter_statistics(before, after),
+  }
+  titles = {
+    "funnel": "What import and each filter kept of the rows",
+    "statistics": "Trajectories before and after filtering",
+  }
+  for name, figure in pictures.items():
+    plots.write_png(f"{out}.{name}.png", figure, titles[name])
+
+  # --- The manifest.
+  importer = pipeline.importer
+  varied = bool(pipeline.formats.copies)
+  dialect = Dialect.of(importer.variant, importer.prompt, varied)
+  write_manifest(
+    f"{out}.manifest.json",
+    out,
+    settings,
+    counts=counts,
+    before=before.summary(),
+    after=after.summary(),
+    dialects=[dataclasses.asdict(dialect)],
+  )
+
+
+def _settings(chosen: str, pipeline: RowPipeline) -> dict[str, Any]:
+  """What would write the same file again."""
+  return {
+    "file": _FILE.value,
+    "format": chosen,
+    "variant": pipeline.importer.variant.name,
+    "prompt": pipeline.importer.prompt,
+    "described_tools": _DESCRIBED_TOOLS.value,
+    "tools": dict(pipeline.importer.tools),
+    "tasks": _TASKS.value,
+    "keep_illegal": pipeline.importer.keep_illegal,
+    "tokenizer": pipeline.tokenizer,
+    "convert": dataclasses.asdict(pipeline.importer.convert),
+    "filters": dataclasses.asdict(pipeline.filters) if pipeline.filters else None,
+    "formats": dataclasses.asdict(pipeline.formats),
+  }
+
+
+def command() -> None:
+  """Runs the command line."""
+  run_program(main)

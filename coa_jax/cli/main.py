@@ -1,0 +1,91 @@
+"""The console script `coa`: `coa COMMAND --config=X.py --workdir=DIR ...`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from coa_jax.cli.refusal import stop
+from coa_jax.fields import nearest
+
+# Command -> what it does. Its code is the module of this name, or as below.
+COMMANDS = {
+  "distill": "play teacher runs and write them as trajectories",
+  "sft": "fine-tune a model on trajectories",
+  "rl": "train a model on tasks by agentic RL",
+  "evaluate": "measure a model on tasks",
+  "serve": "serve a model behind OpenAI's API",
+  "chat": "ask a model in the terminal",
+  "browse": "write a page that shows a run's trajectories",
+  "export": "write a run's model as a Hugging Face folder",
+  "tasks": "show and check a set of tasks",
+  "select": "keep tasks by how often a model solves them",
+  "synthesize": "make tasks from documents",
+  "import": "read agent traces of others as trajectories",
+  "sweep": "run a command over a grid of config fields",
+  "compare": "draw runs side by side",
+  "pod": "write what starts a run on TPU slices, Kubernetes or Slurm",
+}
+MODULES = {"import": "import_traces", "select": "select_tasks"}
+
+
+def usage() -> str:
+  """Lists the commands, one a line."""
+  lines = [f"  {name:<12}{about}" for name, about in COMMANDS.items()]
+  return "\n".join(
+    [
+      "usage: coa COMMAND [--FLAG=VALUE ...]",
+      "",
+      *lines,
+      "",
+      "coa COMMAND --help: more",
+    ]
+  )
+
+
+def split_program(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
+  """Splits a command line, `coa COMMAND ...` or `MODULE ...`, for another process.
+
+  Returns:
+    The program as `experiments.NAME`, or the module; what `python -m` runs; its flags.
+  """
+  module, *rest = words
+  if module != "coa":
+    return module, [module], rest
+  command, *rest = rest or [""]
+  if command not in COMMANDS:
+    _refuse(command)
+  name = MODULES.get(command, command)
+  return f"experiments.{name}", ["coa_jax.cli.main", command], rest
+
+
+def run(command: str, words: Sequence[str]) -> None:
+  """Runs a command, one of `COMMANDS`, on the words of its command line."""
+  module = importlib.import_module(f"coa_jax.cli.{MODULES.get(command, command)}")
+  # --help prints the docstring of the main module and the flags that are defined under
+  # the program's name.
+  sys.modules["__main__"].__doc__ = module.__doc__
+  sys.argv = [module.__name__, *words]
+  module.command()
+
+
+def main() -> None:
+  """Runs the command that the command line names; without one, lists them."""
+  command, *words = sys.argv[1:] or ["--help"]
+  if command in ("-h", "-help", "--help"):
+    print(usage())
+  elif command in COMMANDS:
+    run(command, words)
+  else:
+    _refuse(command)
+
+
+def _refuse(command: str) -> NoReturn:
+  """Ends the program with one line, which names the nearest command or all."""
+  stop(f"coa {command}: there is no such command{nearest(command, COMMANDS)}")
+
+
+if __name__ == "__main__":
+  main()

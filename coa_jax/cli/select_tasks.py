@@ -1,0 +1,200 @@
+r"""Difficulty selection for RL: how often a model solves each task; keep a band.
+
+  coa select --config=configs/select_world.py --workdir=DIR \
+    [--shard=I/N]
+
+Plays the tasks as `evaluate` does and writes, beside what that writes:
+  tasks.jsonl       the tasks kept, with meta.pass_rate and meta.attempts; a `tasks.uri`
+  selection.json    the funnel, the histogram of pass rates, the tokens spent
+
+The samples are kept: another band, on the same workdir, plays nothing again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from coa_jax import evaluate
+from coa_jax.cli.launch import launch
+from coa_jax.config import ConfigError, nearest, read_config
+from coa_jax.fields import section
+from coa_jax.lock import hold
+from coa_jax.model.sharding import process_dir
+from coa_jax.protocol.trajectory import (
+  Trajectory,
+  read_trajectories,
+  write_jsonl,
+)
+from coa_jax.report.metrics import write_json
+from coa_jax.report.scores import Scored, correct, graded
+from coa_jax.report.tables import Table
+from coa_jax.shard import Shard
+from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
+from coa_jax.tasks.rows import read_rows
+from coa_jax.tasks.schemas import read_task
+from coa_jax.tasks.sources import TasksConfig, select_tasks
+from coa_jax.tasks.task import Row, first_of
+
+# Reasons for which `keep_tasks` leaves tasks out, but for too few attempts.
+_LEFT_OUT = ("used", "all_wrong", "all_right", "too_hard", "too_easy", "limit")
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectTasksConfig(evaluate.EvaluateConfig):
+  """Config of a selection: an evaluation's sections, and `select`.
+
+  Attributes:
+    select: which tasks are kept.
+  """
+
+  select: SelectConfig = section(SelectConfig)
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.eval.samples < 1:
+      raise ConfigError("eval.samples must be at least 1: pass rates come from samples")
+
+
+def run(
+  config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
+) -> dict[str, Any]:
+  """Estimates pass rates and keeps the tasks that `select` asks for.
+
+  budget: attempts, and what of the tasks they leave.
+
+  Args:
+    config: as `SelectTasksConfig` says; where `select` names files of attempts, `tasks`
+      is all that is needed besides: of other sections only the names are looked at.
+    workdir: where everything goes.
+    shard: plays this part of the tasks only: see `evaluate.run`.
+
+  Returns:
+    What selection.json holds.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: before anything is played; see
+      `evaluate.run`. Or no task is left.
+  """
+  # --- Read the config. Without new attempts most sections may be missing, so only the
+  # names of all are looked at.
+  select = read_config(config.get("select"), SelectConfig, "select")
+  if select.played:
+    names = [field.name for field in dataclasses.fields(SelectTasksConfig)]
+    for name in config:
+      if name not in names:
+        raise ConfigError(f"config has no section {name!r}{nearest(name, names)}")
+  else:
+    select = read_config(config, SelectTasksConfig).select
+  used = _used(select.without)
+  if select.played and shard:
+    raise ConfigError("select.played plays nothing, so there are no shards of it")
+  # --- Attempts: those that were made before, or new ones.
+  tasks = select_tasks(read_config(config.get("tasks"), TasksConfig, "tasks"))
+  played: list[Trajectory | Scored] = []
+  if select.played:
+    for path in select.played:
+      played += read_trajectories(path)
+  else:
+    rest = {name: config[name] for name in config if name != "select"}
+    evaluation = evaluate.run(ml_collections.ConfigDict(rest), workdir, shard=shard)
+    if shard:
+      return evaluation
+    own = read_trajectories(os.path.join(process_dir(workdir), "sampled.jsonl"))
+    played += evaluate.gather_scored(own, tasks)
+  # --- Which tasks they leave.
+  counted = graded(played)
+  attempts = pass_rates((t.task_id, correct(t)) for t in counted)
+  chosen_tasks, funnel = keep_tasks(tasks, attempts, select, used)
+  results = {"select": vars(select), **funnel, **_usage(played, len(counted))}
+  with hold(process_dir(workdir)):
+    # Before the refusal: the funnel tells why nothing is left.
+    write_json(os.path.join(workdir, "selection.json"), results)
+    if not chosen_tasks:
+      reasons = []
+      for name, count in funnel.items():
+        if isinstance(count, int) and name not in ("in", "out"):
+          reasons.append(f"{count} {name}")
+      raise ValueError(
+        f"no task is left of {len(tasks)}: {', '.join(reasons)} (see select.at_least, "
+        "at_most, all_wrong, all_right, min_attempts and without)"
+      )
+    write_jsonl(
+      os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in chosen_tasks]
+    )
+  return results
+
+
+def _used(paths: tuple[str, ...]) -> set[str]:
+  """Questions of the tasks or trajectories in these files; ids where they say none.
+
+  An id is a name in its own file: often no more than the file's and a number.
+  """
+  used: set[str] = set()
+  for path in paths:
+    if not os.path.exists(path):
+      raise FileNotFoundError(f"select.without: there is no file {path}")
+    for where, row in read_rows(path):
+      used.add(_name_of(row, where).strip())
+  return used
+
+
+def _name_of(row: Row, where: str) -> str:
+  """The question of a row of tasks or trajectories, else its id.
+
+  Raises:
+    ValueError: the row has neither.
+  """
+  if "segments" not in row:
+    # As a run asks it: with its options, decrypted, from any column.
+    with contextlib.suppress(ValueError):
+      return read_task(row, where, where).question
+  meta = row.get("meta") if isinstance(row.get("meta"), dict) else {}
+  names = {**row, "question": row.get("question") or meta.get("question")}
+  name = first_of(names, "question", "task_id", "id", default=None)
+  if not isinstance(name, str | int):
+    raise ValueError(
+      f"select.without: {where}: has no question and no id; accepted: tasks or "
+      "trajectories"
+    )
+  return str(name)
+
+
+def _usage(played: list[Trajectory | Scored], counted: int) -> dict[str, Any]:
+  return {
+    "attempts": len(played),
+    "ungraded": len(played) - counted,
+    "tokens": sum(t.usage.total for t in played),
+    "tool_calls": sum(t.usage.tool_calls for t in played),
+  }
+
+
+def table(results: Mapping[str, Any]) -> Table:
+  """Makes a table of `selection.json`: tasks by pass rate, and how many are kept."""
+  rows = []
+  for rate, tasks in results["rates"].items():
+    kept = results["kept_rates"].get(rate, 0)
+    rows.append({"rate": rate, "tasks": tasks, "kept": kept})
+  left = {name: results[name] for name in _LEFT_OUT if name in results}
+  too_few = results["in"] - results["out"] - sum(left.values())
+  if too_few:
+    left["too few attempts"] = too_few
+  reasons = ", ".join(f"{count:,} {name}" for name, count in left.items())
+  note = (
+    f"{results['out']:,} of {results['in']:,} tasks are kept; left out: "
+    f"{reasons or 'none'}. {results['attempts']:,} attempts, "
+    f"{results['ungraded']:,} ungraded, {results['tokens']:,} tokens, "
+    f"{results['tool_calls']:,} tool calls. More is in selection.json."
+  )
+  columns = {"rate": "right of graded attempts", "tasks": "tasks", "kept": "kept"}
+  return Table("Tasks by pass rate", rows, columns, note)
+
+
+def command() -> None:
+  """Runs the command line."""
+  launch(run, SelectTasksConfig, lambda results: [table(results)], logs=evaluate.LOGS)

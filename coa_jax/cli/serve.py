@@ -1,0 +1,395 @@
+r"""A trained team behind OpenAI's API: any OpenAI client can ask it.
+
+  coa serve --config=configs/evaluate_world.py \
+    [--config.init=MODEL_FOLDER] [--host=127.0.0.1] [--port=8000] [--conversation]
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
+    -d '{"model": "coa", "messages": [{"role": "user", "content": "..."}]}'
+
+Takes the config of an evaluation, so that what is evaluated is what is served; what it
+says of tasks, rewards and attempts is not read, and one over vLLM (section vllm) is
+refused. Serves POST /v1/chat/completions and /v1/completions (with "stream": true as
+server-sent events), GET /v1/models, GET /v1/models/NAME and GET /health; GET / is a
+page to chat with, GET /metrics Prometheus's (`coa_jax/cli/serve_metrics.py`). Fields of
+requests are described in `coa_jax/cli/completions.py`, those of responses in
+`coa_jax/cli/choices.py`.
+
+All requests share the `rollout.slots`; further ones wait, and beyond
+--max_waiting they get status 429. A request with a seed has the same answer whoever
+else is served. A client that goes away frees its slot after the rest of the window that
+runs and one more token, or when the tool that its question waits for is done. Ctrl-C or
+SIGTERM stop it: requests have GRACE_S seconds left. There is no key and no encryption:
+on a --host that others reach, they can run programs in the sandbox.
+
+budget: one server: its routes, its streams, and its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ml_collections
+from absl import flags
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from coa_jax.cli import choices, completions, launch
+from coa_jax.cli.choices import Choice
+from coa_jax.cli.completions import ChatRequest, RequestRefused
+from coa_jax.cli.serve_metrics import CONTENT_TYPE, ServeMetrics
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.report.chat_page import chat_page
+from coa_jax.rollout.streaming import (
+  Busy,
+  InferenceServer,
+  Stopped,
+  StreamingEpisode,
+  TextDelta,
+)
+from coa_jax.serve import ServeConfig, open_server
+from tools_sandbox import http_server
+
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
+_PORT = flags.DEFINE_integer("port", 8000, "Port; 0 for any that is free.")
+_NAME = flags.DEFINE_string("name", "coa", "What requests call the model.")
+_CONVERSATION = flags.DEFINE_bool(
+  "conversation",
+  False,
+  "Write system messages and earlier turns before the question, as plain text.",
+)
+_ALLOWED_HOSTS = flags.DEFINE_list(
+  "allowed_hosts",
+  [],
+  "Names that clients may call the server by (the header Host), as that of a proxy; "
+  "'*' for any. Besides those of loopback; elsewhere, without this flag, any.",
+)
+flags.register_validator(
+  "allowed_hosts",
+  lambda names: all(n == "*" or "*" not in n.removeprefix("*.") for n in names),
+  "a name has a * as its first label or alone",
+)
+_MAX_WAITING = flags.DEFINE_integer(
+  "max_waiting", 64, "Questions without a slot.", lower_bound=1
+)
+
+GRACE_S = 3
+MAX_BODY = 1 << 20
+
+
+class Exchange:
+  """The attempts of one HTTP request; their events arrive in the event loop."""
+
+  def __init__(
+    self,
+    server: InferenceServer,
+    parsed: ChatRequest,
+    metrics: ServeMetrics,
+  ):
+    """Submits all; where one is refused, none stays.
+
+    Raises:
+      RequestRefused: too long, too many, or too late.
+    """
+    self._server = server
+    self._metrics = metrics
+    self._began = time.monotonic()
+    self._loop = asyncio.get_running_loop()
+    # The engine's thread writes, the event loop reads; see `_on_event`.
+    self._events: asyncio.Queue[tuple[int, TextDelta | Trajectory | None]]
+    self._events = asyncio.Queue()
+    self._episodes: list[StreamingEpisode] = []
+    self._counted: set[int] = set()  # attempts whose end is in the metrics
+    try:
+      for index, request in enumerate(parsed.attempts):
+        on_event = functools.partial(self._on_event, index)
+        self._episodes.append(server.submit(request, on_event))
+    except (ValueError, Busy, Stopped) as e:
+      self.cancel()
+      raise _refusal(e) from e
+    raw = server.worker.tokenizer.raw if parsed.top is not None else bytes
+    self.choices = [
+      Choice(index, parsed.stop, parsed.top, raw)
+      for index in range(len(parsed.attempts))
+    ]
+
+  def _on_event(self, index: int, event: TextDelta | Trajectory | None) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and the client gone
+      self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+  def cancel(self) -> None:
+    """Frees the slots, as soon as can be; nothing happens where all is over."""
+    for index, episode in enumerate(self._episodes):
+      self._server.cancel(episode)
+      self._count_end(index, None)
+
+  def _count_end(self, index: int, trajectory: Trajectory | None) -> None:
+    if index not in self._counted:
+      self._counted.add(index)
+      self._metrics.ended(trajectory, time.monotonic() - self._began)
+
+  async def deltas(self) -> AsyncIterator[tuple[Choice, dict[str, str]]]:
+    """Yields what `Choice.delta` makes of text as it comes, until all is over.
+
+    The last one of a choice is that of `Choice.end`.
+
+    Raises:
+      RequestRefused: an attempt ended without being the model's fault.
+    """
+    silent = set(range(len(self.choices)))
+    while any(c.trajectory is None for c in self.choices):
+      index, event = await self._events.get()
+      choice = self.choices[index]
+      if isinstance(event, TextDelta):
+        if index in silent:
+          silent.remove(index)
+          self._metrics.first_text(time.monotonic() - self._began)
+        yield choice, choice.delta(event)
+        if choice.is_cut:
+          self._server.finish(self._episodes[index])
+      else:
+        self._count_end(index, event)
+        yield choice, choice.end(event)
+
+
+def _refusal(error: Exception) -> RequestRefused:
+  if isinstance(error, Busy):
+    return RequestRefused(str(error), None, "queue_full", 429, "rate_limit_error")
+  if isinstance(error, Stopped):
+    return RequestRefused(str(error), None, "stopped", 503, "server_error")
+  return RequestRefused(str(error), "messages", "context_length_exceeded")
+
+
+class Json(JSONResponse):
+  """As its parent, in ASCII: a lone surrogate, of a client or a tool, is no UTF-8."""
+
+  def render(self, content: Any) -> bytes:
+    """The body. See `starlette.responses.Response`."""
+    return json.dumps(content, allow_nan=False).encode("ascii")
+
+
+class EventStream(StreamingResponse):
+  """Server-sent events of an exchange, which is over when the response is."""
+
+  def __init__(self, exchange: Exchange, events: AsyncIterator[str]):
+    """Args: the exchange, and its events as text."""
+    headers = {"cache-control": "no-cache"}
+    super().__init__(events, media_type="text/event-stream", headers=headers)
+    self._exchange = exchange
+
+  async def __call__(self, *connection: Any) -> None:
+    """Sends the response. See `starlette.responses.Response`."""
+    try:
+      await super().__call__(*connection)
+    finally:
+      self._exchange.cancel()
+
+
+def make_app(
+  server: InferenceServer,
+  name: str,
+  hosts: tuple[str, ...] = ("*",),
+  conversation: bool = False,
+) -> Starlette:
+  """Makes the application. budget: its handlers.
+
+  Args:
+    server: what answers.
+    name: what requests call it.
+    hosts: accepted values of the header Host, so that no page of the web can reach a
+      server on loopback under a name of its own.
+    conversation: see `completions.read_request`.
+  """
+
+  metrics = ServeMetrics(server)
+  page = chat_page(name, conversation)
+
+  # --- The routes.
+  async def chat(request: Request) -> Response:
+    config = server.worker.engine.config
+    data = await http_server.read_body(request, MAX_BODY)
+    parsed = completions.read_request(
+      data, name, config.top_p, server.max_waiting, conversation
+    )
+    return await answer(request, parsed)
+
+  async def complete(request: Request) -> Response:
+    config = server.worker.engine.config
+    data = await http_server.read_body(request, MAX_BODY)
+    parsed = completions.read_text_request(data, name, config.top_p, server.max_waiting)
+    return await answer(request, parsed)
+
+  async def answer(request: Request, parsed: ChatRequest) -> Response:
+    exchange = Exchange(server, parsed, metrics)
+    if parsed.stream:
+      return EventStream(exchange, _events(exchange, parsed, name))
+    await _unless_gone(request, exchange)
+    kind = "text_completion" if parsed.is_text else "chat.completion"
+    made = exchange.choices
+    return Json(
+      {
+        **choices.envelope(kind, name),
+        "choices": [c.whole_text if parsed.is_text else c.whole for c in made],
+        "usage": choices.usage(made, parsed.n),
+        "coa": parsed.note,
+      }
+    )
+
+  model = {"id": name, "object": "model", "created": 0, "owned_by": "coa-jax"}
+
+  async def models(request: Request) -> Response:
+    return Json({"object": "list", "data": [model]})
+
+  async def one_model(request: Request) -> Response:
+    asked = request.path_params["model"]
+    if asked != name:
+      raise completions.unknown_model(asked, name)
+    return Json(model)
+
+  async def health(request: Request) -> Response:
+    running, waiting = server.counts
+    status = "ok" if server.alive else "stopped"
+    counts = {"status": status, "running": running, "waiting": waiting}
+    return Json(counts, 200 if server.alive else 503)
+
+  async def chat_home(request: Request) -> Response:
+    return HTMLResponse(page, headers={"cache-control": "no-cache"})
+
+  async def numbers(request: Request) -> Response:
+    return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+  # --- Errors; all have OpenAI's body, those of a wrong path or method too.
+  async def refused(request: Request, e: RequestRefused) -> Response:
+    metrics.refused(e.status)
+    headers = None
+    if e.status == 429:
+      headers = {"retry-after": "1"}
+    return Json(e.body, e.status, headers)
+
+  async def http_error(request: Request, e: HTTPException) -> Response:
+    return await refused(request, RequestRefused(e.detail, status=e.status_code))
+
+  return Starlette(
+    routes=[
+      Route("/v1/chat/completions", chat, methods=["POST"]),
+      Route("/v1/completions", complete, methods=["POST"]),
+      Route("/v1/models", models),
+      Route("/v1/models/{model:path}", one_model),
+      Route("/health", health),
+      Route("/metrics", numbers),
+      Route("/", chat_home),
+    ],
+    middleware=[http_server.check_host(list(hosts))],
+    exception_handlers={RequestRefused: refused, HTTPException: http_error},
+  )
+
+
+async def _unless_gone(request: Request, exchange: Exchange) -> None:
+  """Plays an exchange to its end; calls it off when the client goes away."""
+
+  async def play() -> None:
+    async for _ in exchange.deltas():
+      pass
+
+  async def gone() -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+      pass
+
+  playing = asyncio.create_task(play())
+  leaving = asyncio.create_task(gone())
+  try:
+    await asyncio.wait((playing, leaving), return_when=asyncio.FIRST_COMPLETED)
+    if not playing.done():
+      raise RequestRefused("the client is gone", status=499)
+    playing.result()  # raises what it raised
+  finally:
+    playing.cancel()
+    leaving.cancel()
+    exchange.cancel()
+
+
+async def _events(
+  exchange: Exchange, parsed: ChatRequest, name: str
+) -> AsyncIterator[str]:
+  """The exchange as server-sent events."""
+  kind = "text_completion" if parsed.is_text else "chat.completion.chunk"
+  shared = choices.envelope(kind, name)
+  if parsed.include_usage:
+    shared["usage"] = None
+
+  def chunk(*parts: dict[str, Any], **more: Any) -> str:
+    return _event({**shared, "choices": parts, **more})
+
+  # --- Every choice of a chat begins with its role; then text, as it comes.
+  note = {"coa": parsed.note}
+  for choice in exchange.choices:
+    if not parsed.is_text:
+      first = {"role": "assistant", "content": ""}
+      one = {"index": choice.index, "delta": first, "finish_reason": None}
+      yield chunk(one, **note)
+  try:
+    async for choice, delta in exchange.deltas():
+      fields = {"index": choice.index, "finish_reason": None}
+      if choice.trajectory:
+        fields |= choice.ending
+        fields |= choice.text_log_probs if parsed.is_text else choice.log_probs
+      if parsed.is_text:
+        # Reasoning is no part of the text.
+        if choice.trajectory or "content" in delta:
+          yield chunk({"logprobs": None, **fields, "text": delta.get("content", "")})
+      elif choice.trajectory or delta:
+        yield chunk({**fields, "delta": delta})
+  except RequestRefused as e:  # too late for a status: it has been sent
+    yield _event(e.body)
+    return
+  # --- The end.
+  if parsed.include_usage:
+    yield chunk(usage=choices.usage(exchange.choices, parsed.n))
+  yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+  return f"data: {json.dumps(value)}\n\n"
+
+
+def main(config: ml_collections.ConfigDict) -> None:
+  """Serves until it is stopped."""
+  # Wherever it strikes, threads and processes are ended on the way out.
+  signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
+  host = _HOST.value
+  # The port first: one that is taken is said before a model is loaded.
+  with (
+    contextlib.suppress(KeyboardInterrupt),
+    http_server.bind(host, _PORT.value) as sock,
+    open_server(config, _MAX_WAITING.value) as server,
+  ):
+    risk = "ask the team and have it run programs in its sandbox"
+    hosts = http_server.open_hosts(host, _ALLOWED_HOSTS.value, risk)
+    app = make_app(server, _NAME.value, tuple(hosts), _CONVERSATION.value)
+    connections = server.worker.engine.config.slots + server.max_waiting
+    http = http_server.Server(app, GRACE_S, connections)
+    # Nobody can connect before the sampler is compiled.
+    print("compiling the sampler ...", file=sys.stderr, flush=True)
+    server.warm_up()
+    url = http_server.listen(sock, host)
+    print(
+      f"serving {config.init} as {_NAME.value!r} at {url}/v1, a chat page at {url}/ "
+      "(Ctrl-C ends it)",
+      flush=True,
+    )
+    http.run(sockets=[sock])
+
+
+def command() -> None:
+  """Runs the command line."""
+  launch.start(main, ServeConfig)

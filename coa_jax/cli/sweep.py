@@ -1,0 +1,204 @@
+r"""Runs one journey for every combination of some fields' values and seeds.
+
+  coa sweep --workdir=runs/lr --grid optim.lr=1e-3,3e-3 --seeds=3 \
+    -- coa sft --config=configs/sft_world.py --config.data.steps=400
+
+Each combination is a run of its own below --workdir, one after the other, named by its
+values. The same command goes on where it stopped; --shard=I/N runs every Nth of them
+(I from 0), for N machines that share the folder. At the end all runs are compared as by
+`coa compare`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from absl import flags
+
+from coa_jax.cli.compare import compare
+from coa_jax.cli.launch import run_program
+from coa_jax.cli.main import split_program
+from coa_jax.config import ConfigError
+from coa_jax.disk import atomic_write
+from coa_jax.json_io import read_object
+
+# The field that says which of several equal runs of a journey one is.
+SEED_FIELDS = {
+  "experiments.distill": "scripted.seed",
+  "experiments.sft": "data.seed",
+  "experiments.rl": "rollout.seed",
+  "experiments.evaluate": "rollout.seed",
+}
+_RECORD = "sweep.json"
+
+
+def parse_grid(text: str) -> tuple[str, list[str]]:
+  """Reads "FIELD=A,B,C"; commas within brackets or quotes part nothing.
+
+  Raises:
+    ConfigError: it is not of that form.
+  """
+  field, equals, rest = text.partition("=")
+  field = field.removeprefix("--config.").removeprefix("config.")
+  values = [""]
+  depth = 0
+  quote = ""
+  for char in rest:
+    if quote:
+      quote = "" if char == quote else quote
+    elif char in "'\"":
+      quote = char
+    elif char in "([{":
+      depth += 1
+    elif char in ")]}":
+      depth -= 1
+    elif char == "," and not depth:
+      values.append("")
+      continue
+    values[-1] += char
+  if not equals or not field or not all(values):
+    raise ConfigError(
+      f"--grid={text}: write FIELD=VALUE,VALUE as in optim.lr=1e-3,3e-3"
+    )
+  return field, values
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+  """Reads "I/N", which is 0 <= I < N.
+
+  Raises:
+    ConfigError: it is not of that form.
+  """
+  index, _, count = text.partition("/")
+  if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+    raise ConfigError(f"--shard={text}: write I/N with I from 0 to N - 1, as in 0/4")
+  return int(index), int(count)
+
+
+def combinations(
+  grid: Sequence[tuple[str, Sequence[str]]], seed_field: str, seeds: int
+) -> Iterator[list[str]]:
+  """Yields the fields of each run, as "FIELD=VALUE"; all seeds of a point in a row."""
+  axes = [[f"{field}={value}" for value in values] for field, values in grid]
+  if seeds:
+    axes.append([f"{seed_field}={seed}" for seed in range(seeds)])
+  for choice in itertools.product(*axes):
+    yield list(choice)
+
+
+def sweep(
+  workdir: str,
+  command: Sequence[str],
+  grid: Sequence[tuple[str, Sequence[str]]],
+  seeds: int = 0,
+  shard: tuple[int, int] = (0, 1),
+) -> list[str]:
+  """Runs what is not finished.
+
+  Args:
+    workdir: the folder of all runs.
+    command: `coa` and a command, or a module; and its flags, without --workdir.
+    grid: fields and their values.
+    seeds: runs of each combination, with seeds 0, 1, ...; 0 for one, whose seed is the
+      config's.
+    shard: (I, N): which part of the runs is ours.
+
+  Returns:
+    The workdirs of all runs of the sweep.
+
+  Raises:
+    ConfigError: the folder holds a sweep of another command; or runs have failed, which
+      are named when the others are done.
+  """
+  module, start, arguments = split_program(command)
+  if start == [module] and importlib.util.find_spec(module) is None:
+    raise ConfigError(f"no program {module!r}; begin with coa sft or its like")
+  if seeds and module not in SEED_FIELDS:
+    known = ", ".join(SEED_FIELDS)
+    raise ConfigError(f"--seeds: {module} has no known seed; only {known} have")
+  if any(word.startswith("--workdir") for word in arguments):
+    raise ConfigError("--workdir belongs before the --: each run has one below it")
+  _check_record(workdir, list(command))
+
+  # --- One run after the other.
+  runs = list(combinations(grid, SEED_FIELDS.get(module, ""), seeds))
+  folders = [os.path.join(workdir, folder_name(fields)) for fields in runs]
+  ours = range(shard[0], len(runs), shard[1])
+  failed = []
+  for number, i in enumerate(ours, 1):
+    title = f"[{number}/{len(ours)}] {folders[i]}"
+    if os.path.exists(os.path.join(folders[i], "results.json")):
+      print(f"{title}: done before", flush=True)
+      continue
+    print(title, flush=True)
+    flags_of_run = [f"--config.{field}" for field in runs[i]]
+    words = [*arguments, *flags_of_run, f"--workdir={folders[i]}"]
+    # Its results are in the table at the end; what it says meanwhile is shown.
+    done = subprocess.run(
+      [sys.executable, "-m", *start, *words], stdout=subprocess.DEVNULL, check=False
+    )
+    if done.returncode in (130, 143):  # Ctrl-C, SIGTERM: it is saved
+      raise KeyboardInterrupt
+    if done.returncode:
+      failed.append(folders[i])
+  if failed:
+    raise ConfigError(f"{len(failed)} of {len(ours)} runs failed: {', '.join(failed)}")
+  return folders
+
+
+def folder_name(fields: Sequence[str]) -> str:
+  """The folder of a run: its fields, with nothing in it that a path could not hold."""
+  name = ",".join(fields) or "run"
+  return "".join(c if c.isalnum() or c in "._=,-+" else "_" for c in name)
+
+
+def _check_record(workdir: str, command: list[str]) -> None:
+  """Refuses a folder whose runs are of another command."""
+  path = os.path.join(workdir, _RECORD)
+  if os.path.exists(path):
+    before = read_object(path).get("command")
+    if before != command:
+      raise ConfigError(
+        f"{workdir} holds a sweep of {before}, not of {command}; choose another "
+        "workdir (a larger grid or more seeds may go on here)"
+      )
+    return
+  with atomic_write(path) as f:
+    json.dump({"command": command}, f, indent=2)
+
+
+def _define_flags() -> None:
+  flags.DEFINE_string("workdir", None, "The folder of all runs.", required=True)
+  flags.DEFINE_multi_string("grid", [], "FIELD=VALUE,VALUE of the config; repeatable.")
+  flags.DEFINE_integer(
+    "seeds", 0, "Runs of each, with seeds 0, 1, ...; 0 for one.", lower_bound=0
+  )
+  flags.DEFINE_string("shard", "0/1", "I/N: run every Nth, beginning with the Ith.")
+
+
+def main(command: list[str]) -> None:
+  """Runs the sweep of the command line, and compares its finished runs."""
+  if not command:
+    raise ConfigError("after -- name the journey: -- coa sft --config=...")
+  values = flags.FLAGS
+  folders = sweep(
+    values.workdir,
+    command,
+    [parse_grid(text) for text in values.grid],
+    values.seeds,
+    parse_shard(values.shard),
+  )
+  done = [f for f in folders if os.path.exists(os.path.join(f, "results.json"))]
+  compare(done, os.path.join(values.workdir, "compare.html"))
+
+
+def command() -> None:
+  """Runs the command line."""
+  _define_flags()
+  run_program(main, takes_words=True)

@@ -1,0 +1,254 @@
+"""Task synthesis: tasks that need the tools, from the documents that a tool searches.
+
+  coa synthesize --config=configs/synthesize_chat.py --workdir=DIR
+  coa synthesize --config=configs/synthesize_cloze.py --workdir=DIR
+
+The second needs no model: it asks for what fills gaps in the documents' sentences.
+Writes `tasks.jsonl` (a `tasks.uri`), `results.json` (tasks by family, why the others
+did not hold, the bill) and `calls.jsonl`, from which an interrupted run goes on without
+paying for a call twice. The endpoint's key, if it wants one, is read from COA_API_KEY.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ml_collections
+
+from coa_jax.cli.launch import launch, stop
+from coa_jax.config import read_config
+from coa_jax.fields import section
+from coa_jax.lock import exclusive
+from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.record import hash_files, prepare_workdir
+from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.report.tables import Table
+from coa_jax.shard import Shard
+from coa_jax.tasks.task import Task
+from coa_jax.teacher import cloze
+from coa_jax.teacher.backend import InfrastructureError, RefusedError
+from coa_jax.teacher.journal import Journal
+from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
+from coa_jax.teacher.synthesis import (
+  SAMPLE,
+  Corpus,
+  SynthesisConfig,
+  SynthesisResult,
+  Synthesizer,
+)
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from tools_sandbox.search.index import read_corpus
+
+CALLS = "calls.jsonl"
+# What a shard leaves behind, to be put together with that of the others.
+LOGS = (CALLS,)
+_TOOL = "wiki_search"
+_MAY_CHANGE = (
+  "synthesis.workers",
+  "chat.base_url",
+  "chat.timeout_s",
+  "chat.retries",
+  "chat.prices",
+  "chat.key_file",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SynthesizeConfig:
+  """Config of synthesis: its sections.
+
+  Attributes:
+    synthesis: how many tasks, and of which kind.
+    tools: the search tool, and the corpus that it searches.
+    chat: the endpoint of `synthesis.backend="chat"`.
+  """
+
+  synthesis: SynthesisConfig = section(SynthesisConfig)
+  tools: ToolsConfig = section(ToolsConfig)
+  chat: TeacherChatConfig | None = None
+
+  def __post_init__(self):
+    backend = self.synthesis.backend
+    if backend == "chat" and self.chat is None:
+      raise ValueError("config lacks section 'chat', for synthesis.backend='chat'")
+    if backend != "chat" and self.chat is not None:
+      raise ValueError(
+        f"config has no section 'chat' with synthesis.backend={backend!r}: it is read "
+        "with synthesis.backend='chat' alone"
+      )
+    if _TOOL not in self.tools.tools or not self.tools.corpus:
+      raise ValueError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
+
+
+@exclusive()
+def run(
+  config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
+) -> dict[str, Any]:
+  """Synthesises tasks over `tools.corpus` through its search tool.
+
+  budget: one journey, from a corpus to its tasks.
+
+  Args:
+    config: as `SynthesizeConfig` says.
+    workdir: where everything goes.
+    shard: grows tasks of this part of the documents only, into `LOGS`. The other
+      parts' logs beside them, the whole synthesis goes on from there.
+
+  Returns:
+    What results.json holds.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: before anything is asked.
+    InfrastructureError, RefusedError: the endpoint or the tool fails or refuses.
+  """
+  # --- Read the config, and the corpus.
+  settings = read_config(config, SynthesizeConfig)
+  plan = settings.synthesis
+  tools = settings.tools
+  passages = collections.defaultdict(list)  # a long page may be in several
+  for page in read_corpus(tools.corpus):
+    passages[page.title].append(page.text)
+  corpus = Corpus({title: "\n".join(t) for title, t in passages.items() if title})
+  titles = sorted(corpus.documents)
+  random.Random(plan.seed).shuffle(titles)
+  prepare_workdir(
+    settings,
+    workdir,
+    may_change=_MAY_CHANGE,
+    inputs={"tools.corpus": hash_files(tools.corpus)},
+  )
+  path = os.path.join(workdir, CALLS)
+  with contextlib.ExitStack() as stack:
+    toolbox = stack.enter_context(Toolbox(tools))
+    backend = cloze.answer
+    usd = {}
+    if settings.chat is not None:
+      backend = ChatBackend(settings.chat, os.environ.get("COA_API_KEY"))
+      stack.enter_context(backend)
+      usd = {"usd": settings.chat.usd}
+    journal = stack.enter_context(Journal(path, **usd))
+
+    # --- Make tasks of documents, then of pairs of these. Calls are on record under the
+    # document's or the pair's key, so a run that goes on pays for none twice.
+    def maker(key: str) -> Synthesizer:
+      run_key = (key, SAMPLE)
+      return Synthesizer(
+        corpus,
+        journal.backend(backend, run_key),
+        journal.tools(toolbox.call, run_key),
+        plan,
+        _TOOL,
+      )
+
+    def grow(title: str) -> list[SynthesisResult]:
+      return list(maker(title).grow(title))
+
+    def widen(pair: tuple[Task, Task]) -> list[SynthesisResult]:
+      return [maker(f"{pair[0].id}+{pair[1].id}").widen(*pair)]
+
+    seeds = titles[: plan.seeds]
+    if shard:
+      seeds = list(shard.of(seeds))
+    attempts = _in_parallel(grow, seeds, plan.workers, journal, workdir, "grow")
+    grown = [m.task for m in attempts if m.task is not None]
+    if shard:
+      return {"tasks": len(grown), "calls": journal.bill()}
+    pairs = _pairs(grown, plan)
+    attempts += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
+    bill = journal.bill()
+  # --- Write them, and what became of the rest.
+  tasks = [m.task for m in attempts if m.task is not None]
+  write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in tasks])
+  count = collections.Counter
+  results = {
+    "documents": len(corpus.documents),
+    "tasks": len(tasks),
+    "by_family": dict(sorted(count(t.family for t in tasks).items())),
+    "by_hops": dict(sorted(count(str(t.meta["hops"]) for t in tasks).items())),
+    "left_out": dict(sorted(count(m.reason for m in attempts if m.reason).items())),
+    "calls": bill,
+  }
+  write_json(os.path.join(workdir, "results.json"), results)
+  return results
+
+
+def _pairs(tasks: list[Task], plan: SynthesisConfig) -> list[tuple[Task, Task]]:
+  """Tasks that are asked together: of different documents, each in one pair at most."""
+  drawn = list(tasks)
+  random.Random(plan.seed + 1).shuffle(drawn)
+  drawn = drawn[: round(plan.width * len(drawn))]
+  pairs = []
+  for first, second in zip(drawn[::2], drawn[1::2], strict=False):  # an odd one is left
+    if set(first.meta["titles"]).isdisjoint(second.meta["titles"]):
+      pairs.append((first, second))
+  return pairs
+
+
+def _in_parallel(
+  work: Callable[[Any], list[SynthesisResult]],
+  items: Iterable[Any],
+  workers: int,
+  journal: Journal,
+  workdir: str,
+  stage: str,
+) -> list[SynthesisResult]:
+  """What `work` makes of every item, in their order."""
+  items = list(items)
+  out: list[SynthesisResult] = []
+  pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=stage)
+  try:
+    with Metrics(workdir, stage, len(items), unit="document") as metrics:
+      for done, some in enumerate(pool.map(work, items), 1):
+        out += some
+        num_tasks = sum(m.task is not None for m in out)
+        # A hundred lines for any number of documents, and one for the last.
+        if done % max(1, len(items) // 100) == 0 or done == len(items):
+          figure = f"{num_tasks} tasks  {journal.spent()}"
+          metrics.log(done, {"tasks": num_tasks, **journal.values()}, figure)
+  except BaseException:
+    journal.stop()  # other threads would go on asking, and paying
+    raise
+  finally:
+    pool.shutdown(cancel_futures=True)
+  return out
+
+
+def with_service_errors(
+  config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
+) -> dict[str, Any]:
+  """`run`; a service that fails ends the program with one line."""
+  try:
+    return run(config, workdir, shard)
+  except (InfrastructureError, RefusedError) as e:
+    stop(str(e))
+
+
+def table(results: Mapping[str, Any]) -> Table:
+  """Makes a table of `results.json`: tasks by family and hops, and those left out."""
+  rows = []
+  for title, counts in (
+    ("family", results["by_family"]),
+    ("hops", results["by_hops"]),
+    ("left out", results["left_out"]),
+  ):
+    rows += [{"of": f"{title} {name}", "tasks": n} for name, n in counts.items()]
+  calls = results["calls"]
+  note = (
+    f"{results['tasks']:,} tasks of {results['documents']:,} documents, in "
+    f"tasks.jsonl; {calls['calls']:,} model calls. More is in results.json."
+  )
+  return Table("Tasks made", rows, {"of": "", "tasks": "tasks"}, note)
+
+
+def command() -> None:
+  """Runs the command line."""
+  launch(
+    with_service_errors, SynthesizeConfig, lambda results: [table(results)], logs=LOGS
+  )

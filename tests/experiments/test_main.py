@@ -1,0 +1,67 @@
+"""The console script `coa`: its commands, their help, names that there are not."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from coa_jax.cli.main import COMMANDS, MODULES, split_program
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def coa(*words: str) -> subprocess.CompletedProcess[str]:
+  command = [sys.executable, "-m", "coa_jax.cli.main", *words]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", [(), ("--help",)])
+def test_commands_are_listed(words):
+  done = coa(*words)
+  assert done.returncode == 0, done.stderr
+  for name, about in COMMANDS.items():
+    assert f"{name} " in done.stdout and about in done.stdout
+
+
+def test_every_command_has_a_module_and_a_launcher():
+  for command in COMMANDS:
+    name = MODULES.get(command, command)
+    code = (ROOT / "coa_jax" / "cli" / f"{name}.py").read_text()
+    assert "\ndef command() -> None:\n" in code
+    assert (ROOT / "experiments" / f"{name}.py").exists()
+
+
+def test_an_unknown_command_is_refused_with_the_nearest():
+  done = coa("evalate", "--config=x")
+  assert done.returncode == 2 and not done.stdout
+  assert done.stderr == (
+    "error: coa evalate: there is no such command; did you mean 'evaluate'?\n"
+  )
+  with pytest.raises(SystemExit):
+    split_program(["coa", "evalate"])
+
+
+def test_the_help_of_a_command_is_its_own():
+  done = coa("chat", "--help")
+  assert "coa chat --config=" in done.stdout and "--question:" in done.stdout
+  assert "--port" not in done.stdout
+  same = subprocess.run(
+    [sys.executable, "-m", "experiments.chat", "--help"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert same.stdout == done.stdout
+
+
+def test_a_program_after_two_dashes():
+  assert split_program(["coa", "select", "--a=1"]) == (
+    "experiments.select_tasks",
+    ["coa_jax.cli.main", "select"],
+    ["--a=1"],
+  )
+  module = "experiments.sft"
+  assert split_program([module, "--a=1"]) == (module, [module], ["--a=1"])
