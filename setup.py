@@ -20,7 +20,6 @@ setuptools.setup(
     "flax>=0.12",
     "fsspec>=2025.2",
     "grain>=0.2.12",
-    "h11>=0.14",
     "httpcore>=1.0",
     "httpx>=0.27",
     "jax>=0.10",

@@ -277,7 +277,9 @@ def make_app(
     return Json(e.body, e.status, headers)
 
   async def http_error(request: Request, e: HTTPException) -> Response:
-    return await refused(request, RequestRefused(e.detail, status=e.status_code))
+    reply = await refused(request, RequestRefused(e.detail, status=e.status_code))
+    reply.headers.update(e.headers or {})
+    return reply
 
   return Starlette(
     routes=[
@@ -376,8 +378,7 @@ def main(config: ml_collections.ConfigDict) -> None:
     risk = "ask the team and have it run programs in its sandbox"
     hosts = http_server.open_hosts(host, _ALLOWED_HOSTS.value, risk)
     app = make_app(server, _NAME.value, tuple(hosts), _CONVERSATION.value)
-    connections = server.worker.engine.config.slots + server.max_waiting
-    http = http_server.Server(app, GRACE_S, connections)
+    http = http_server.Server(app, GRACE_S)
     # Nobody can connect before the sampler is compiled.
     print("compiling the sampler ...", file=sys.stderr, flush=True)
     server.warm_up()

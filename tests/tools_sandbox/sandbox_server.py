@@ -65,18 +65,13 @@ class Server:
     return value
 
 
-def with_descriptors(count: int, *arguments: str) -> list[str]:
-  """A command: Python, that may have so many descriptors and no more."""
-  return ["sh", "-c", f'ulimit -n {count}; exec "$0" "$@"', sys.executable, *arguments]
-
-
 @contextlib.contextmanager
 def serving(
-  *arguments: str, token: str = "", backend: str = BACKEND, descriptors: int = 1024
+  *arguments: str, token: str = "", backend: str = BACKEND
 ) -> Iterator[Server]:
   """Starts a server at a free port; asserts that it ends well."""
   module = ("-m", "tools_sandbox.service.server", "--port=0", f"--backend={backend}")
-  command = with_descriptors(descriptors, *module, *arguments)
+  command = [sys.executable, *module, *arguments]
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:
     line = process.stdout.readline()  # or "" where it could not start

@@ -286,12 +286,13 @@ def test_what_is_lost_is_said(monkeypatch, capsys, arguments, missing, backend):
   )
 
 
-def test_a_body_that_stalls_gives_its_place_to_another():
+def test_a_body_that_stalls_gives_its_place_to_another(monkeypatch):
+  monkeypatch.setattr(http_server, "_BODY_S", 0.3)
   queue = run_queue.RunQueue(pool.SandboxPool(1, backend="subprocess"), 1, 0)
   app = server_app.make_app(queue, server_app.ServiceConfig())
   head = b"POST /run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
   with http_server.bind("127.0.0.1", 0) as sock:
-    server = http_server.Server(app, 1, waits=http_server.Waits(body=0.3))
+    server = http_server.Server(app, 1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:

@@ -103,7 +103,7 @@ def _row(hit: Hit, scores: bool) -> dict[str, Any]:
 
 async def _http_error(request: Request, e: HTTPException) -> JSONResponse:
   del request
-  return JSONResponse({"error": e.detail}, e.status_code)
+  return JSONResponse({"error": e.detail}, e.status_code, e.headers)
 
 
 def serve(args: argparse.Namespace) -> None:

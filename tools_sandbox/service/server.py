@@ -68,9 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
 class _Server(http_server.Server):
   """Tells the queue before it stops."""
 
-  def __init__(self, queue: RunQueue, config: ServiceConfig, capacity: int):
+  def __init__(self, queue: RunQueue, config: ServiceConfig):
     grace_s = int(config.most.wall_s) + DRAIN_S
-    super().__init__(make_app(queue, config), grace_s, capacity)
+    super().__init__(make_app(queue, config), grace_s)
     self._queue = queue
 
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -124,7 +124,7 @@ def serve(args: argparse.Namespace) -> None:
     pool.SandboxPool(args.slots, backend=args.backend) as sandbox,
   ):
     queue = RunQueue(sandbox, args.slots, args.max_waiting)
-    server = _Server(queue, config, args.slots + args.max_waiting)
+    server = _Server(queue, config)
     warm_up(sandbox, args.slots)
     # Not before every slot has run a program: who can connect is served at once.
     url = http_server.listen(sock, args.host)
