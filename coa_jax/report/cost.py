@@ -88,14 +88,14 @@ def cost(
     `tasks` (their number), `left_out` (tasks that only one system has an attempt at
     that infrastructure did not end); for `multi_agent` and `single` the figures
     `per_task` (mean over tasks; of `solved` that is the accuracy), `per_solved` (sum
-    over tasks divided by the tasks solved; None where none is) and `ci95` (figure ->
+    over tasks divided by the tasks solved; None if none is) and `ci95` (figure ->
     [low, high] of `per_task`); `accuracy_gain`, the single model's accuracy less the
     multi-agent system's; the reductions 1 - single / multi_agent: `reduction_no_cache`
     and `reduction_cache` (of total tokens per task without and with cache credit),
     `reduction_per_solved` and `reduction_per_solved_cache` (of total tokens per solved
     task, likewise); `instructions`, as given, and without cache credit, but with as
     many tokens more in the model's prompt, `reduction_instructed` and
-    `reduction_per_solved_instructed` (None where that is); and `ci95`, gain or
+    `reduction_per_solved_instructed` (None if unknown); and `ci95`, gain or
     reduction -> [low, high] by a bootstrap that draws the same tasks for both systems.
     Accuracies have a `scores.proportion_interval`.
 

@@ -135,8 +135,8 @@ def interval(
     seed: the seed of the resampling; equal inputs give equal intervals.
 
   Returns:
-    [low, high], or None where there is no task or no resample has any weight. Of no
-    width where all tasks agree: the bootstrap cannot know of outcomes it has not seen.
+    [low, high], or None if there is no task or no resample has any weight. Of zero
+    width if all tasks agree: the bootstrap cannot know of outcomes it has not seen.
     For proportions see `proportion_interval`.
   """
   over, under = _as_arrays(over, under)
@@ -278,7 +278,7 @@ def summary(
     `pass1_greedy`, `pass1_sampled`; for every k `passK` and `best_of_K`, as `pass3`
     (over the tasks with at least k graded samples); `tokens_per_task`,
     `generated_tokens_per_task`, `tool_calls_per_task` (means per attempt, greedy
-    attempts where there are any, else sampled), `malformed_rate` (per call attempted)
+    attempts if there are any, else sampled), `malformed_rate` (per call attempted)
     and `protocol_ok` (per attempt, over all attempts); `ci95`, figure -> [low, high],
     by `interval` for means per task and by `proportion_interval` for all others;
     `status`, name -> count of attempts; `tasks`, their number. A figure without data is

@@ -41,7 +41,7 @@ class ToolsConfig:
   """Config section `tools`.
 
   Attributes:
-    tools: the tools' tags.
+    tools: tags of the policy's tools.
     corpus: JSON-lines pages for `wiki_search` (rows of id, title, text), and for
       `web_search` if `web` has no endpoint.
     retriever: the URL of a Search-R1 `/retrieve` server for `wiki_search`, instead of
