@@ -16,8 +16,13 @@ from coa_jax.learner.advantages import group_relative, has_reward_variance
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.update import rewards_of
 from coa_jax.model.hf.io import load_model
-from coa_jax.protocol.outcome import Outcome
-from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
+from coa_jax.protocol.trajectory import (
+  Author,
+  CallStatus,
+  Status,
+  Trajectory,
+  read_trajectories,
+)
 from coa_jax.report import metric_names
 from coa_jax.report.health import CollapsedError
 from coa_jax.report.metrics import read_metrics
@@ -210,11 +215,11 @@ def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
   assert fewer.num_groups <= 3 and fewer.num_varied == len(fewer.groups)
 
 
-def group_of(*attempts: tuple) -> list[Outcome]:
+def group_of(*attempts: tuple) -> list[Trajectory]:
   """A group by (reward, its parts); None for an attempt that nothing could grade."""
   out = []
   for reward, parts in attempts:
-    out.append(Outcome("t", reward, parts, 1, 1, [(0, 1)], {}))
+    out.append(Trajectory("t", reward=reward, reward_parts=parts))
   return out
 
 

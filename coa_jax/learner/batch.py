@@ -12,10 +12,8 @@ import flax.struct
 import jax
 import numpy as np
 
-from coa_jax.learner.tokens import with_tokens
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.automaton import Constraint
-from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 Array = np.ndarray | jax.Array
@@ -166,7 +164,7 @@ def batches(
   Trajectories that do not fit a row are left out; count them with `fits`.
 
   Args:
-    trajectories: outcomes stand for those that lie in no row of this process.
+    trajectories: with ids.
     rows: B.
     length: T.
     advantages: as `fill` takes them, like `constraint`.
@@ -191,7 +189,7 @@ def batches(
 class Packed:
   """Trajectories in batches, and where the policy's tokens of each of them are.
 
-  A process makes its own rows alone, and is sent the tokens in them.
+  A process makes its own rows alone.
 
   Attributes:
     batches: as from `batches`, with the sampler's log-probs; advantages are zeros.
@@ -201,16 +199,16 @@ class Packed:
 
   def __init__(
     self,
-    trajectories: Sequence[Trajectory | Outcome],
+    trajectories: Sequence[Trajectory],
     rows: int,
     length: int,
     constraint: Constraint | None = None,
     partitioner: Partitioner | None = None,
   ):
-    """All processes have to call this.
+    """Packs them.
 
     Args:
-      trajectories: played here, or the outcomes of those that others played.
+      trajectories: the same in every process, in one order.
       rows: as `batches` takes it, like `length` and `constraint`.
       partitioner: says which rows are whose; None for one device.
 
@@ -223,19 +221,8 @@ class Packed:
       raise ValueError(f"a trajectory of {max(lengths)} tokens, rows of {length}")
     self.counts = [t.num_policy for t in trajectories]
 
-    # --- The tokens go where their rows are. These are those of `batches`: packing
-    # depends on nothing but lengths.
-    packed = pack(lengths, length)
-    mine_B = np.ones(rows, bool)
-    if partitioner:
-      mine_B = partitioner.rows(rows)
-      processes_B = partitioner.processes(rows)
-      readers = {}
-      for r, members in enumerate(packed):
-        readers |= dict.fromkeys(members, processes_B[r % rows])
-      trajectories = with_tokens(trajectories, readers)
-
     # --- The rows of this process.
+    mine_B = partitioner.rows(rows) if partitioner else np.ones(rows, bool)
     # Of 0, not None: `fill` writes log-probs only beside advantages.
     zeros = [0.0] * len(trajectories)
     self.batches = list(batches(trajectories, rows, length, zeros, constraint, mine_B))
@@ -244,7 +231,8 @@ class Packed:
     # tokens are.
     self._where: dict[int, tuple[int, np.ndarray]] = {}
     place_B = np.cumsum(mine_B) - 1
-    for r, members in enumerate(packed):
+    # These are the rows of `batches`: packing depends on lengths alone.
+    for r, members in enumerate(pack(lengths, length)):
       m, row = divmod(r, rows)
       if not mine_B[row]:
         continue

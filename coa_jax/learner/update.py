@@ -30,10 +30,9 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import used
 from coa_jax.protocol.grammar.automaton import Constraint
-from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Trajectory
 
-Group = Sequence[Trajectory | Outcome]
+Group = Sequence[Trajectory]
 
 
 class PolicyUpdate:
@@ -155,8 +154,8 @@ class PolicyUpdate:
     Args:
       state: donated.
       frozen: as from `init`.
-      groups: trajectories of one task each, or the outcomes of those that other
-        processes played; one without a reward has left its group.
+      groups: trajectories of one task each, the same in every process; one without a
+        reward has left its group.
 
     Returns:
       The new state; and means over policy tokens and updates, but `logp_diff` and
@@ -210,7 +209,7 @@ class PolicyUpdate:
     return out
 
   def _pack(self, part: Sequence[Group]) -> Packed:
-    trajectories: list[Trajectory | Outcome] = []
+    trajectories: list[Trajectory] = []
     for group in part:
       trajectories += _graded(group)
     return Packed(
@@ -367,7 +366,7 @@ class PolicyUpdate:
 
 def rewards_of(
   groups: Sequence[Group],
-  value: Callable[[Trajectory | Outcome], float] = lambda t: t.reward,
+  value: Callable[[Trajectory], float] = lambda t: t.reward,
 ) -> np.ndarray:
   """Puts rewards of groups into reward_GK; NaN where a sample has none or is none.
 
@@ -384,5 +383,5 @@ def rewards_of(
   return reward_GK
 
 
-def _graded(group: Group) -> list[Trajectory | Outcome]:
+def _graded(group: Group) -> list[Trajectory]:
   return [t for t in group if t.reward is not None]

@@ -12,8 +12,7 @@ numbers, so no short trajectory overtakes a long one.
   when it will be learnt from in time, however slow it is: no token is then older than n
   updates, nothing is played in vain, and nothing is thrown away.
 
-Of P processes each plays every P-th group. Of the others' trajectories a process gets
-the outcomes alone; their tokens go to those that learn from them (`learner/tokens.py`).
+Of P processes each plays every P-th group; then all get all trajectories.
 
 budget: what may start, what is taken and where a resumed run goes on are one invariant.
 """
@@ -34,10 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.processes import gather_json
-from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episode import CoAEpisode
-from coa_jax.rollout.figures import gather_outcomes
+from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.types import Attempt, Group, RolloutBatch, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
@@ -182,7 +180,8 @@ class RolloutCollector:
     # --- Take groups until enough of them have rewards that differ.
     while self._num_kept < config.prompts and self._num_taken < self._most:
       self._submit_allowed()
-      groups = self._take()
+      groups, own = self._take()
+      batch.own += own
       for group in groups:
         # Kept or not: what a task sampler learns from must not depend on the filter.
         self._task_sampler.learn(group)
@@ -222,7 +221,7 @@ class RolloutCollector:
 
   def evaluate(
     self, params: Any, step: int, tasks: Sequence[Task], toolbox: Tools
-  ) -> list[Trajectory | Outcome]:
+  ) -> list[Trajectory]:
     """Returns a greedy attempt at each task, by the policy after `step` updates.
 
     Asynchronous rollouts go on beside it; what it plays goes before what waits.
@@ -237,7 +236,7 @@ class RolloutCollector:
     self._until_done(list(futures.values()))
     played = [(i, future.result()) for i, future in futures.items()]
     # Every P-th of each process: back into the order of the tasks.
-    everywhere = dict(gather_outcomes(played))
+    everywhere = dict(gather_trajectories(played))
     return [everywhere[i] for i in range(len(tasks))]
 
   def _submit_allowed(self) -> None:
@@ -288,8 +287,12 @@ class RolloutCollector:
     futures = [self._worker.submit(episode, group=number) for episode in episodes]
     self._groups[number] = _Submitted(episodes, futures)
 
-  def _take(self) -> list[Group]:
-    """Waits for the next groups, a round or one of each process, and returns them."""
+  def _take(self) -> tuple[list[Group], list[Trajectory]]:
+    """Waits for the next groups, a round or one of each process.
+
+    Returns:
+      The groups; and the trajectories of them that this process played.
+    """
     if self.asynchronous:
       left = min(self._config.prompts - self._num_kept, self._most - self._num_taken)
       count = min(left, self._processes)
@@ -305,9 +308,9 @@ class RolloutCollector:
       del self._groups[n]
     self._head += count
     groups: dict[int, Group] = collections.defaultdict(list)
-    for n, trajectory in gather_outcomes(own):
+    for n, trajectory in gather_trajectories(own):
       groups[n].append(trajectory)
-    return [groups[n] for n in sorted(groups)]
+    return [groups[n] for n in sorted(groups)], [t for _, t in own]
 
   def _cursor(self) -> dict[str, Any]:
     """Where the next step goes on; see `RolloutBatch`."""

@@ -1,22 +1,17 @@
 """What a step of RL rolled out, in numbers: the metrics of its trajectories.
 
-Each is a sum over trajectories, or of two the ratio: so a process needs no more of
-those that another one played than their `Outcome`.
+Each is a sum over trajectories, or the ratio of two.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import jax
 import numpy as np
 
-from coa_jax.processes import gather_json
 from coa_jax.protocol import roles
-from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory
 from coa_jax.rewards import shaping
 from coa_jax.rollout.types import RolloutBatch
@@ -29,11 +24,8 @@ _SAMPLED = "sampled_"
 _FAILED = "failed_calls_"
 
 
-def outcome_of(played: Trajectory | Outcome) -> Outcome:
-  """Returns what every process knows of a trajectory."""
-  if isinstance(played, Outcome):
-    return played
-  t = played
+def _sums_of(t: Trajectory) -> dict[str, float]:
+  """Returns what metrics add up of a trajectory, by name."""
   sums = {
     "generated": t.usage.generated,
     "total": t.usage.total,
@@ -57,48 +49,18 @@ def outcome_of(played: Trajectory | Outcome) -> Outcome:
     if values:
       sums[_LOGP + role] = math.fsum(values)
       sums[_SAMPLED + role] = len(values)
-  return Outcome(
-    task_id=t.task_id,
-    reward=t.reward,
-    reward_parts=t.reward_parts,
-    num_tokens=t.num_tokens,
-    num_policy=t.num_policy,
-    versions=t.versions,
-    sums=sums,
-  )
-
-
-def gather_outcomes(
-  own: Sequence[tuple[int, Trajectory]],
-) -> list[tuple[int, Trajectory | Outcome]]:
-  """Returns what all processes have played: this one's, and of others the outcomes.
-
-  Args:
-    own: what this process has played: (a number, a trajectory).
-  """
-  if jax.process_count() == 1:
-    return list(own)
-  rows = []
-  for number, t in own:
-    rows.append((number, dataclasses.asdict(outcome_of(t))))
-  out: list[tuple[int, Trajectory | Outcome]] = []
-  for process, part in enumerate(gather_json(rows)):
-    if process == jax.process_index():
-      out += own
-    else:
-      out += [(number, Outcome(**row)) for number, row in part]
-  return out
+  return sums
 
 
 def describe(rollouts: RolloutBatch) -> dict[str, float]:
   """Returns the metrics of one step's rollouts, kept or not."""
-  played = [outcome_of(t) for t in rollouts.played]
+  played = rollouts.played
   count = len(played)
 
   # --- Sums over the trajectories; in their order, whoever played them.
   sums: collections.Counter[str] = collections.Counter()
-  for outcome in played:
-    sums.update(outcome.sums)
+  for t in played:
+    sums.update(_sums_of(t))
   figures = {
     "reward": mean_graded(t.reward for t in played),
     "reward_variance_share": rollouts.num_varied / rollouts.num_groups,

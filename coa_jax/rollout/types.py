@@ -18,7 +18,6 @@ from coa_jax.json_io import read_object
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import prompts, roles, tokens
-from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.tasks.sampling import TASK_SAMPLERS
 from coa_jax.tasks.task import Task
@@ -302,7 +301,7 @@ class Episode(Protocol):
     """Told that the engine can not sample for it any more; it is over."""
 
 
-Group = list[Trajectory | Outcome]
+Group = list[Trajectory]
 
 
 @dataclasses.dataclass
@@ -311,8 +310,8 @@ class RolloutBatch:
 
   Attributes:
     groups: those that were kept; a trajectory without a reward has left its group.
-    played: every trajectory rolled out, kept or not; those of other processes as their
-      outcomes, here as in `groups`.
+    played: every trajectory rolled out, by any process, kept or not.
+    own: those of them that this process played.
     num_groups: groups rolled out.
     num_varied: those of them that are neither all right nor all wrong.
     cursor: JSON values that say where the next step's rollouts go on: the next group;
@@ -325,16 +324,12 @@ class RolloutBatch:
 
   groups: list[Group] = dataclasses.field(default_factory=list)
   played: Group = dataclasses.field(default_factory=list)
+  own: Group = dataclasses.field(default_factory=list)
   num_groups: int = 0
   num_varied: int = 0
   cursor: dict[str, Any] = dataclasses.field(default_factory=dict)
   figures: dict[str, float] = dataclasses.field(default_factory=dict)
   spent: dict[str, float] = dataclasses.field(default_factory=dict)
-
-  @property
-  def own(self) -> list[Trajectory]:
-    """The trajectories that this process played."""
-    return [t for t in self.played if isinstance(t, Trajectory)]
 
 
 @dataclasses.dataclass

@@ -29,7 +29,7 @@ from coa_jax.model import transformer  # noqa: E402
 from coa_jax.model.distribution import NO_TRUNCATION  # noqa: E402
 from coa_jax.model.sharding import MeshConfig, make_partitioner  # noqa: E402
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory  # noqa: E402
-from coa_jax.rollout.figures import gather_outcomes  # noqa: E402
+from coa_jax.rollout.exchange import gather_trajectories  # noqa: E402
 
 ROWS, LENGTH, GROUPS, SAMPLES = 8, 128, 6, 3
 CRITIC = {"is_clip": 2.0, "kl_coef": 0.1, "kl_in": "reward", "critic_lr": 1e-3}
@@ -101,7 +101,7 @@ def main() -> None:
       if n % jax.process_count() == jax.process_index():
         own += [(n, t) for t in group]
     groups = [[] for _ in range(GROUPS)]
-    for n, t in gather_outcomes(own):
+    for n, t in gather_trajectories(own):
       groups[n].append(t)
     state, out_values = update(state, frozen, groups)
     values.append([out_values[name] for name in sorted(out_values)])

@@ -12,8 +12,15 @@ import sys
 import numpy as np
 import pytest
 
-from coa_jax.learner.tokens import from_words, to_words
-from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+from coa_jax.protocol.trajectory import (
+  Author,
+  CallStatus,
+  Segment,
+  Status,
+  ToolCall,
+  Trajectory,
+)
+from coa_jax.rollout.exchange import from_bytes, to_bytes
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAM = ROOT / "tests" / "learner" / "learn_in_processes.py"
@@ -78,19 +85,20 @@ def test_processes_that_learn_together_are_one(tmp_path, case, counts):
     assert (held == (2 if case == "whitened" and processes == 4 else 1)).all()
 
 
-def test_tokens_are_read_as_they_were_written():
-  logps = np.array([-1.1, -0.0, -np.inf, -1e-42, -3.3e38], np.float32)
+def test_trajectories_are_read_as_they_were_written():
+  logps = [-1.1, -0.0, -np.inf, -1e-42, -3.3e38]
   segments = [
     Segment(Author.PROMPT, "", "text", [5, 2**31 - 1, 0]),
-    Segment(Author.POLICY, "think", "", [1, 2], logps[:2].tolist(), [3, 3]),
+    Segment(Author.POLICY, "think", "\ud800", [1, 2], logps[:2], [3, 3]),
     Segment(Author.TOOL, "code", "", []),
     Segment(Author.TOOL, "code", "", [7]),
-    Segment(Author.POLICY, "answer", "", [4, 5, 6], logps[2:].tolist(), [3, 4, 4]),
+    Segment(Author.POLICY, "answer", "", [4, 5, 6], logps[2:], [3, 4, 4]),
   ]
-  words = to_words(Trajectory("t", segments))
-  assert words.dtype == np.int32 and len(words) == 1 + 2 * 5 + 9 + 5
-  again = from_words(words).segments
-  assert [(s.author, s.ids) for s in again] == [(s.author, s.ids) for s in segments]
-  read = np.array([x for s in again for x in s.logps], np.float32)
-  np.testing.assert_array_equal(read.view(np.int32), logps.view(np.int32))
-  assert from_words(to_words(Trajectory("t"))).segments == []
+  calls = [ToolCall("code", "1", "2", CallStatus.TOOL, 0.1)]
+  played = Trajectory("t", segments, calls, Status.ENDED, 0.3, {"answer": 1.0})
+  numbered = [(4, played), (2, Trajectory("u"))]
+  again = from_bytes(to_bytes(numbered))
+  assert again == numbered
+  read = np.array([x for s in again[0][1].segments for x in s.logps])
+  np.testing.assert_array_equal(np.signbit(read), True)
+  assert from_bytes(to_bytes([])) == []

@@ -1,0 +1,71 @@
+"""Gives every process the trajectories that any of them has played."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from coa_jax.processes import gather_bytes
+from coa_jax.protocol.trajectory import Trajectory
+
+# Lists of a segment that travel as arrays, and their types; a log-prob keeps every bit.
+_LISTS = {"ids": np.int32, "versions": np.int32, "logps": np.float64}
+
+Numbered = list[tuple[int, Trajectory]]
+
+
+def gather_trajectories(own: Sequence[tuple[int, Trajectory]]) -> Numbered:
+  """Returns the trajectories of all processes, by process; all have to call this.
+
+  Args:
+    own: played by this process: (a number, a trajectory). These are returned as they
+      are, not copied.
+  """
+  if jax.process_count() == 1:
+    return list(own)
+  out: Numbered = []
+  for process, data in enumerate(gather_bytes(to_bytes(own))):
+    out += own if process == jax.process_index() else from_bytes(data)
+  return out
+
+
+def to_bytes(numbered: Sequence[tuple[int, Trajectory]]) -> bytes:
+  """Writes trajectories: JSON, and compact arrays of what each token has."""
+  rows = []
+  lengths = []
+  values: dict[str, list[int | float]] = {name: [] for name in _LISTS}
+  for number, trajectory in numbered:
+    row = trajectory.to_json()
+    for segment in row["segments"]:
+      for name in _LISTS:
+        lengths.append(len(segment[name]))
+        values[name] += segment.pop(name)
+    rows.append((number, row))
+  arrays = {name: np.array(values[name], dtype) for name, dtype in _LISTS.items()}
+  text = np.frombuffer(json.dumps(rows).encode(), np.uint8)
+  file = io.BytesIO()
+  np.savez(file, rows=text, lengths=np.array(lengths, np.int32), **arrays)
+  return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Numbered:
+  """Reads what `to_bytes` wrote."""
+  with np.load(io.BytesIO(data), allow_pickle=False) as file:
+    rows = json.loads(file["rows"].tobytes())
+    lengths = iter(file["lengths"].tolist())
+    values = {name: file[name].tolist() for name in _LISTS}
+  ends = dict.fromkeys(_LISTS, 0)
+  out: Numbered = []
+  for number, row in rows:
+    trajectory = Trajectory.from_json(row)
+    for segment in trajectory.segments:
+      for name in _LISTS:
+        begin = ends[name]
+        ends[name] += next(lengths)
+        setattr(segment, name, values[name][begin : ends[name]])
+    out.append((number, trajectory))
+  return out
