@@ -78,7 +78,7 @@ from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.shaping import ShapingConfig, correctness
 from coa_jax.rollout import figures, memory
 from coa_jax.rollout.collect import RolloutCollector
-from coa_jax.rollout.scheduler import on_device
+from coa_jax.rollout.device_loop import on_device
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import (
   Group,

@@ -32,7 +32,7 @@ from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.parser import ParseVerdict, parse
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.rollout.scheduler import on_device
+from coa_jax.rollout.device_loop import on_device
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.tasks.task import Task

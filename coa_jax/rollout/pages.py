@@ -13,6 +13,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+# Tokens of a slot that one prefill runs, at most: its activations grow with them, and
+# each length is a program of its own.
+PIECE = 512
+
 
 class PagePool:
   """Counts who reads each page, and remembers what pages hold."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
-from coa_jax.rollout import slot_cache
+from coa_jax.rollout import pages as paging
 
 # That a call gives to all rows together, where a row has no more. On a GPU what a call
 # needs for a 7B model then stays under half a gigabyte.
@@ -73,7 +73,7 @@ def device_calls(
   # a text stays pending, and one more place is left to sample.
   most = config.max_len - 2
   fewest: dict[int, int] = {}  # of each length bucket the fewest tokens
-  for given in range(1, min(most, slot_cache.PIECE) + 1):
+  for given in range(1, min(most, paging.PIECE) + 1):
     fewest.setdefault(token_bucket(given), given)
   shapes: set[tuple[int, int, int]] = set()
   for needed in range(1, num_blocks(most, config.max_len) + 1):

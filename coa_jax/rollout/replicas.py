@@ -16,6 +16,7 @@ from coa_jax.model import decode_params
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
+from coa_jax.rollout.device_loop import DeviceLoop
 from coa_jax.rollout.pool import ReplicaThreads
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.types import RolloutConfig
@@ -65,9 +66,8 @@ class ReplicaPool(ReplicaThreads):
         replica.check(model.axes)
     schedulers = []
     for replica in replicas:
-      schedulers.append(
-        Scheduler(self.model, automaton, config, replica, constraint, own_top_p)
-      )
+      device = DeviceLoop(self.model, automaton, config, replica, constraint, own_top_p)
+      schedulers.append(Scheduler(config, device, automaton, constraint))
     super().__init__(config, schedulers, name="replica")
 
   def set_policy(self, params: Any, version: int) -> None:

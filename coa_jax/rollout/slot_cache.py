@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,11 +17,9 @@ from coa_jax.model import cache as caching
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner, platform
+from coa_jax.rollout import pages as paging
 from coa_jax.rollout.pages import PagePool, pool_sizes, prefix_keys
 
-# Given tokens of a slot that one call runs, at most: what it computes with grows with
-# them, and each length is a program of its own.
-PIECE = 512
 # Pages that one call copies, at most.
 _COPIED = 16
 # Share of a device's memory that is kept for programs' temporaries and for gaps.
@@ -38,6 +37,22 @@ class OnHost:
 
   pages: int
   contents: list[list[np.ndarray]]
+
+
+class Prefill(NamedTuple):
+  """Tokens to append to a slot that has pages for them.
+
+  Attributes:
+    slot: whose they are.
+    ids: the tokens.
+    start: position of the first.
+    turn: among pieces of prompts; those of a lower one run first.
+  """
+
+  slot: int
+  ids: list[int]
+  start: int
+  turn: int = 0
 
 
 class SlotCache:
@@ -93,7 +108,9 @@ class SlotCache:
       `copy` has run; None where there is no room, and the slot has no pages.
     """
     # --- Pages that hold how the prompt begins, or all of it.
-    piece = PIECE if PIECE % self._page_size == 0 else max(1, len(given))
+    piece = paging.PIECE
+    if piece % self._page_size:
+      piece = max(1, len(given))
     keys = prefix_keys(given, piece)
     pages: list[int] = []
     known = 0

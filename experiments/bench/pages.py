@@ -43,7 +43,9 @@ from coa_jax.model.flops import products
 from coa_jax.model.variants import variant
 from coa_jax.protocol.grammar.automaton import Automaton
 from coa_jax.protocol.trajectory import read_trajectories
-from coa_jax.rollout import sampler, scheduler, slot_cache
+from coa_jax.rollout import sampler, slot_cache
+from coa_jax.rollout.device_loop import DeviceLoop
+from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.types import Episode, RolloutConfig
 from experiments.bench import program as bench
 from experiments.bench.compile_check import CHIPS, Chip
@@ -247,7 +249,8 @@ def simulate(
     mock.patch.object(slot_cache, "KVCache", NoCache),
     mock.patch.object(slot_cache, "page_counts", lambda *_: [pages]),
   ):
-    replica = scheduler.Scheduler(model, automaton, config)
+    device_loop = DeviceLoop(model, automaton, config)
+    replica = Scheduler(config, device_loop, automaton)
     while waiting:
       new = waiting[: slots - running]
       waiting = waiting[len(new) :]

@@ -17,7 +17,7 @@ from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import ParseVerdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout.scheduler import on_device
+from coa_jax.rollout.device_loop import on_device
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker

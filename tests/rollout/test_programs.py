@@ -11,6 +11,7 @@ import toy
 from playing import CFG, CONFIG, engine
 
 from coa_jax import compiling
+from coa_jax.rollout import pages as paging
 from coa_jax.rollout import sampler, slot_cache
 from coa_jax.rollout.pages import pool_sizes
 from coa_jax.rollout.programs import DeviceCall, device_calls
@@ -58,10 +59,10 @@ def _episodes() -> list[_Forced]:
   return out
 
 
-@pytest.mark.parametrize("piece", [slot_cache.PIECE, 100])
+@pytest.mark.parametrize("piece", [paging.PIECE, 100])
 @pytest.mark.parametrize("pages", [3, 5])
 def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, pages):
-  monkeypatch.setattr(slot_cache, "PIECE", piece)
+  monkeypatch.setattr(paging, "PIECE", piece)
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
   cfg = dataclasses.replace(CFG, layers=1)
   params = toy.params(layers=1)
@@ -97,7 +98,7 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
   params = jax.device_put(toy.params(layers=1))
   pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN, in_flight=2)
   (lane,) = pool._lanes
-  lane.replica.compiles_ahead = True
+  lane.replica.device.compiles_ahead = True
   listed = len(device_calls(pool.config, "cpu", [4]))
   for function in (sampler.extend, sampler.window):
     function.clear_cache()

@@ -95,7 +95,7 @@ def test_replicas_find_in_jaxs_cache_what_the_first_has_compiled(
   )
   on = replicas()
   for lane in on._lanes:
-    lane.replica.compiles_ahead = True
+    lane.replica.device.compiles_ahead = True
   expected = play(novice, range(40))
   for function in (sampler.extend, sampler.window):
     function.clear_cache()
@@ -109,7 +109,7 @@ def test_replicas_find_in_jaxs_cache_what_the_first_has_compiled(
   listed = [
     f for f in files if f.startswith(("jit_extend", "jit_window")) and "-cache" in f
   ]
-  (counts,) = {tuple(lane.replica._page_counts) for lane in on._lanes}
+  (counts,) = {tuple(lane.replica.device._page_counts) for lane in on._lanes}
   assert len(listed) == len(programs.device_calls(on.config, "cpu", counts))
   hits = events.count("/jax/compilation_cache/cache_hits")
   assert hits >= (DEVICES - 1) * len(listed)

@@ -24,7 +24,8 @@ from coa_jax.model.kernels import paged
 from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
-from coa_jax.rollout import programs, scheduler, slot_cache
+from coa_jax.rollout import pages as paging
+from coa_jax.rollout import programs, sampler, scheduler, slot_cache
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Episode
 
@@ -173,9 +174,9 @@ def short(request, monkeypatch):
   """Rows of more places are read block after block."""
   monkeypatch.setattr(programs, "SHORT", request.param)
   monkeypatch.setattr(paged, "SHORT", request.param)
-  scheduler.sampler.extend.clear_cache()  # no argument says which it is compiled for
+  sampler.extend.clear_cache()  # no argument says which it is compiled for
   yield
-  scheduler.sampler.extend.clear_cache()
+  sampler.extend.clear_cache()
 
 
 def test_pages_change_nothing(novice, monkeypatch, short):
@@ -186,13 +187,13 @@ def test_pages_change_nothing(novice, monkeypatch, short):
     expected = play(novice, range(16), on=engine(window=3))
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
-  real = scheduler.sampler.window
+  real = sampler.window
 
   def spy(cfg, params, cache, *args):
     sizes.append(cache.pages)
     return real(cfg, params, cache, *args)
 
-  monkeypatch.setattr(scheduler.sampler, "window", spy)
+  monkeypatch.setattr(sampler, "window", spy)
   on = engine(window=3)
   grown = play(novice, range(16), on=on)
   assert contents(grown) == contents(expected)
@@ -215,7 +216,7 @@ def test_windows_in_flight_change_nothing(novice, monkeypatch, in_flight, pages)
   real = scheduler.Scheduler._hand_out
 
   def spy(self):
-    beside.append(sum(not w.is_read for w in self._windows[1:]))
+    beside.append(sum(not w.is_read for w in self.device.windows[1:]))
     return real(self)
 
   monkeypatch.setattr(scheduler.Scheduler, "_hand_out", spy)
@@ -244,7 +245,7 @@ def test_where_pages_run_out_the_youngest_pauses_and_goes_on_alike(
   real = scheduler.Scheduler._pause
 
   def spy(self, slot):
-    paused.append(self._episodes[slot].sequence)
+    paused.append(slot.episode.sequence)
     real(self, slot)
 
   monkeypatch.setattr(scheduler.Scheduler, "_pause", spy)
@@ -284,7 +285,7 @@ def test_prompts_that_begin_alike_are_prefilled_once_and_play_alike(
   """
   monkeypatch.setattr(caching, "_layout", lambda *_: layout)
   monkeypatch.setattr(caching, "PAGE_SIZE", 16)
-  monkeypatch.setattr(slot_cache, "PIECE", 32)
+  monkeypatch.setattr(paging, "PIECE", 32)
   params = toy.params()
   rng = np.random.default_rng(0)
   begin = rng.integers(3, 60, 70).tolist()
@@ -337,15 +338,15 @@ def test_who_gets_the_last_episode_finds_the_cache_given_back(novice):
 @pytest.mark.parametrize("piece", [5, 16])
 def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
   expected = play(novice, range(6))
-  monkeypatch.setattr(slot_cache, "PIECE", piece)
+  monkeypatch.setattr(paging, "PIECE", piece)
   lengths = []
-  real = scheduler.sampler.extend
+  real = sampler.extend
 
   def spy(cfg, params, cache, table_RC, token_RT, *args):
     lengths.append(token_RT.shape)
     return real(cfg, params, cache, table_RC, token_RT, *args)
 
-  monkeypatch.setattr(scheduler.sampler, "extend", spy)
+  monkeypatch.setattr(sampler, "extend", spy)
   pieces = play(novice, range(6))
   assert {shape[1] for shape in lengths} == {16}
   for n, t in pieces.items():

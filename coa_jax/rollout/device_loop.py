@@ -1,0 +1,354 @@
+"""The device loop of one replica: prefill and windows, dispatched and read.
+
+An accelerator is given the next window before the last one is read, so that it never
+waits for Python. Slots that go on do so without the host; those that stopped in the
+last window miss the one that is in flight. The scheduler says who is in a window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from coa_jax import compiling
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.distribution import TokenMask
+from coa_jax.model.sharding import Partitioner, platform
+from coa_jax.protocol.grammar.automaton import Automaton, Constraint
+from coa_jax.rollout import pages as paging
+from coa_jax.rollout import programs, sampler, slot_cache
+from coa_jax.rollout.slot_cache import Prefill, SlotCache
+from coa_jax.rollout.types import RolloutConfig, Timings
+
+
+@dataclasses.dataclass
+class Window:
+  """A window that the device was given, until its episodes know of it.
+
+  Attributes:
+    slots: those that may sample in it, as far as the host knows.
+    version: of the policy.
+    dispatched: when the device got it, in monotonic seconds.
+    state: of all slots after it; on the device until it is read.
+    out: the sampled tokens; likewise.
+    is_read: whether the device is done with it, and `DeviceLoop.state` includes it.
+  """
+
+  slots: set[int]
+  version: int
+  dispatched: float
+  state: sampler.SamplerState
+  out: sampler.Sampled
+  is_read: bool = False
+
+
+class DeviceLoop:
+  """What the device of a replica has, and the programs that run on it.
+
+  Attributes:
+    cache: of the slots; None until there is a policy.
+    state: of the slots as the host knows them: after the last window that was read.
+    windows: those whose episodes do not know of them yet, the oldest first.
+    timings: what its seconds went into.
+    compiles_ahead: whether all programs are compiled before the first episode.
+  """
+
+  def __init__(
+    self,
+    model: ModelConfig,
+    automaton: Automaton,
+    config: RolloutConfig,
+    partitioner: Partitioner | None = None,
+    constraint: Constraint | None = None,
+    own_top_p: bool = False,
+  ):
+    """Puts the tables on the device; the cache is allocated with the first policy.
+
+    Args:
+      model: the architecture as it decodes, its layers unrolled.
+      automaton: where decoding stops.
+      config: slots, window and limits.
+      partitioner: the replica's, one of `Partitioner.replicas`; None on one device.
+      constraint: what may be sampled; everything where None.
+      own_top_p: whether episodes may have a top_p of their own, in other programs.
+    """
+    self.model = model
+    self.config = config
+    self.timings = Timings()
+    self._partitioner = partitioner
+    # A CPU computes with the very cores that Python needs: nothing is gained there, and
+    # a slot that stopped would miss a window.
+    self._on = platform(partitioner)
+    on_cpu = self._on == "cpu"
+    self._most_in_flight = config.in_flight or (1 if on_cpu else 2)
+    # A CPU's cache grows: of programs for all of its sizes few come to be used.
+    self.compiles_ahead = not on_cpu
+    self._page_counts: list[int] = []
+    self._own_top_p = own_top_p
+    self._truncation = config.truncation
+    if own_top_p:
+      self._truncation = dataclasses.replace(config.truncation, top_p=1.0)
+    tables = sampler.Tables(
+      automaton.class_V,
+      automaton.next_SC,
+      automaton.stop_SC,
+      constraint=on_device(constraint),
+    )
+    # Small, and looked into at every token: each device of the replica has all of them.
+    self._whole = partitioner.sharding("") if partitioner else None
+    self._tables = jax.device_put(tables, self._whole)
+    self._join = jax.jit(sampler.join, out_shardings=self._whole)
+    self.clear()
+
+  def clear(self) -> None:
+    """Forgets the policy, the cache and all windows."""
+    B = self.config.slots
+    self.cache: SlotCache | None = None
+    self.windows: list[Window] = []
+    self.state = sampler.SamplerState(
+      length_B=np.zeros(B, np.int32),
+      pending_B=np.zeros(B, np.int32),
+      limit_B=np.full(B, self.config.max_len, np.int32),
+      seed_B=np.zeros(B, np.uint32),
+      sequence_B=np.zeros(B, np.uint32),
+      temperature_B=np.ones(B, np.float32),
+      automaton_B=np.zeros(B, np.int32),
+      active_B=np.zeros(B, bool),
+      grammar_B=np.zeros(B, np.int32),
+      top_p_B=np.ones(B, np.float32) if self._own_top_p else None,
+    )
+    self._params: Any = None
+    self._version = 0
+    self._window_seconds = 0.0  # of the last window that was read
+    self._window_ended = 0.0  # when it had ended
+    self._waited_until = 0.0  # when the last wait for tools had ended
+    # Since when the device is known to have nothing to do.
+    self._idle_since: float | None = None
+
+  def set_policy(self, policy: Any, version: int) -> None:
+    """Samples with this policy from the next window; what is in the cache stays."""
+    if self.cache is None:
+      self._make_cache(policy)
+    if policy is not self._params:
+      self._params = policy
+      # The older policy has read what is there: who runs goes on from it, but no new
+      # episode starts with it.
+      self.cache.forget_prompts()
+    self._version = version
+
+  def _make_cache(self, policy: Any) -> None:
+    """Allocates the pages; before the first time compiles what will run on them."""
+    config = self.config
+    counts = slot_cache.page_counts(
+      self.model, config.slots, config.max_len, config.memory, self._partitioner
+    )
+    # Another number of pages would be other programs. What a device has left differs a
+    # little from step to step: as long as there is room, it stays what it was.
+    if self._page_counts and self._page_counts[-1] <= counts[-1]:
+      counts = self._page_counts
+    self.cache = SlotCache(
+      self.model, config.slots, config.max_len, counts, self._partitioner
+    )
+    if self.compiles_ahead and counts != self._page_counts:
+      calls = programs.device_calls(config, self._on, counts)
+      lowered = [functools.partial(self._lower, call, policy) for call in calls]
+      compiling.compile_all("the sampler", lowered, replica_on=self._on)
+    self._page_counts = counts
+
+  def _lower(self, call: programs.DeviceCall, policy: Any) -> jax.stages.Lowered:
+    """Traces a program with arguments as it gets them later."""
+    table_BC = np.full((call.rows, call.blocks), -1, np.int32)
+    token_BT = np.zeros((call.rows, call.tokens), np.int32)
+    model = (self.model, policy, self.cache.kv)
+    if call.function == "extend":
+      row_B = np.zeros(call.rows, np.int32)
+      return sampler.extend.lower(
+        *model, table_BC, token_BT, row_B, row_B, self._partitioner
+      )
+    return sampler.window.lower(
+      *model,
+      table_BC,
+      self._after_last(),
+      self._tables,
+      token_BT,
+      self._partitioner,
+      self._truncation,
+    )
+
+  def free(self, slot: int) -> None:
+    """Takes a slot out of all windows, and its pages away."""
+    self.state.active_B[slot] = False
+    for window in self.windows:
+      window.slots.discard(slot)
+    self.cache.release(slot)
+
+  def prefill(self, rows: list[Prefill]) -> None:
+    """Runs tokens, as many rows at once as there are, in pieces."""
+    began = time.monotonic()
+    # Pieces of one length bucket run together; a slot's later ones after its first.
+    turns: dict[int, dict[int, list[Prefill]]] = {}
+    most = paging.PIECE
+    for row in rows:
+      for i, begin in enumerate(range(0, len(row.ids), most)):
+        ids = row.ids[begin : begin + most]
+        piece = Prefill(row.slot, ids, row.start + begin)
+        batches = turns.setdefault(row.turn + i, {})
+        batches.setdefault(programs.token_bucket(len(ids)), []).append(piece)
+    most_rows = min(self.config.inject_rows, self.config.slots)
+    for turn, batches in sorted(turns.items()):
+      self.cache.copy(prefilled=turn * most)
+      for length, batch in batches.items():
+        rows_of_call = programs.most_rows(length, most_rows, self._on)
+        for i in range(0, len(batch), rows_of_call):
+          self._prefill_batch(batch[i : i + rows_of_call], length, rows_of_call)
+    self.timings.decode += time.monotonic() - began
+
+  def _prefill_batch(self, pieces: list[Prefill], length: int, rows: int) -> None:
+    """Runs pieces, each filled up to a length, as rows of a call that may have more."""
+    R = programs.row_bucket(len(pieces), rows, self._on)
+    end = max(piece.start + len(piece.ids) for piece in pieces)
+    blocks = programs.block_bucket(end, self.config.max_len, self._on)
+    table_BC = self.cache.table_BC[:, :blocks]
+    # Rows that are not used have no pages: they are written nowhere.
+    table_RC = np.full((R, table_BC.shape[1]), -1, np.int32)
+    token_RT = np.zeros((R, length), np.int32)
+    start_R = np.zeros(R, np.int32)
+    count_R = np.zeros(R, np.int32)
+    for r, piece in enumerate(pieces):
+      table_RC[r] = table_BC[piece.slot]
+      start_R[r] = piece.start
+      count_R[r] = len(piece.ids)
+      token_RT[r, : len(piece.ids)] = piece.ids
+    self._count_idle()
+    self.cache.kv = sampler.extend(
+      self.model,
+      self._params,
+      self.cache.kv,
+      table_RC,
+      token_RT,
+      start_R,
+      count_R,
+      self._partitioner,
+    )
+
+  def dispatch(self, slots: set[int], forced_BW: np.ndarray) -> None:
+    """Gives the device a window.
+
+    Args:
+      slots: those that may sample in it; they have pages for all of it.
+      forced_BW: ids that slots take instead of sampling; -1 where they sample.
+    """
+    self._count_idle()
+    began = time.monotonic()
+    state = self._after_last()
+    self.cache.kv, state, out = sampler.window(
+      self.model,
+      self._params,
+      self.cache.kv,
+      self.cache.table_BC.copy(),  # the host goes on while the device reads it
+      state,
+      self._tables,
+      forced_BW,
+      self._partitioner,
+      self._truncation,
+    )
+    self.windows.append(Window(slots, self._version, began, state, out))
+    self.timings.decode += time.monotonic() - began
+
+  def _after_last(self) -> sampler.SamplerState:
+    """The slots for the device: as the last window leaves those that are in it."""
+    if self._most_in_flight == 1:
+      return self.state
+    # A copy: the host goes on while the device reads it.
+    host = jax.device_put(jax.tree.map(np.copy, self.state), self._whole)
+    last = host
+    goes_on_B = np.zeros(self.config.slots, bool)
+    if self.windows and not self.windows[-1].is_read:
+      last = self.windows[-1].state
+      goes_on_B[list(self.windows[-1].slots)] = True
+    return self._join(last, host, goes_on_B)
+
+  def _count_idle(self) -> None:
+    """Counts the seconds that end now, in which the device had nothing to do."""
+    now = time.monotonic()
+    last = self.windows[-1] if self.windows else None
+    if last and not last.is_read and last.out.count_B.is_ready():
+      # It ended unseen: the one before took about as long. Tools were waited for since.
+      self._idle_since = max(
+        self._window_ended + self._window_seconds, self._waited_until
+      )
+    if self._idle_since is not None:
+      self.timings.host += max(0.0, now - self._idle_since)
+      self._idle_since = None
+
+  def unread(self, slot: int) -> int:
+    """Counts the windows in flight in which a slot may sample."""
+    return sum(not w.is_read and slot in w.slots for w in self.windows)
+
+  def read(self, most: int | None = None) -> None:
+    """Waits for windows in flight; the state of their slots is that after the last."""
+    for i, window in enumerate(self.windows[:most]):
+      if window.is_read:
+        continue
+      began = time.monotonic()
+      window.state, window.out = jax.device_get((window.state, window.out))
+      window.is_read = True
+      now = time.monotonic()
+      self.timings.decode += now - began
+      self._window_seconds = now - max(self._window_ended, window.dispatched)
+      self._window_ended = now
+      if window is self.windows[-1]:
+        self._idle_since = now
+      slots = list(window.slots)
+      for mine_B, new_B in zip(
+        jax.tree.leaves(self.state), jax.tree.leaves(window.state), strict=True
+      ):
+        mine_B[slots] = new_B[slots]
+      stopped = {slot for slot in slots if not window.state.active_B[slot]}
+      for later in self.windows[i + 1 :]:
+        later.slots -= stopped
+
+  def is_due(self, sampling: bool) -> bool:
+    """Whether the episodes are to know of the oldest window now.
+
+    Args:
+      sampling: whether the device was given a window in this round.
+    """
+    if not self.windows:
+      return False
+    enough = len(self.windows) >= self._most_in_flight
+    return self.windows[0].is_read or not sampling or enough
+
+  def take(self) -> Window:
+    """Returns the oldest window, read."""
+    self.read(1)
+    return self.windows.pop(0)
+
+  def patience(self) -> float:
+    """Seconds that a round with active slots may wait for tools."""
+    # Most tools answer in far less time than a window takes, and a slot that just
+    # misses one idles for all of it: a short wait for them is well spent.
+    if self.windows:  # the device has work meanwhile
+      until = self._window_ended + self._window_seconds / 2
+      return max(0.0, until - time.monotonic())
+    return self._window_seconds / 8
+
+  def waited_for_tools(self, began: float) -> None:
+    """Counts the seconds since `began`: they are the tools', not the host's."""
+    self._waited_until = time.monotonic()
+    waited = self._waited_until - began
+    self.timings.tools += waited
+    if self._idle_since is not None:
+      self._idle_since += waited
+
+
+def on_device(constraint: Constraint | None) -> TokenMask | None:
+  """The tables that the sampler and the learner look into."""
+  if constraint is None:
+    return None
+  return TokenMask(*jax.device_put((constraint.class_V, constraint.next_SC)))
