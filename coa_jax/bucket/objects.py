@@ -29,7 +29,7 @@ import fsspec.asyn
 
 from coa_jax.names import check_name, check_names, path_below
 
-_EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme -> extra of setup.py
+_EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme -> extra of pyproject.toml
 _TRIES = 6
 _FIRST_WAIT_S = 0.2  # doubled from one try to the next
 _PATIENCE_S = 300.0  # after which none is begun: the libraries try again, too

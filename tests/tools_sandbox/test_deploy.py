@@ -113,5 +113,5 @@ def test_the_image_holds_what_the_server_imports(image):
   assert {"uvicorn", "starlette"} <= needed
   packages = set(re.findall(r'"([\w-]+)>=', image["RUN"]))
   assert needed <= {MODULES.get(p, p) for p in packages}
-  ours = re.findall(r'"([\w-]+)>=', (ROOT / "setup.py").read_text())
+  ours = re.findall(r'"([\w-]+)>=', (ROOT / "pyproject.toml").read_text())
   assert packages - {"scipy"} <= set(ours)
