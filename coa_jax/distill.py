@@ -35,45 +35,50 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax import capacity
-from coa_jax.config import ConfigError, as_json, read_config
-from coa_jax.fields import section
-from coa_jax.lock import exclusive
-from coa_jax.protocol.origin import Dialect
-from coa_jax.protocol.roles import Variant, get_variant
-from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
-from coa_jax.record import hash_files, hash_json, prepare_workdir, write_manifest
-from coa_jax.report import plots
-from coa_jax.report.metrics import Metrics, say, write_json
-from coa_jax.rewards import grade_known
-from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rewards.shaping import ShapingConfig
-from coa_jax.shard import Shard
-from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
-from coa_jax.tasks.task import Task
-from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.backend import InfrastructureError, ModelBackend
-from coa_jax.teacher.convert import ConvertConfig
-from coa_jax.teacher.filters import (
+from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher.agents import TeamConfig, solve
+from coa_jax.data.teacher.backend import InfrastructureError, ModelBackend
+from coa_jax.data.teacher.convert import ConvertConfig
+from coa_jax.data.teacher.filters import (
   FiltersConfig,
   Inspection,
   filter_trajectories,
   stages,
 )
-from coa_jax.teacher.gsm8k_numbers import with_new_numbers
-from coa_jax.teacher.gsm8k_programs import Gsm8kPrograms
-from coa_jax.teacher.gsm8k_replay import Gsm8kReplay
-from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
-from coa_jax.teacher.outcomes import convert_all, grade_run
-from coa_jax.teacher.outcomes import figures as outcome_figures
-from coa_jax.teacher.runs import Run, RunFile
-from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
-from coa_jax.teacher.select import Selection, figures, select_all
-from coa_jax.teacher.settings import GSM8K_PROGRAMS, TeacherConfig
-from coa_jax.teacher.token_meter import Encode, encoder
-from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
-from coa_jax.teacher.violations import ViolationInspector, ViolationsConfig
+from coa_jax.data.teacher.gsm8k_numbers import with_new_numbers
+from coa_jax.data.teacher.gsm8k_programs import Gsm8kPrograms
+from coa_jax.data.teacher.gsm8k_replay import Gsm8kReplay
+from coa_jax.data.teacher.journal import Journal
+from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
+from coa_jax.data.teacher.outcomes import convert_all, grade_run
+from coa_jax.data.teacher.outcomes import figures as outcome_figures
+from coa_jax.data.teacher.runs import Run, RunFile
+from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.data.teacher.select import Selection, figures, select_all
+from coa_jax.data.teacher.settings import GSM8K_PROGRAMS, TeacherConfig
+from coa_jax.data.teacher.token_meter import Encode, encoder
+from coa_jax.data.teacher.tool_augmentation import ToolAugmentation, augmented_copies
+from coa_jax.data.teacher.violations import ViolationInspector, ViolationsConfig
+from coa_jax.protocol.origin import Dialect
+from coa_jax.protocol.roles import Variant, get_variant
+from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
+from coa_jax.report import plots
+from coa_jax.report.metrics import Metrics, say, write_json
+from coa_jax.rewards import grade_known
+from coa_jax.rewards.grader import Grader, RewardConfig
+from coa_jax.rewards.shaping import ShapingConfig
+from coa_jax.runtime import capacity
+from coa_jax.runtime.config import ConfigError, as_json, read_config
+from coa_jax.runtime.fields import section
+from coa_jax.runtime.lock import exclusive
+from coa_jax.runtime.record import (
+  hash_files,
+  hash_json,
+  prepare_workdir,
+  write_manifest,
+)
+from coa_jax.runtime.shard import Shard
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.unread import warn_unread
 

@@ -16,10 +16,8 @@ from typing import Any
 import jax
 import ml_collections
 
-from coa_jax import capacity
-from coa_jax.config import read_config
-from coa_jax.fields import bounded, check_fields, section
-from coa_jax.lock import exclusive
+from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
+from coa_jax.data.tasks.task import Task
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
@@ -29,7 +27,6 @@ from coa_jax.model.sharding import (
   make_partitioner,
   process_dir,
 )
-from coa_jax.processes import gather_json
 from coa_jax.protocol import roles
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.origin import warn_if_other
@@ -40,7 +37,6 @@ from coa_jax.protocol.trajectory import (
   read_trajectories,
   write_jsonl,
 )
-from coa_jax.record import hash_files, hash_json, prepare_workdir
 from coa_jax.report import first_step, scores
 from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
@@ -48,9 +44,13 @@ from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.shard import Shard
-from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
-from coa_jax.tasks.task import Task
+from coa_jax.runtime import capacity
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.fields import bounded, check_fields, section
+from coa_jax.runtime.lock import exclusive
+from coa_jax.runtime.processes import gather_json
+from coa_jax.runtime.record import hash_files, hash_json, prepare_workdir
+from coa_jax.runtime.shard import Shard
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.types import Tools
 from coa_jax.tools.unread import warn_unread

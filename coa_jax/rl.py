@@ -23,9 +23,9 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax import capacity, processes
-from coa_jax.config import read_config
-from coa_jax.fields import bounded, check_fields, section
+from coa_jax.data.tasks.sampling import make_task_sampler
+from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
+from coa_jax.data.tasks.task import Task
 from coa_jax.learner import advantages
 from coa_jax.learner.algorithms import (
   GROUP_ADVANTAGES,
@@ -36,7 +36,6 @@ from coa_jax.learner.algorithms import (
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate, rewards_of
-from coa_jax.lock import exclusive
 from coa_jax.model import attention, flops, lora, sizes
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.folder import open_folder, save_run
@@ -53,13 +52,6 @@ from coa_jax.model.sharding import (
 )
 from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
 from coa_jax.protocol.trajectory import write_jsonl
-from coa_jax.record import (
-  hash_files,
-  hash_json,
-  prepare_workdir,
-  read_begun,
-  read_origin_of,
-)
 from coa_jax.report import first_step
 from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
@@ -88,9 +80,17 @@ from coa_jax.rollout.types import (
   check_positions,
 )
 from coa_jax.rollout.vllm.client import VllmConfig
-from coa_jax.tasks.sampling import make_task_sampler
-from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
-from coa_jax.tasks.task import Task
+from coa_jax.runtime import capacity, processes
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.fields import bounded, check_fields, section
+from coa_jax.runtime.lock import exclusive
+from coa_jax.runtime.record import (
+  hash_files,
+  hash_json,
+  prepare_workdir,
+  read_begun,
+  read_origin_of,
+)
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.unread import warn_unread

@@ -13,8 +13,6 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import read_config
-from coa_jax.fields import section
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
@@ -23,6 +21,8 @@ from coa_jax.protocol.origin import read_origin, warn_if_other
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig, check_positions
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.fields import section
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.unread import warn_unread
 

@@ -22,15 +22,10 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax import capacity
-from coa_jax.config import read_config
-from coa_jax.fields import bounded, check_fields, section
-from coa_jax.json_io import read_object
 from coa_jax.learner import log_probs
 from coa_jax.learner.batch import Batch, fits
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.dataset import Dataset, Micro, check_ids
-from coa_jax.learner.manifest import derive
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.sources import (
   Source,
@@ -40,7 +35,6 @@ from coa_jax.learner.sources import (
   validation_order,
 )
 from coa_jax.learner.state import Learner, SumLoss, init_state
-from coa_jax.lock import exclusive
 from coa_jax.model import attention, flops, lora, sizes
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.config import to_hf_config
@@ -62,13 +56,6 @@ from coa_jax.protocol.origin import Origin, dialects_of_data
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
-from coa_jax.record import (
-  hash_files,
-  hash_json,
-  prepare_workdir,
-  read_begun,
-  read_origin_of,
-)
 from coa_jax.report.metrics import (
   METRICS_FILE,
   Metrics,
@@ -80,6 +67,19 @@ from coa_jax.report.profiling import traced
 from coa_jax.report.restarts import Goodput, say_what_changed
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
+from coa_jax.runtime import capacity
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.fields import bounded, check_fields, section
+from coa_jax.runtime.json_io import read_object
+from coa_jax.runtime.lock import exclusive
+from coa_jax.runtime.manifest import derive
+from coa_jax.runtime.record import (
+  hash_files,
+  hash_json,
+  prepare_workdir,
+  read_begun,
+  read_origin_of,
+)
 
 # Another mesh rounds sums otherwise, and changes nothing else.
 _MAY_CHANGE = ("log", "mesh")

@@ -21,15 +21,15 @@ import rich
 from absl import flags
 
 from coa_jax.cli.launch import run_program
-from coa_jax.config import read_config
+from coa_jax.data.teacher.token_meter import encoder
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
-from coa_jax.record import read_run
 from coa_jax.report.cost import cost, cost_tables, instruction_tokens
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import rich_table
 from coa_jax.rollout.types import RolloutConfig
-from coa_jax.teacher.token_meter import encoder
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.record import read_run
 from coa_jax.tools.tools import ToolsConfig
 
 _MULTI = flags.DEFINE_string("multi", None, "Attempts of the multi-agent system.")

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from absl import flags
 
 from coa_jax.cli.launch import run_program
-from coa_jax.lock import hold
-from coa_jax.tasks.world.build import (
+from coa_jax.data.tasks.world.build import (
   MOST_TASKS,
   TRAIN_MIX,
   Mix,
   WorldConfig,
   write_world,
 )
-from coa_jax.tasks.world.questions import HELD_OUT
+from coa_jax.data.tasks.world.questions import HELD_OUT
+from coa_jax.runtime.lock import hold
 
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
 _WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Decides the facts of every world.")

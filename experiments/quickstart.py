@@ -22,11 +22,11 @@ from absl import flags
 
 from coa_jax import distill, evaluate, rl, sft
 from coa_jax.cli import launch
-from coa_jax.config import ConfigError
-from coa_jax.json_io import read_object, shown
-from coa_jax.lock import hold
-from coa_jax.record import prepare_workdir
 from coa_jax.report.metrics import duration, write_json
+from coa_jax.runtime.config import ConfigError
+from coa_jax.runtime.json_io import read_object, shown
+from coa_jax.runtime.lock import hold
+from coa_jax.runtime.record import prepare_workdir
 from configs import distill_world, evaluate_world, rl_world, sft_world
 from experiments import quickstart_report
 from experiments.make_world import make_world

@@ -18,6 +18,7 @@ from typing import Any
 import rich
 
 from coa_jax import distill
+from coa_jax.data.teacher.token_meter import word_ids
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report import plots, scores
@@ -32,7 +33,6 @@ from coa_jax.report.cost import (
 from coa_jax.report.metrics import duration, read_metrics, write_json
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.report.viewer import write_page
-from coa_jax.teacher.token_meter import word_ids
 
 FIGURES = {
   "pass1_greedy": "greedy",

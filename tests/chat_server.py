@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from http_server import NEVER, Request, Server
 
-from coa_jax.teacher import synthesis, violations
-from coa_jax.teacher.backend import Message, ModelBackend
-from coa_jax.teacher.llm import TeacherChatConfig
-from coa_jax.teacher.prompts import PROMPTS
+from coa_jax.data.teacher import synthesis, violations
+from coa_jax.data.teacher.backend import Message, ModelBackend
+from coa_jax.data.teacher.llm import TeacherChatConfig
+from coa_jax.data.teacher.prompts import PROMPTS
 
 
 class ChatServer(Server):

@@ -19,10 +19,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from coa_jax.bucket import lease, mirror
 from coa_jax.learner import bucket_steps
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.state import TrainState
+from coa_jax.runtime.bucket import lease, mirror
 
 
 def state_at(step: int) -> TrainState:

@@ -22,7 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from coa_jax.compiling import compile_all  # noqa: E402
+from coa_jax.runtime.compiling import compile_all  # noqa: E402
 
 
 def found(lowered: functools.partial, replica_on: str) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 
-from coa_jax.importers.importers import Importer
+from coa_jax.data.importers.importers import Importer
+from coa_jax.data.teacher.convert import ConvertConfig
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.teacher.convert import ConvertConfig
 
 # The web dialect with a program, so that one variant can hold every row.
 UNIFIED = roles.get_variant("unified")

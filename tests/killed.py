@@ -34,13 +34,13 @@ from collections.abc import Callable
 import jax
 import ml_collections
 
-from coa_jax.bucket import lease, mirror
-from coa_jax.bucket.objects import Bucket
 from coa_jax.learner import checkpoint
-from coa_jax.learner.interruption import Interrupted
 from coa_jax.learner.state import Learner
 from coa_jax.report.metrics import Metrics
 from coa_jax.rollout import sampler
+from coa_jax.runtime.bucket import lease, mirror
+from coa_jax.runtime.bucket.objects import Bucket
+from coa_jax.runtime.interruption import Interrupted
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox
 

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from coa_jax.tasks.world.build import WorldConfig, write_world
+from coa_jax.data.tasks.world.build import WorldConfig, write_world
 from configs import distill_world
 from tests.backend import BACKEND
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_collections
 import pytest
 
-from coa_jax.config import ConfigError, read_config
 from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.rl import AlgoConfig
+from coa_jax.runtime.config import ConfigError, read_config
 
 
 def read(**fields) -> AlgoConfig:

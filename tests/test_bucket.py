@@ -13,8 +13,8 @@ import http_server
 import object_store
 import pytest
 
-from coa_jax.bucket import inputs, lease, mirror, objects
-from coa_jax.lock import InUseError
+from coa_jax.runtime.bucket import inputs, lease, mirror, objects
+from coa_jax.runtime.lock import InUseError
 
 
 @pytest.fixture(scope="module", params=["gs", "s3"])

@@ -14,15 +14,15 @@ import object_store
 import pytest
 from test_bucket import read, store, stores, until, write
 
-from coa_jax.bucket import lease, mirror, objects
-from coa_jax.lock import InUseError
+from coa_jax.runtime.bucket import lease, mirror, objects
+from coa_jax.runtime.lock import InUseError
 
 __all__ = ["store", "stores"]  # fixtures
 
 # Pushes two files, and stops itself between them; then goes on in its folder.
 STOPPED = """
 import os, signal, sys
-from coa_jax.bucket import lease, mirror, objects
+from coa_jax.runtime.bucket import lease, mirror, objects
 lease.BEAT_S = 0.1
 lease.SILENT_S = 1.0
 objects._THREADS = 1

@@ -16,8 +16,8 @@ import object_store
 import pytest
 from test_resume import INT, KILL, ROOT, TERM, assert_same_run, configs, lives, read
 
-from coa_jax.bucket import mirror
-from coa_jax.bucket.objects import Bucket
+from coa_jax.runtime.bucket import mirror
+from coa_jax.runtime.bucket.objects import Bucket
 
 __all__ = ["configs"]  # a fixture
 

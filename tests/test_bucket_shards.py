@@ -16,12 +16,12 @@ import object_store
 import pytest
 from programs import ROOT, small_distillation
 
-from coa_jax.bucket.objects import Bucket
+from coa_jax.runtime.bucket.objects import Bucket
 
 # A program whose silence is soon its end, and whose progress is seen at once.
 QUICK = """
 import runpy, sys
-from coa_jax.bucket import lease, mirror
+from coa_jax.runtime.bucket import lease, mirror
 lease.BEAT_S, lease.SILENT_S, mirror.PUSH_EVERY_S = 0.2, 5.0, 0.1
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax import capacity
+from coa_jax.runtime import capacity
 
 
 def test_what_needs_most_is_named():

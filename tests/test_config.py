@@ -18,9 +18,9 @@ import ml_collections
 import pytest
 
 import coa_jax
-from coa_jax.config import ConfigError, nearest, read_config
-from coa_jax.fields import bounded, check_fields, choice, section
-from coa_jax.record import (
+from coa_jax.runtime.config import ConfigError, nearest, read_config
+from coa_jax.runtime.fields import bounded, check_fields, choice, section
+from coa_jax.runtime.record import (
   hash_files,
   hash_json,
   prepare_workdir,

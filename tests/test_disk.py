@@ -9,7 +9,13 @@ import socket
 
 import pytest
 
-from coa_jax.disk import REMEDIES, DiskError, atomic_path, atomic_write, clear_errors
+from coa_jax.runtime.disk import (
+  REMEDIES,
+  DiskError,
+  atomic_path,
+  atomic_write,
+  clear_errors,
+)
 
 
 @pytest.mark.parametrize("number", REMEDIES)

@@ -12,11 +12,11 @@ import ml_collections
 import pytest
 
 from coa_jax import distill
-from coa_jax.config import ConfigError
+from coa_jax.data.tasks.world.build import WorldConfig, write_world
+from coa_jax.data.teacher.backend import InfrastructureError
+from coa_jax.data.teacher.runs import Run
 from coa_jax.protocol.trajectory import Status, read_trajectories
-from coa_jax.tasks.world.build import WorldConfig, write_world
-from coa_jax.teacher.backend import InfrastructureError
-from coa_jax.teacher.runs import Run
+from coa_jax.runtime.config import ConfigError
 from tests.backend import BACKEND
 
 CONFIG = runpy.run_path(

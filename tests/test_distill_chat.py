@@ -18,16 +18,16 @@ import toy
 from chat_server import ChatServer
 
 from coa_jax import distill
-from coa_jax.config import ConfigError
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.world.build import WorldConfig, write_world
+from coa_jax.data.teacher import runs
+from coa_jax.data.teacher.backend import InfrastructureError, Reply
+from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import read_trajectories
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.world.build import WorldConfig, write_world
-from coa_jax.teacher import runs
-from coa_jax.teacher.backend import InfrastructureError, Reply
-from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.runtime.config import ConfigError
 from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent

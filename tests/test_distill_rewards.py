@@ -9,9 +9,9 @@ import pytest
 from chat_server import ChatServer
 
 from coa_jax import distill
-from coa_jax.config import ConfigError
+from coa_jax.data.teacher.backend import InfrastructureError, Reply
 from coa_jax.protocol.trajectory import read_trajectories
-from coa_jax.teacher.backend import InfrastructureError, Reply
+from coa_jax.runtime.config import ConfigError
 from tests.backend import BACKEND
 from tools_sandbox.jail import keeper as jail
 

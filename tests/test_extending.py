@@ -18,7 +18,7 @@ LAST_LINE = "  FUNCTION_TAG: FunctionsTool,\n"
 # Run in the copy, which has the tool; every line is a room that reads the table.
 PLAY = r"""
 import random
-from coa_jax.importers.calls import translate
+from coa_jax.data.importers.calls import translate
 from coa_jax.protocol import prompts, roles, tokenizer_training, tokens
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.parser import ParseVerdict, parse
@@ -74,7 +74,7 @@ assert tokenizer.encode("<convert></convert>") == [398, 399]
 
 # Likewise for the agent: every line is a room that reads its name.
 AGENT = r"""
-from coa_jax.importers.importers import Importer
+from coa_jax.data.importers.importers import Importer
 from coa_jax.protocol import prompts, roles, tokenizer_training
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.parser import ParseVerdict, parse
@@ -130,16 +130,16 @@ USE = r"""
 import json, math, pathlib
 import jax, jax.numpy as jnp, numpy as np
 import myrewards
-from coa_jax.importers.importers import Importer, detect
+from coa_jax.data.importers.importers import Importer, detect
 from coa_jax.learner import batch as batching
 from coa_jax.learner.algorithms import LossConfig, preset
 from coa_jax.learner.policy_loss import policy_loss
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.task import Task
-from coa_jax.teacher.convert import ConvertConfig
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher.convert import ConvertConfig
 
 with Grader(RewardConfig(graders={"ours": "myrewards:near"})) as grader:
   task, empty = Task("t", "How many?", ("10",), source="ours"), Trajectory("t", 0)

@@ -13,11 +13,11 @@ import pytest
 import toy
 
 from coa_jax import rl, sft
-from coa_jax.config import ConfigError
 from coa_jax.model.hf.io import load_model
 from coa_jax.protocol.origin import Dialect, read_origin
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.metrics import read_metrics
+from coa_jax.runtime.config import ConfigError
 
 
 @pytest.fixture(scope="module")

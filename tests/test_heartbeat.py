@@ -8,7 +8,7 @@ import time
 
 HANGS = """
 import threading, time
-from coa_jax import heartbeat
+from coa_jax.runtime import heartbeat
 
 def hold_on():
   time.sleep(600)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coa_jax.json_io import parse_json, parse_object, read_object, to_dataclass
+from coa_jax.runtime.json_io import parse_json, parse_object, read_object, to_dataclass
 
 
 class Colour(enum.StrEnum):

@@ -12,12 +12,12 @@ import sys
 
 import pytest
 
-from coa_jax.lock import InUseError, hold
+from coa_jax.runtime.lock import InUseError, hold
 
 ROOT = pathlib.Path(__file__).parent.parent
 HOLDER = """
 import subprocess, sys, time
-from coa_jax.lock import hold
+from coa_jax.runtime.lock import hold
 with hold(sys.argv[1]):
   # As a tool's sandbox: it goes on after its parent, with all that it inherited.
   child = subprocess.Popen(["sleep", "600"], close_fds=False)
@@ -26,7 +26,7 @@ with hold(sys.argv[1]):
 """
 FORKED = """
 import os, sys, time
-from coa_jax.lock import hold
+from coa_jax.runtime.lock import hold
 with hold(sys.argv[1]):
   child = os.fork()
   if child:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax.names import check_name, check_names, path_below
+from coa_jax.runtime.names import check_name, check_names, path_below
 
 REFUSED = {
   "": "has the part ''",

@@ -15,7 +15,7 @@ from chat_server import ChatServer
 from coa_jax import evaluate
 from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
-from coa_jax.shard import Shard
+from coa_jax.runtime.shard import Shard
 from tests.backend import BACKEND
 
 # The same two tasks as this project's rows, and as rows of the released RL files.

@@ -15,12 +15,12 @@ import pytest
 import toy
 from rollout import scripted_vllm
 
+from coa_jax.data.tasks.sampling import TaskSampler
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.report import viewer
 from coa_jax.report.metrics import read_metrics
 from coa_jax.report.timers import RATE
-from coa_jax.tasks.sampling import TaskSampler
-from coa_jax.tasks.task import Task
 from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent

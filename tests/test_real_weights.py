@@ -20,6 +20,7 @@ import toy
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from coa_jax.data.tasks.task import Task
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import decode_params, lora
@@ -35,7 +36,6 @@ from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.device_loop import on_device
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
-from coa_jax.tasks.task import Task
 
 torch = pytest.importorskip("torch")
 

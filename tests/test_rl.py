@@ -12,6 +12,8 @@ import toy
 from guessing import RIGHT, STEPS
 
 from coa_jax import rl
+from coa_jax.data.tasks.sampling import TaskSampler
+from coa_jax.data.tasks.task import Task
 from coa_jax.learner.advantages import group_relative, has_reward_variance
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.update import rewards_of
@@ -31,8 +33,6 @@ from coa_jax.rollout import figures
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig
-from coa_jax.tasks.sampling import TaskSampler
-from coa_jax.tasks.task import Task
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 from guessing import RIGHT, STEPS
 
 from coa_jax import rl
+from coa_jax.data.tasks.sampling import TaskSampler
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.report.metrics import read_metrics
-from coa_jax.tasks.sampling import TaskSampler
-from coa_jax.tasks.task import Task
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import ml_collections
 import pytest
 import toy
 
-from coa_jax.config import ConfigError, fill_defaults, read_config
 from coa_jax.protocol.origin import Dialect, Origin
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.runtime.config import ConfigError, fill_defaults, read_config
 from coa_jax.serve import ServeConfig, open_server
 
 

@@ -19,7 +19,6 @@ import toy
 import virtual_devices
 
 from coa_jax import sft
-from coa_jax.config import ConfigError
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.dataset import Dataset
 from coa_jax.learner.sources import Source, mix, read_sources, validation_order
@@ -35,6 +34,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.report import metric_names
 from coa_jax.report.metrics import read_metrics
+from coa_jax.runtime.config import ConfigError
 
 
 @pytest.fixture

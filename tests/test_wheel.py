@@ -110,7 +110,7 @@ def test_every_command_runs_from_the_wheel(tmp_path):
   assert (work / "run" / "results.json").exists()
   export = ["export", "--workdir=run", "--out=exported"]
   run(coa, *export, cwd=work)
-  assert (work / "exported" / "model.safetensors").exists()
+  assert (work / "exported" / "model" / "model.safetensors").exists()
 
   toy.save_policy(str(work / "model"), toy.actor().params)
   (work / "chat.py").write_text(CHAT)

@@ -20,6 +20,7 @@ import numpy as np
 import tokenizers
 import transformers
 
+from coa_jax.data.tasks.task import Task
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs as losses
 from coa_jax.learner.optim import OptimConfig, make_optimizer
@@ -35,7 +36,6 @@ from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.rollout.types import Attempt, Engine, Episode
-from coa_jax.tasks.task import Task
 from coa_jax.tools.types import CallFuture, CallRequest, Tools
 
 TOOLS = ("wiki_search", "code")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from coa_jax.tasks.world.pages import LINKS, read_pages
-from coa_jax.teacher import synthesis
-from coa_jax.teacher.backend import Reply
+from coa_jax.data.tasks.world.pages import LINKS, read_pages
+from coa_jax.data.teacher import synthesis
+from coa_jax.data.teacher.backend import Reply
 
 
 class WorldBackend:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.roles import get_variant, wrap
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
-from coa_jax.tasks.task import Task
 
 UNIFIED = get_variant("unified")
 SEARCH = ("wiki_search", "Tarn Hollow")

@@ -18,10 +18,10 @@ import os
 from absl import flags
 
 from coa_jax.cli.launch import run_program
-from coa_jax.config import ConfigError
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.report.viewer import find_files, open_files, write_page
+from coa_jax.runtime.config import ConfigError
 
 _TRAJECTORIES = flags.DEFINE_multi_string("trajectories", [], "Files, globs, folders.")
 _OUT = flags.DEFINE_string(

@@ -27,13 +27,13 @@ import scipy.stats
 from absl import flags
 
 from coa_jax.cli.launch import run_program
-from coa_jax.config import ConfigError, nearest
-from coa_jax.json_io import read_object
-from coa_jax.record import read_run
 from coa_jax.report.metrics import METRICS_FILE, read_all_metrics
 from coa_jax.report.plots import seed_curves
 from coa_jax.report.tables import Table, cell, rich_table
 from coa_jax.report.viewer import write_page
+from coa_jax.runtime.config import ConfigError, nearest
+from coa_jax.runtime.json_io import read_object
+from coa_jax.runtime.record import read_run
 
 # Fields that only say which of several equal runs one is.
 SEEDS = ("seed",)

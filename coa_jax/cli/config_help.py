@@ -22,8 +22,8 @@ from typing import Any
 import docstring_parser
 from ml_collections.config_dict import RequiredValueError
 
-from coa_jax.config import ConfigError, Values, nearest
-from coa_jax.fields import accepted
+from coa_jax.runtime.config import ConfigError, Values, nearest
+from coa_jax.runtime.fields import accepted
 
 # The type of a dict whose keys are the user's and whose values are sections.
 SECTIONS_BY_NAME = "sections by name"

@@ -14,9 +14,9 @@ import ml_collections
 
 from coa_jax import distill
 from coa_jax.cli.launch import launch, stop
+from coa_jax.data.teacher.backend import InfrastructureError, RefusedError
 from coa_jax.report.tables import Table, cell
-from coa_jax.shard import Shard
-from coa_jax.teacher.backend import InfrastructureError, RefusedError
+from coa_jax.runtime.shard import Shard
 
 
 def run(

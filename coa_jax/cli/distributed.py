@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from coa_jax.bucket import mirror
-from coa_jax.bucket.objects import BucketError
 from coa_jax.cli.refusal import stop
+from coa_jax.runtime.bucket import mirror
+from coa_jax.runtime.bucket.objects import BucketError
 
 _MOST_PROCESSES = 1 << 16
 _SAY_EVERY_S = 3.0

@@ -15,7 +15,7 @@ import os
 from absl import flags
 
 from coa_jax.cli.launch import prepare, run_program
-from coa_jax.lock import hold
+from coa_jax.runtime.lock import hold
 
 
 def _define_flags() -> None:
@@ -40,7 +40,6 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   budget: a checkpoint's way from what was trained to what is saved.
   """
   from coa_jax import sft
-  from coa_jax.config import read_config
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora
   from coa_jax.model.config import ModelConfig
@@ -49,7 +48,8 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.model.transformer import init_params
   from coa_jax.protocol.origin import Origin
   from coa_jax.protocol.tokens import Tokenizer
-  from coa_jax.record import read_origin_of, read_run
+  from coa_jax.runtime.config import read_config
+  from coa_jax.runtime.record import read_origin_of, read_run
 
   # --- Which checkpoint.
   config_file = os.path.join(workdir, "config.json")

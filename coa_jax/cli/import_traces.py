@@ -45,28 +45,28 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from coa_jax.bucket import inputs
-from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.cli.launch import SCRATCH, fetch_inputs, run_program, stop
 from coa_jax.cli.shards import read_shard, run_shard
-from coa_jax.config import fill_defaults, read_config
-from coa_jax.importers import hints, importers
-from coa_jax.importers.importers import FORMATS, RL, Importer, Record
-from coa_jax.importers.pipeline import ImportedRow, ImportJob, RowPipeline
-from coa_jax.lock import hold
+from coa_jax.data.importers import hints, importers
+from coa_jax.data.importers.importers import FORMATS, RL, Importer, Record
+from coa_jax.data.importers.pipeline import ImportedRow, ImportJob, RowPipeline
+from coa_jax.data.tasks.rows import list_uris
+from coa_jax.data.tasks.schemas import read_task
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.teacher import filters
+from coa_jax.data.teacher.convert import ConvertConfig, Dropped
+from coa_jax.data.teacher.tool_augmentation import ToolAugmentation
 from coa_jax.protocol.origin import Dialect
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
 from coa_jax.protocol.storage import suffix_of, write_lines
-from coa_jax.record import hash_files, write_manifest
 from coa_jax.report import plots
-from coa_jax.shard import Shard
-from coa_jax.tasks.rows import list_uris
-from coa_jax.tasks.schemas import read_task
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.teacher import filters
-from coa_jax.teacher.convert import ConvertConfig, Dropped
-from coa_jax.teacher.tool_augmentation import ToolAugmentation
+from coa_jax.runtime.bucket import inputs
+from coa_jax.runtime.bucket.objects import Bucket, is_uri
+from coa_jax.runtime.config import fill_defaults, read_config
+from coa_jax.runtime.lock import hold
+from coa_jax.runtime.record import hash_files, write_manifest
+from coa_jax.runtime.shard import Shard
 
 # Most agents that others run: thoughts, calls and an answer.
 _ALONE = "unified-plan-reflection-suggested_answer-double_check"

@@ -23,19 +23,19 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_dict import RequiredValueError, placeholder
 
-from coa_jax import disk, heartbeat
-from coa_jax.bucket import inputs
-from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.cli import distributed
 from coa_jax.cli.config_help import explain
 from coa_jax.cli.devices import check_devices
 from coa_jax.cli.refusal import stop
 from coa_jax.cli.shards import read_shard, run_shard
 from coa_jax.cli.streams import outlive_readers
-from coa_jax.config import ConfigError, as_json, fill_defaults, read_config
-from coa_jax.learner.interruption import Interrupted
 from coa_jax.report.tables import Table, rich_table
-from coa_jax.shard import Shard
+from coa_jax.runtime import disk, heartbeat
+from coa_jax.runtime.bucket import inputs
+from coa_jax.runtime.bucket.objects import Bucket, is_uri
+from coa_jax.runtime.config import ConfigError, as_json, fill_defaults, read_config
+from coa_jax.runtime.interruption import Interrupted
+from coa_jax.runtime.shard import Shard
 
 # Takes (config, workdir), and a shard where it can be cut.
 Journey = Callable[..., dict[str, Any]]

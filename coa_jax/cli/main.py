@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from coa_jax.cli.refusal import stop
-from coa_jax.fields import nearest
+from coa_jax.runtime.fields import nearest
 
 # Command -> what it does. Its code is the module of this name, or as below.
 COMMANDS = {

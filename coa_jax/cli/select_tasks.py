@@ -22,9 +22,11 @@ import ml_collections
 
 from coa_jax import evaluate
 from coa_jax.cli.launch import launch
-from coa_jax.config import ConfigError, nearest, read_config
-from coa_jax.fields import section
-from coa_jax.lock import hold
+from coa_jax.data.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
+from coa_jax.data.tasks.rows import read_rows
+from coa_jax.data.tasks.schemas import read_task
+from coa_jax.data.tasks.sources import TasksConfig, select_tasks
+from coa_jax.data.tasks.task import Row, first_of
 from coa_jax.model.sharding import process_dir
 from coa_jax.protocol.trajectory import (
   Trajectory,
@@ -34,12 +36,10 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import Scored, correct, graded
 from coa_jax.report.tables import Table
-from coa_jax.shard import Shard
-from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
-from coa_jax.tasks.rows import read_rows
-from coa_jax.tasks.schemas import read_task
-from coa_jax.tasks.sources import TasksConfig, select_tasks
-from coa_jax.tasks.task import Row, first_of
+from coa_jax.runtime.config import ConfigError, nearest, read_config
+from coa_jax.runtime.fields import section
+from coa_jax.runtime.lock import hold
+from coa_jax.runtime.shard import Shard
 
 # Reasons for which `keep_tasks` leaves tasks out, but for too few attempts.
 _LEFT_OUT = ("used", "all_wrong", "all_right", "too_hard", "too_easy", "limit")

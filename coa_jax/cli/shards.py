@@ -20,14 +20,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from coa_jax.bucket import mirror
-from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.cli.refusal import stop
-from coa_jax.disk import atomic_write
-from coa_jax.json_io import parse_object, shown
-from coa_jax.lock import InUseError, hold
 from coa_jax.report.metrics import say, write_json
-from coa_jax.shard import Shard
+from coa_jax.runtime.bucket import mirror
+from coa_jax.runtime.bucket.objects import Bucket, is_uri
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import parse_object, shown
+from coa_jax.runtime.lock import InUseError, hold
+from coa_jax.runtime.shard import Shard
 
 _FOLDER = "shards"
 _CLAIM = f"{_FOLDER}/shards.json"  # what they all are shards of

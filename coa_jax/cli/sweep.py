@@ -24,9 +24,9 @@ from absl import flags
 from coa_jax.cli.compare import compare
 from coa_jax.cli.launch import run_program
 from coa_jax.cli.main import split_program
-from coa_jax.config import ConfigError
-from coa_jax.disk import atomic_write
-from coa_jax.json_io import read_object
+from coa_jax.runtime.config import ConfigError
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import read_object
 
 # The field that says which of several equal runs of a journey one is.
 SEED_FIELDS = {

@@ -23,26 +23,26 @@ from typing import Any
 import ml_collections
 
 from coa_jax.cli.launch import launch, stop
-from coa_jax.config import read_config
-from coa_jax.fields import section
-from coa_jax.lock import exclusive
-from coa_jax.protocol.trajectory import write_jsonl
-from coa_jax.record import hash_files, prepare_workdir
-from coa_jax.report.metrics import Metrics, write_json
-from coa_jax.report.tables import Table
-from coa_jax.shard import Shard
-from coa_jax.tasks.task import Task
-from coa_jax.teacher import cloze
-from coa_jax.teacher.backend import InfrastructureError, RefusedError
-from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
-from coa_jax.teacher.synthesis import (
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher import cloze
+from coa_jax.data.teacher.backend import InfrastructureError, RefusedError
+from coa_jax.data.teacher.journal import Journal
+from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
+from coa_jax.data.teacher.synthesis import (
   SAMPLE,
   Corpus,
   SynthesisConfig,
   SynthesisResult,
   Synthesizer,
 )
+from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.report.tables import Table
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.fields import section
+from coa_jax.runtime.lock import exclusive
+from coa_jax.runtime.record import hash_files, prepare_workdir
+from coa_jax.runtime.shard import Shard
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tools_sandbox.search.index import read_corpus
 

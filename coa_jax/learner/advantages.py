@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coa_jax.processes import gather_json
+from coa_jax.runtime.processes import gather_json
 
 # verl 0.9.1 and tunix 0.1.7 add this to the deviation; TRL 1.16 adds 1e-4.
 _EPSILON = 1e-6

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from typing import Any
 
-from coa_jax.fields import bounded, check_fields, choice
+from coa_jax.runtime.fields import bounded, check_fields, choice
 
 # Estimators that compare the samples of a group, and those that walk over tokens.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")

@@ -13,9 +13,9 @@ import logging
 import re
 from collections.abc import Callable
 
-from coa_jax.bucket.objects import Bucket, Stored, at_once
-from coa_jax.json_io import parse_object
-from coa_jax.learner.manifest import MANIFEST, TAG
+from coa_jax.runtime.bucket.objects import Bucket, Stored, at_once
+from coa_jax.runtime.json_io import parse_object
+from coa_jax.runtime.manifest import MANIFEST, TAG
 
 # By these orbax knows that it has written all; a process alone, on a disk, writes none.
 _COMMITTED = "commit_success.txt"

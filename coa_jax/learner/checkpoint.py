@@ -26,14 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from coa_jax.bucket import mirror
-from coa_jax.fields import bounded, check_fields
 from coa_jax.learner import bucket_steps
-from coa_jax.learner.interruption import Interrupted, Interruption, SharedSignal
-from coa_jax.learner.manifest import MANIFEST, fault_of, write_manifest
 from coa_jax.learner.state import TrainState
-from coa_jax.names import check_workdir
-from coa_jax.processes import gather_json
+from coa_jax.runtime.bucket import mirror
+from coa_jax.runtime.fields import bounded, check_fields
+from coa_jax.runtime.interruption import Interrupted, Interruption, SharedSignal
+from coa_jax.runtime.manifest import MANIFEST, fault_of, write_manifest
+from coa_jax.runtime.names import check_workdir
+from coa_jax.runtime.processes import gather_json
 
 _LISTEN_EVERY_S = 0.2
 _log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import jax
 import optax
 from optax import contrib
 
-from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.model.sharding import inputs_of, letters_of
+from coa_jax.runtime.fields import bounded, check_fields, choice
 
 
 @dataclasses.dataclass(frozen=True)

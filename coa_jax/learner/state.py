@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from coa_jax.compiling import compile_all
 from coa_jax.learner.batch import Batch
 from coa_jax.model.sharding import Partitioner, platform
+from coa_jax.runtime.compiling import compile_all
 
 # (trained, frozen, micro-batch) -> (loss summed over tokens, {name: sum over tokens})
 SumLoss = Callable[[Any, Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from coa_jax.fields import bounded, check_fields, choice
+from coa_jax.runtime.fields import bounded, check_fields, choice
 
 _FLOATS = ("float32", "bfloat16")
 

@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from coa_jax.fields import bounded, check_fields
+from coa_jax.runtime.fields import bounded, check_fields
 
 # In place of minus infinity: a probability of 0 whose product with its log is 0.
 _NEVER = -1e30

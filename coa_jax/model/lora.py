@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coa_jax.fields import bounded, check_fields
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import PARAMETERS, Partitioner, inputs_of
 from coa_jax.model.transformer import param_shapes
+from coa_jax.runtime.fields import bounded, check_fields
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 

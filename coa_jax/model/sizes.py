@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from coa_jax import capacity
 from coa_jax.model import cache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner
+from coa_jax.runtime import capacity
 
 TOKEN = 7 * 4  # bytes of a token in a `Batch`
 _TRAINED = 3  # a trained parameter, its gradient, and one number of the optimizer

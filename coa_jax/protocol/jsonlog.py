@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from coa_jax.json_io import parse_json
+from coa_jax.runtime.json_io import parse_json
 
 Place = tuple[int, int]  # a line's first byte in the file, and its length in bytes
 

@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from coa_jax.disk import atomic_write
-from coa_jax.json_io import read_object, to_dataclass
 from coa_jax.protocol.roles import Variant
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import read_object, to_dataclass
 
 FILE = "coa.json"
 _WORDS = {

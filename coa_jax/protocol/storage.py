@@ -16,8 +16,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from coa_jax.disk import atomic_path
-from coa_jax.json_io import parse_object
+from coa_jax.runtime.disk import atomic_path
+from coa_jax.runtime.json_io import parse_object
 
 _ROWS = 256  # rows in a row group; all are in memory at once
 _TEXT_COLUMNS = ("meta", "reward_parts")  # objects of no fixed shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from coa_jax.json_io import read_object, shown
+from coa_jax.runtime.json_io import read_object, shown
 
 _TEMPLATE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"

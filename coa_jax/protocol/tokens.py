@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 import transformers
 
-from coa_jax.disk import atomic_write
-from coa_jax.json_io import read_object, shown
 from coa_jax.protocol import chat_template, roles, tokenizer_folder
 from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import read_object, shown
 
 _CONFIG = "tokenizer_config.json"
 # Transformers 5's name for any fast tokenizer; 4 has no class of this name.

@@ -18,8 +18,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, AnyStr, cast
 
-from coa_jax.disk import atomic_write
-from coa_jax.json_io import parse_object, to_dataclass
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import parse_object, to_dataclass
 
 MOST_OF_A_LINE = 1 << 28  # bytes or characters of a row; a bomb has more
 

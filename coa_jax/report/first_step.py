@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import written_answer
-from coa_jax.tasks.task import Task
 
 _WORDS = 5  # of a short sentence; names and titles seldom have as many and a full stop
 _MANY_WORDS = 12  # of any sentence

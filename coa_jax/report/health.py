@@ -16,8 +16,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coa_jax.fields import bounded, check_fields, nearest
 from coa_jax.report.metrics import read_metrics
+from coa_jax.runtime.fields import bounded, check_fields, nearest
 
 # One NaN here makes every later value wrong. All are from the learner except roles'
 # entropies, which a step without an update has too.

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from coa_jax import heartbeat
-from coa_jax.disk import atomic_write
-from coa_jax.json_io import parse_object, shown
 from coa_jax.report import timers
 from coa_jax.report.tables import rich_table
 from coa_jax.report.tracking import LogConfig, Tracking
+from coa_jax.runtime import heartbeat
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import parse_object, shown
 
 T = TypeVar("T")
 

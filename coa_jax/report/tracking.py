@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from coa_jax.disk import atomic_write
-from coa_jax.fields import bounded, check_fields
 from coa_jax.report import metric_names
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.fields import bounded, check_fields
 
 if TYPE_CHECKING:
   from tensorboardX.proto.event_pb2 import Event

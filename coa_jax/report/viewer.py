@@ -26,8 +26,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from coa_jax.disk import atomic_write
-from coa_jax.json_io import parse_object
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Parse, parse
 from coa_jax.protocol.roles import Variant
@@ -37,6 +35,8 @@ from coa_jax.report.page import inert_json, page_html, role_kinds, static_text
 from coa_jax.report.plots import to_svg
 from coa_jax.report.tables import Table, html_table
 from coa_jax.rewards import qa, written_answer
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import parse_object
 
 _VIEWER = """<section id="viewer"><div class="bar" id="bar"></div>
 <div class="legend" id="legend"></div>

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol import roles
 from coa_jax.protocol.roles import ANSWER
 from coa_jax.rewards import math, qa
-from coa_jax.tasks.task import Kind, Task
 
 
 def written_answer(text: str) -> str | None:

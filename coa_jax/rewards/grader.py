@@ -23,7 +23,7 @@ from math import isfinite
 
 import numpy as np
 
-from coa_jax.fields import bounded, check_fields, choice
+from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import math, qa, shaping, written_answer
@@ -32,7 +32,7 @@ from coa_jax.rewards.code.tests import read_tests
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.rewards.judge import Judge, JudgeConfig
 from coa_jax.rewards.shaping import ShapingConfig
-from coa_jax.tasks.task import Kind, Task
+from coa_jax.runtime.fields import bounded, check_fields, choice
 
 GRADERS = ("qa", "math", "math_verify", "code", "judge")
 # How a `|`-joined answer is read, or how near it comes, in training and in evaluation.

@@ -20,11 +20,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from coa_jax.fields import bounded, check_fields
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
 from coa_jax.rewards import qa
 from coa_jax.rewards.graded import Graded, Ungradable
-from coa_jax.tasks.task import Task
+from coa_jax.runtime.fields import bounded, check_fields
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.faults import ToolFault, Unavailable
 

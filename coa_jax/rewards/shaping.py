@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.runtime.fields import bounded, check_fields, choice
 
 FORMATS = ("product", "weighted", "none")
 

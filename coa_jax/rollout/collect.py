@@ -32,14 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.processes import gather_json
+from coa_jax.data.tasks.sampling import TaskSampler
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.types import Attempt, Group, RolloutBatch, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sampling import TaskSampler
-from coa_jax.tasks.task import Task
+from coa_jax.runtime.processes import gather_json
 from coa_jax.tools.types import Tools
 
 Future = concurrent.futures.Future[Trajectory]

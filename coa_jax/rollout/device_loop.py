@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax import compiling
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.sharding import Partitioner, platform
@@ -24,6 +23,7 @@ from coa_jax.rollout import pages as paging
 from coa_jax.rollout import programs, sampler, slot_cache
 from coa_jax.rollout.slot_cache import Prefill, SlotCache
 from coa_jax.rollout.types import RolloutConfig, Timings
+from coa_jax.runtime import compiling
 
 
 @dataclasses.dataclass

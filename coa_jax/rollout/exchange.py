@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from coa_jax.processes import gather_bytes
 from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.runtime.processes import gather_bytes
 
 # Lists of a segment that travel as arrays, and their types; a log-prob keeps every bit.
 _LISTS = {"ids": np.int32, "versions": np.int32, "logps": np.float64}

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from coa_jax import heartbeat
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
+from coa_jax.runtime import heartbeat
 
 
 class Replica(Protocol):

@@ -20,12 +20,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import ToolCall, Trajectory
 from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.types import Attempt, Episode
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.task import Task
 from coa_jax.tools.types import Tools
 
 

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from coa_jax.fields import bounded, check_fields, choice
-from coa_jax.json_io import read_object
+from coa_jax.data.tasks.sampling import TASK_SAMPLERS
+from coa_jax.data.tasks.task import Task
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.tasks.sampling import TASK_SAMPLERS
-from coa_jax.tasks.task import Task
+from coa_jax.runtime.fields import bounded, check_fields, choice
+from coa_jax.runtime.json_io import read_object
 
 
 @dataclasses.dataclass(frozen=True)

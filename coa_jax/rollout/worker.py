@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import prompts
 from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.tokens import Tokenizer
@@ -20,8 +21,7 @@ from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig, Replay
 from coa_jax.rollout.types import Attempt, Engine, Episode
-from coa_jax.shard import Shard
-from coa_jax.tasks.task import Task
+from coa_jax.runtime.shard import Shard
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.types import Tools
 

@@ -29,9 +29,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from coa_jax.json_io import to_dataclass
 from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.runtime.json_io import to_dataclass
 from coa_jax.tools.code_session import CodeSession
 from coa_jax.tools.types import CallFuture, CallRequest, Tools, done_call, then
 

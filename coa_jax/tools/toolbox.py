@@ -21,9 +21,9 @@ import math
 import threading
 import time
 
-from coa_jax import capacity
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.runtime import capacity
 from coa_jax.tools.code_session import CodeSession
 from coa_jax.tools.tools import TOOLS, CodeTool, Tool, ToolsConfig, open_tool, run_tool
 from coa_jax.tools.types import CallFuture, CallRequest, Tools

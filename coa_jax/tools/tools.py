@@ -13,11 +13,11 @@ import dataclasses
 import logging
 from typing import Any
 
-from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, parse_code
 from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.runtime.fields import bounded, check_fields, choice
 from coa_jax.tools.code_session import CodeSession, SandboxSession
 from coa_jax.tools.functions import Functions, FunctionTool
 from tools_sandbox.client import BACKENDS, Sandbox

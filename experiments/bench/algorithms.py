@@ -34,12 +34,12 @@ from absl import flags
 
 from coa_jax import rl
 from coa_jax.cli.launch import COMPILE_CACHE, CPU_DEVICES, prepare, run_program
-from coa_jax.config import read_config
-from coa_jax.disk import DiskError, clear_errors
 from coa_jax.learner.algorithms import PRESETS, preset
-from coa_jax.lock import InUseError
-from coa_jax.record import prepare_workdir
 from coa_jax.report.metrics import duration, read_metrics
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.disk import DiskError, clear_errors
+from coa_jax.runtime.lock import InUseError
+from coa_jax.runtime.record import prepare_workdir
 from experiments.bench import program as bench
 
 _LAST = 3  # steps whose reward is the reward after training

@@ -70,11 +70,11 @@ from jax.sharding import SingleDeviceSharding
 
 from coa_jax.cli.deploy.slices import read_slice
 from coa_jax.cli.launch import run_program, start, stop
-from coa_jax.config import read_config
-from coa_jax.json_io import read_object
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import markdown_table
 from coa_jax.rl import RLConfig
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.json_io import read_object
 from experiments.bench import program as bench
 from experiments.bench import run_programs
 from experiments.bench.gpus import gpus, read_gpus

@@ -15,8 +15,8 @@ import pytest
 import toy
 
 from coa_jax import rl as rl_journey
-from coa_jax.config import ConfigError, read_config
 from coa_jax.report.metrics import read_metrics
+from coa_jax.runtime.config import ConfigError, read_config
 from experiments.bench import (
   agentic,
   algorithms,

@@ -10,13 +10,13 @@ import pytest
 import toy
 
 from coa_jax import rl
-from coa_jax.config import read_config
 from coa_jax.learner import log_probs
 from coa_jax.learner.algorithms import PRESETS
 from coa_jax.learner.batch import Batch
 from coa_jax.model.cache import row_bytes
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.variants import variant
+from coa_jax.runtime.config import read_config
 from configs import rl_qwen
 from experiments.bench import (
   algorithms,

@@ -7,9 +7,9 @@ import json
 import pytest
 from programs import finish
 
+from coa_jax.data.teacher.token_meter import word_ids
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.trajectory import Trajectory, Usage, write_jsonl
-from coa_jax.teacher.token_meter import word_ids
 from experiments.compare_cost import compare
 
 

@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import ROOT, finish
 
 from coa_jax.cli.deploy.slices import read_slice
-from coa_jax.config import read_config
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import save_model
 from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.model.transformer import init_params
 from coa_jax.rl import RLConfig
+from coa_jax.runtime.config import read_config
 from configs import rl_qwen
 from experiments.bench import compile_check, gpus, hlo_text, hlo_work, run_programs
 

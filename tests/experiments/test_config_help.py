@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from coa_jax.cli.config_help import explain, list_fields
-from coa_jax.config import ConfigError
 from coa_jax.rl import RLConfig
+from coa_jax.runtime.config import ConfigError
 from experiments.config_reference import CONFIGS, reference
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from coa_jax import rl, sft
 from coa_jax.cli.export import export
-from coa_jax.lock import hold
 from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.runtime.lock import hold
 from tests.backend import BACKEND
 
 

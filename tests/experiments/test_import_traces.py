@@ -13,8 +13,8 @@ import pytest
 import recorded
 
 from coa_jax import sft
+from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.protocol.trajectory import Author, read_trajectories
-from coa_jax.tasks.sources import load_tasks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEAD = (
@@ -289,7 +289,7 @@ def test_a_single_agents_runs_come_with_the_variant_that_the_error_names(tmp_pat
 # `config_flags` reads a section's flags from argv as it is imported.
 FORKING = """
 import json, os, sys
-import coa_jax.importers.pipeline, coa_jax.report.plots
+import coa_jax.data.importers.pipeline, coa_jax.report.plots
 from coa_jax.cli.launch import run_program
 for number, command in enumerate(json.loads(sys.argv[1])):
   child = os.fork()

@@ -29,8 +29,8 @@ def get_config(arg=""):
 # A journey that needs no JAX, so that a case takes a fraction of a second.
 PROGRAM = """
 import dataclasses
-from coa_jax.config import read_config
-from coa_jax.fields import section
+from coa_jax.runtime.config import read_config
+from coa_jax.runtime.fields import section
 from coa_jax.cli.launch import launch
 
 @dataclasses.dataclass(frozen=True)

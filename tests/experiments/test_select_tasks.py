@@ -9,7 +9,7 @@ import pytest
 import toy
 
 from coa_jax.cli import select_tasks
-from coa_jax.config import ConfigError
+from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.protocol.storage import write_lines
 from coa_jax.protocol.trajectory import (
   Status,
@@ -18,7 +18,7 @@ from coa_jax.protocol.trajectory import (
   write_jsonl,
 )
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sources import load_tasks
+from coa_jax.runtime.config import ConfigError
 from tests.backend import BACKEND
 
 SAMPLES = 6

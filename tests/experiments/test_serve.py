@@ -20,6 +20,8 @@ import toy
 from toy import eventually
 
 from coa_jax.cli import serve
+from coa_jax.data.teacher.backend import InfrastructureError, Message
+from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.rollout import sampler
@@ -27,8 +29,6 @@ from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.streaming import InferenceRequest, InferenceServer, TextDelta
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.teacher.backend import InfrastructureError, Message
-from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
 from tools_sandbox import http_server
 
 CONFIG = RolloutConfig(

@@ -17,9 +17,9 @@ from programs import small_distillation, start
 from coa_jax import evaluate
 from coa_jax.cli import select_tasks
 from coa_jax.cli.shards import run_shard
-from coa_jax.config import as_json, read_config
 from coa_jax.protocol.trajectory import write_jsonl
-from coa_jax.shard import Shard
+from coa_jax.runtime.config import as_json, read_config
+from coa_jax.runtime.shard import Shard
 from tests.backend import BACKEND
 
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from coa_jax.cli import compare, sweep
-from coa_jax.config import ConfigError
+from coa_jax.runtime.config import ConfigError
 
 # A journey in miniature: its loss is known, and it fails where it is told to.
 JOURNEY = """

@@ -7,11 +7,11 @@ from chat_server import ChatServer
 from world_backend import WorldBackend
 
 from coa_jax.cli import synthesize
-from coa_jax.config import ConfigError
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.world.build import WorldConfig, write_world
+from coa_jax.data.teacher.backend import InfrastructureError
 from coa_jax.protocol.trajectory import write_jsonl
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.world.build import WorldConfig, write_world
-from coa_jax.teacher.backend import InfrastructureError
+from coa_jax.runtime.config import ConfigError
 from configs.synthesize_chat import get_config
 
 

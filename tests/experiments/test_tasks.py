@@ -9,9 +9,9 @@ import pytest
 from absl import flags
 
 from coa_jax.cli import tasks as program
+from coa_jax.data.tasks.sources import TasksConfig
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import RewardConfig
-from coa_jax.tasks.sources import TasksConfig
 
 ROWS = [
   {"id": "a", "question": "Who?", "answers": ["Ann", "Anna"], "source": "s"},

@@ -14,8 +14,8 @@ import pytest
 import toy
 from programs import config_file, start
 
+from coa_jax.data.tasks.world.build import WorldConfig, write_world
 from coa_jax.protocol.trajectory import write_jsonl
-from coa_jax.tasks.world.build import WorldConfig, write_world
 
 
 @pytest.fixture(scope="module")

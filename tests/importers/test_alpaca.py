@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from coa_jax.importers import importers
+from coa_jax.data.importers import importers
+from coa_jax.data.teacher.convert import Dropped
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import conversation_text
 from coa_jax.protocol.trajectory import Author, Status
-from coa_jax.teacher.convert import Dropped
 
 MHQA = roles.get_variant("mhqa")
 HEAD = (

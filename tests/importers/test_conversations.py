@@ -8,11 +8,11 @@ import pytest
 from imported import calls_in, read
 
 from coa_jax.cli.completions import read_request
-from coa_jax.importers.importers import Importer, detect, records
+from coa_jax.data.importers.importers import Importer, detect, records
+from coa_jax.data.teacher.convert import ConvertConfig, Dropped
 from coa_jax.protocol.prompts import conversation_text
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Status
-from coa_jax.teacher.convert import ConvertConfig, Dropped
 
 ALONE = get_variant("unified-plan-reflection-suggested_answer-double_check")
 CALL = json.dumps({"name": "area", "arguments": {"side": 7}})

@@ -10,13 +10,13 @@ import shlex
 import pytest
 from imported import row_of, search
 
-from coa_jax.importers import hints
-from coa_jax.importers.importers import Importer
+from coa_jax.data.importers import hints
+from coa_jax.data.importers.importers import Importer
+from coa_jax.data.teacher.convert import ConvertConfig, Dropped
+from coa_jax.data.teacher.runs import Run
 from coa_jax.protocol.parser import ParseVerdict
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Status
-from coa_jax.teacher.convert import ConvertConfig, Dropped
-from coa_jax.teacher.runs import Run
 
 PACKAGE = pathlib.Path(hints.__file__).parent
 ALONE = "-plan-reflection-suggested_answer-double_check"

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from imported import UNIFIED, WHOLE, calls_in, lost, read, row_of, search
 
-from coa_jax.importers.importers import FORMATS, Importer, detect, records
+from coa_jax.data.importers.importers import FORMATS, Importer, detect, records
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher.convert import Dropped
+from coa_jax.data.teacher.runs import Run
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.storage import write_lines
 from coa_jax.protocol.trajectory import Author, Status
-from coa_jax.tasks.task import Task
-from coa_jax.teacher.convert import Dropped
-from coa_jax.teacher.runs import Run
 
 
 @settings(max_examples=400, deadline=None)

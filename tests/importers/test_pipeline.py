@@ -7,14 +7,14 @@ import json
 import pytest
 import toy
 
-from coa_jax.importers.importers import Importer
-from coa_jax.importers.pipeline import CHUNK, ImportJob, RowPipeline
+from coa_jax.data.importers.importers import Importer
+from coa_jax.data.importers.pipeline import CHUNK, ImportJob, RowPipeline
+from coa_jax.data.teacher.convert import ConvertConfig
+from coa_jax.data.teacher.filters import FiltersConfig, load_benchmarks
+from coa_jax.data.teacher.tool_augmentation import ToolAugmentation
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, Trajectory
-from coa_jax.shard import Shard
-from coa_jax.teacher.convert import ConvertConfig
-from coa_jax.teacher.filters import FiltersConfig, load_benchmarks
-from coa_jax.teacher.tool_augmentation import ToolAugmentation
+from coa_jax.runtime.shard import Shard
 
 CONVERT = ConvertConfig(missing_think="Go on.", score_right=True)
 

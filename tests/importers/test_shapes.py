@@ -9,12 +9,12 @@ import pytest
 import recorded
 from imported import WHOLE, calls_in
 
-from coa_jax.importers.importers import FORMATS, Importer, detect
-from coa_jax.importers.shapes import as_chat
-from coa_jax.importers.turns import split_turns
+from coa_jax.data.importers.importers import FORMATS, Importer, detect
+from coa_jax.data.importers.shapes import as_chat
+from coa_jax.data.importers.turns import split_turns
+from coa_jax.data.teacher.convert import Dropped
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import get_variant
-from coa_jax.teacher.convert import Dropped
 
 ALONE = get_variant("unified-plan-reflection-suggested_answer-double_check")
 

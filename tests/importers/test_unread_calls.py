@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from imported import WHOLE, read
 
-from coa_jax.importers.importers import Importer
-from coa_jax.importers.unread_calls import count_calls
+from coa_jax.data.importers.importers import Importer
+from coa_jax.data.importers.unread_calls import count_calls
+from coa_jax.data.teacher.convert import Dropped
 from coa_jax.protocol.roles import get_variant
-from coa_jax.teacher.convert import Dropped
 
 ALONE = get_variant("unified-plan-reflection-suggested_answer-double_check")
 JSON = '{"name": "search", "arguments": {"query": "q"}}'

@@ -19,7 +19,7 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import checkpoint, interruption
+from coa_jax.learner import checkpoint
 from coa_jax.learner.checkpoint import (
   MANIFEST,
   CheckpointConfig,
@@ -27,9 +27,10 @@ from coa_jax.learner.checkpoint import (
   read_params,
   whole_steps,
 )
-from coa_jax.learner.interruption import Interrupted, Interruption, SharedSignal
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState, init_state
+from coa_jax.runtime import interruption
+from coa_jax.runtime.interruption import Interrupted, Interruption, SharedSignal
 
 
 def assert_identical(a, b):

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from coa_jax.learner.manifest import derive, fault_of
+from coa_jax.runtime.manifest import derive, fault_of
 
 
 def test_a_folder_is_made_once_and_anew_where_it_is_damaged(tmp_path, caplog):

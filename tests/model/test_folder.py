@@ -7,9 +7,9 @@ import json
 import pytest
 import toy
 
-from coa_jax import capacity
 from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.folder import open_folder
+from coa_jax.runtime import capacity
 
 
 @pytest.mark.parametrize(

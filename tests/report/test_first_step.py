@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import toy
 
+from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol.trajectory import Status
 from coa_jax.report.first_step import warnings
-from coa_jax.tasks.task import Kind, Task
 
 SENTENCE = "The mayor of the town was born in 1901."
 TOOLS = ("code",)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coa_jax.config import ConfigError, read_config
 from coa_jax.report.profiling import traced
 from coa_jax.report.tracking import LogConfig
+from coa_jax.runtime.config import ConfigError, read_config
 
 
 @functools.partial(jax.profiler.annotate_function, name="learn")

@@ -16,10 +16,10 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from coa_jax.config import ConfigError, read_config
 from coa_jax.report import metric_names, tracking
 from coa_jax.report.metrics import Metrics, read_metrics
 from coa_jax.report.tracking import LogConfig
+from coa_jax.runtime.config import ConfigError, read_config
 
 
 def events(path) -> list[Event]:

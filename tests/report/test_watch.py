@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from coa_jax.config import ConfigError, read_config
 from coa_jax.report.health import RULES, CollapsedError, HealthMonitor, WatchConfig
 from coa_jax.report.metrics import Metrics
+from coa_jax.runtime.config import ConfigError, read_config
 
 HEALTHY = {
   "loss": 0.1,

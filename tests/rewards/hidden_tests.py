@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.rewards.code.grader import CodeGrader
-from coa_jax.tasks.task import Kind, Task
 
 
 def task(tests: dict | None) -> Task:

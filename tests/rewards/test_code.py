@@ -8,11 +8,11 @@ import pathlib
 import pytest
 from hidden_tests import outcome, task
 
+from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.rewards.code import grader as code
 from coa_jax.rewards.code.grader import CodeConfig, CodeGrader, program_of
 from coa_jax.rewards.code.tests import read_tests, same_output
 from coa_jax.rewards.graded import Ungradable
-from coa_jax.tasks.sources import load_tasks
 from tools_sandbox.jail import keeper as jail
 from tools_sandbox.jail.wire import Result, Verdict
 

@@ -11,11 +11,11 @@ import pytest
 import toy
 
 from coa_jax import evaluate, rl
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.task import Kind
 from coa_jax.protocol.trajectory import Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rewards.grader import Grader
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.task import Kind
 from tools_sandbox.jail import keeper as jail
 
 ROWS = pathlib.Path(__file__).parents[1] / "fixtures/livecodebench.jsonl"

@@ -7,13 +7,13 @@ import re
 import ml_collections
 import pytest
 
-from coa_jax.config import ConfigError, read_config
+from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rewards import math
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.shaping import OverlongConfig, ShapingConfig
-from coa_jax.tasks.task import Kind, Task
+from coa_jax.runtime.config import ConfigError, read_config
 
 MHQA = roles.get_variant("mhqa")
 TASK = Task("1", "Capital of France?", ("Paris", "Lutetia"), source="atlas")

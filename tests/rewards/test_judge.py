@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 from chat_server import ChatServer
 
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.judge import Judge, JudgeConfig, read_verdict
-from coa_jax.tasks.task import Task
 from tools_sandbox.chat import ChatConfig
 
 TASK = Task("1", "Who wrote Hamlet?", ("William Shakespeare",))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol import roles
 from coa_jax.rewards import grade, grade_known, qa, written_answer
-from coa_jax.tasks.task import Kind, Task
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from playing import keep_all, threads, versions
 from toy import eventually
 
+from coa_jax.data.tasks.sampling import TaskSampler, make_task_sampler
 from coa_jax.learner.advantages import has_reward_variance
 from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Trajectory
@@ -23,7 +24,6 @@ from coa_jax.rollout.collect import RolloutCollector, ages, steps_until
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sampling import TaskSampler, make_task_sampler
 from coa_jax.tools.journal import ToolJournal
 
 CFG = toy.MODEL

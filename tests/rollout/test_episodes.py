@@ -8,6 +8,7 @@ import re
 import pytest
 import toy
 
+from coa_jax.data.tasks.task import Kind
 from coa_jax.learner import batch as batching
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
@@ -15,7 +16,6 @@ from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
-from coa_jax.tasks.task import Kind
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND
 

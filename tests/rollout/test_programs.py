@@ -10,12 +10,12 @@ import pytest
 import toy
 from playing import CFG, CONFIG, engine
 
-from coa_jax import compiling
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import sampler, slot_cache
 from coa_jax.rollout.pages import pool_sizes
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import Episode
+from coa_jax.runtime import compiling
 
 _MAX_LEN = 500  # rows of one page, or of two
 

@@ -29,6 +29,7 @@ from playing import (
   toy_worker,
 )
 
+from coa_jax.data.tasks.sampling import TaskSampler
 from coa_jax.model import cache, decode_params, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import (
@@ -42,7 +43,6 @@ from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.types import SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sampling import TaskSampler
 
 DEVICES = 4
 on_devices = pytest.mark.skipif(

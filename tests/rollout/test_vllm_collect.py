@@ -10,10 +10,10 @@ import toy
 from playing import keep_all, versions
 from scripted_vllm import ScriptedVllm, vllm_worker
 
+from coa_jax.data.tasks.sampling import TaskSampler
 from coa_jax.protocol.trajectory import Status
 from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.types import SamplingConfig
-from coa_jax.tasks.sampling import TaskSampler
 
 SAMPLING = SamplingConfig(prompts=2, samples=2, rounds=1, staleness=1)
 STEPS = 5

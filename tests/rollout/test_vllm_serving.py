@@ -19,6 +19,7 @@ import real_vllm
 import toy
 
 from coa_jax import rl
+from coa_jax.data.tasks.task import Task
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.decode_params import decoding_views
@@ -30,7 +31,6 @@ from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import VllmConfig, VllmError, VllmServer
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.task import Task
 
 pytestmark = real_vllm.NEEDED
 

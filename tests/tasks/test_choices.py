@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from coa_jax.data.tasks.sources import TasksConfig, load_tasks, select_tasks
+from coa_jax.data.tasks.task import Kind
 from coa_jax.rewards.qa import exact_match
-from coa_jax.tasks.sources import TasksConfig, load_tasks, select_tasks
-from coa_jax.tasks.task import Kind
 
 LIST = {"question": "2 + 2?", "choices": ["3", "four", "5"], "answer": 1}
 ROWS = {

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.tasks.difficulty import Attempts, SelectConfig, keep_tasks, pass_rates
-from coa_jax.tasks.task import Task
+from coa_jax.data.tasks.difficulty import Attempts, SelectConfig, keep_tasks, pass_rates
+from coa_jax.data.tasks.task import Task
 
 
 def tasks_of(counts: dict[str, int]) -> list[Task]:

@@ -9,10 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from coa_jax.tasks import rows
-from coa_jax.tasks.cells import listed
-from coa_jax.tasks.sources import TasksConfig, load_tasks, select_tasks
-from coa_jax.tasks.task import Kind
+from coa_jax.data.tasks import rows
+from coa_jax.data.tasks.cells import listed
+from coa_jax.data.tasks.sources import TasksConfig, load_tasks, select_tasks
+from coa_jax.data.tasks.task import Kind
 from tests.tasks.test_schemas import encrypted
 from tests.tasks.test_verl import NAN, one, verl, write
 

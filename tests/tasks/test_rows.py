@@ -14,11 +14,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from coa_jax.data.tasks import rows as reading
+from coa_jax.data.tasks.rows import read_rows
+from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.protocol import trajectory
 from coa_jax.protocol.storage import write_lines
-from coa_jax.tasks import rows as reading
-from coa_jax.tasks.rows import read_rows
-from coa_jax.tasks.sources import load_tasks
 
 ROWS = [
   {"question": f"q{n}?", "answers": [f"a{n}", "b"], "id": f"i{n}"} for n in range(5)
@@ -131,7 +131,7 @@ def test_what_save_to_disk_wrote(tmp_path):
 
 OFFLINE = """
 import json, sys
-from coa_jax.tasks import rows as reading
+from coa_jax.data.tasks import rows as reading
 try:
   print(json.dumps([row for _, row in reading.read_rows(sys.argv[1])]))
 except ValueError as e:

@@ -8,14 +8,14 @@ import math
 
 import pytest
 
-from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.tasks.sampling import (
+from coa_jax.data.tasks.sampling import (
   Curriculum,
   Learnability,
   TaskSampler,
   make_task_sampler,
 )
-from coa_jax.tasks.task import Task
+from coa_jax.data.tasks.task import Task
+from coa_jax.protocol.trajectory import Trajectory
 
 TASKS = [Task(str(n), str(n), ("x",)) for n in range(5)]
 

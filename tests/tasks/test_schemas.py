@@ -10,14 +10,14 @@ import zlib
 
 import pytest
 
-from coa_jax.rewards.code.tests import read_tests
-from coa_jax.tasks.sources import (
+from coa_jax.data.tasks.sources import (
   TasksConfig,
   describe_tasks,
   load_tasks,
   select_tasks,
 )
-from coa_jax.tasks.task import Kind, Task
+from coa_jax.data.tasks.task import Kind, Task
+from coa_jax.rewards.code.tests import read_tests
 
 
 def write(path, rows) -> str:

@@ -7,11 +7,11 @@ import pathlib
 
 import pytest
 
+from coa_jax.data.tasks import sources
+from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.code.tests import read_tests
 from coa_jax.rewards.grader import Grader
-from coa_jax.tasks import sources
-from coa_jax.tasks.task import Kind, Task
 from tools_sandbox.jail import keeper as jail
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"

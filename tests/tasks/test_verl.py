@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from coa_jax.tasks.sources import TasksConfig, select_tasks
-from coa_jax.tasks.task import Kind
+from coa_jax.data.tasks.sources import TasksConfig, select_tasks
+from coa_jax.data.tasks.task import Kind
 
 NAN = float("nan")
 

@@ -11,11 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.lock import InUseError, hold
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.world.build import WorldConfig, make_world, world_tasks, write_world
-from coa_jax.tasks.world.pages import read_pages
-from coa_jax.tasks.world.questions import FAMILIES, HELD_OUT, evaluate
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.world.build import (
+  WorldConfig,
+  make_world,
+  world_tasks,
+  write_world,
+)
+from coa_jax.data.tasks.world.pages import read_pages
+from coa_jax.data.tasks.world.questions import FAMILIES, HELD_OUT, evaluate
+from coa_jax.runtime.lock import InUseError, hold
 from experiments.make_world import make_world as make_world_files
 from tools_sandbox.search.index import read_corpus
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.world.build import WorldConfig, write_world
+from coa_jax.data.tasks.world.questions import FAMILIES
 from coa_jax.protocol.roles import get_variant
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.world.build import WorldConfig, write_world
-from coa_jax.tasks.world.questions import FAMILIES
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND
 

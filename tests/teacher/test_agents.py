@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher import runs
+from coa_jax.data.teacher.agents import TeamConfig, solve
+from coa_jax.data.teacher.backend import InfrastructureError, Message, Reply, Unsolvable
+from coa_jax.data.teacher.prompts import PROMPTS, SEES
+from coa_jax.data.teacher.runs import Event, Run, RunFile, render
+from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.data.teacher.token_meter import TokenMeter
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
-from coa_jax.tasks.task import Task
-from coa_jax.teacher import runs
-from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.backend import InfrastructureError, Message, Reply, Unsolvable
-from coa_jax.teacher.prompts import PROMPTS, SEES
-from coa_jax.teacher.runs import Event, Run, RunFile, render
-from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
-from coa_jax.teacher.token_meter import TokenMeter
 
 TOOLS = ("wiki_search", "code")
 TASK = Task("t", "Who is the mayor of Tarn Hollow?", ("Mira Quill",))

@@ -7,10 +7,10 @@ import pathlib
 import pytest
 
 from coa_jax.cli import synthesize
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.teacher import cloze
+from coa_jax.data.teacher.synthesis import Corpus, SynthesisConfig, Synthesizer
 from coa_jax.protocol.trajectory import ToolCall
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.teacher import cloze
-from coa_jax.teacher.synthesis import Corpus, SynthesisConfig, Synthesizer
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from configs.synthesize_cloze import get_config
 

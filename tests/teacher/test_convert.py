@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from imported import UNIFIED, calls_in
 
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher import runs
+from coa_jax.data.teacher.agents import TeamConfig, solve
+from coa_jax.data.teacher.convert import Dropped, convert
+from coa_jax.data.teacher.runs import Event, Run
+from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, Segment, Status, ToolCall
-from coa_jax.tasks.task import Task
-from coa_jax.teacher import runs
-from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.convert import Dropped, convert
-from coa_jax.teacher.runs import Event, Run
-from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 
 TASK = Task("t", "Who?", ("Mira Quill",), family="one_hop")
 PROMPT = [Segment(Author.PROMPT, "question", "Who?")]

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written import END, GOOD, PLAIN, SEEN, UNIFIED, judge, make
 
-from coa_jax.protocol.trajectory import ToolCall
-from coa_jax.teacher.filters import (
+from coa_jax.data.teacher.filters import (
   STAGES,
   FiltersConfig,
   filter_trajectories,
 )
+from coa_jax.protocol.trajectory import ToolCall
 
 FILTERS = FiltersConfig()
 POOR = [("reflection", "wrong page tool_effectiveness : Poor")]

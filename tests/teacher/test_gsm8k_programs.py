@@ -8,23 +8,23 @@ import random
 
 import pytest
 
-from coa_jax.protocol.parser import parse
-from coa_jax.protocol.prompts import prompt_segments
-from coa_jax.protocol.roles import get_variant
-from coa_jax.protocol.trajectory import ToolCall, Trajectory
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.task import Kind, Task
-from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.convert import Dropped, convert
-from coa_jax.teacher.gsm8k_numbers import FAMILY, with_new_numbers
-from coa_jax.teacher.gsm8k_programs import (
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.task import Kind, Task
+from coa_jax.data.teacher.agents import TeamConfig, solve
+from coa_jax.data.teacher.convert import Dropped, convert
+from coa_jax.data.teacher.gsm8k_numbers import FAMILY, with_new_numbers
+from coa_jax.data.teacher.gsm8k_programs import (
   Gsm8kPrograms,
   program_lines,
   program_text,
   reordered,
 )
-from coa_jax.teacher.gsm8k_replay import read_solution
-from coa_jax.teacher.settings import TeacherConfig
+from coa_jax.data.teacher.gsm8k_replay import read_solution
+from coa_jax.data.teacher.settings import TeacherConfig
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.prompts import prompt_segments
+from coa_jax.protocol.roles import get_variant
+from coa_jax.protocol.trajectory import ToolCall, Trajectory
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND
 

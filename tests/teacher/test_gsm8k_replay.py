@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.task import Kind, Task
+from coa_jax.data.teacher.agents import TeamConfig, solve
+from coa_jax.data.teacher.backend import Unsolvable
+from coa_jax.data.teacher.convert import Dropped, convert
+from coa_jax.data.teacher.gsm8k_replay import Gsm8kReplay, arithmetic, read_solution
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, ToolCall, Trajectory
-from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.task import Kind, Task
-from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.backend import Unsolvable
-from coa_jax.teacher.convert import Dropped, convert
-from coa_jax.teacher.gsm8k_replay import Gsm8kReplay, arithmetic, read_solution
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND
 

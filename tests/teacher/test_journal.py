@@ -11,13 +11,13 @@ from chat_server import ChatServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coa_jax.data.teacher.agents import TeamConfig, solve
+from coa_jax.data.teacher.backend import InfrastructureError, Message, Reply
+from coa_jax.data.teacher.journal import Journal
+from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
+from coa_jax.data.teacher.prompts import PROMPTS
+from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
-from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.backend import InfrastructureError, Message, Reply
-from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
-from coa_jax.teacher.prompts import PROMPTS
-from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 
 TOOLS = ("wiki_search", "code")
 ASK = [Message("system", "s"), Message("user", "u")]

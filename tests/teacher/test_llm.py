@@ -10,17 +10,17 @@ import time
 import pytest
 from chat_server import ChatServer
 
-from coa_jax.protocol.trajectory import Status
-from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.backend import (
+from coa_jax.data.teacher.agents import TeamConfig, solve
+from coa_jax.data.teacher.backend import (
   InfrastructureError,
   Message,
   RefusedError,
   Unsolvable,
 )
-from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig, read_completion
-from coa_jax.teacher.prompts import PROMPTS
-from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig, read_completion
+from coa_jax.data.teacher.prompts import PROMPTS
+from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.protocol.trajectory import Status
 
 DEEP = "[" * 100_000
 ASK = [Message("system", PROMPTS["planner"]), Message("user", "Question: who?")]

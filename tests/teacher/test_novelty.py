@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coa_jax.data.teacher import novelty
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
-from coa_jax.teacher import novelty
 
 
 def grams(text: str, n: int = 5) -> set[tuple[str, ...]]:

@@ -7,15 +7,15 @@ import re
 
 import pytest
 
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.tasks.world.pages import NAME_WORDS
+from coa_jax.data.teacher import runs
+from coa_jax.data.teacher.agents import TeamConfig, solve
+from coa_jax.data.teacher.backend import Message
+from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
 from coa_jax.protocol import tool_bodies
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rewards import grade
-from coa_jax.tasks.task import Task
-from coa_jax.tasks.world.pages import NAME_WORDS
-from coa_jax.teacher import runs
-from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.backend import Message
-from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 from tools_sandbox.search.index import read_corpus
 
 PERFECT = dict(

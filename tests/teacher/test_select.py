@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher import runs
+from coa_jax.data.teacher.backend import InfrastructureError, Reply, Unsolvable
+from coa_jax.data.teacher.journal import Journal
+from coa_jax.data.teacher.runs import Event, Run
+from coa_jax.data.teacher.select import Selection, figures, select, select_all
 from coa_jax.protocol.trajectory import Status
-from coa_jax.tasks.task import Task
-from coa_jax.teacher import runs
-from coa_jax.teacher.backend import InfrastructureError, Reply, Unsolvable
-from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.runs import Event, Run
-from coa_jax.teacher.select import Selection, figures, select, select_all
 
 TASK = Task("t", "Who is the mayor?", ("Mira",))
 

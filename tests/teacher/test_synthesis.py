@@ -8,17 +8,17 @@ import pytest
 from chat_server import ChatServer
 from world_backend import WorldBackend
 
-from coa_jax.protocol.trajectory import CallStatus, ToolCall, read_jsonl
-from coa_jax.tasks.task import Task
-from coa_jax.tasks.world.pages import read_pages
-from coa_jax.teacher.backend import InfrastructureError, Reply, Unsolvable
-from coa_jax.teacher.llm import ChatBackend
-from coa_jax.teacher.synthesis import (
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.tasks.world.pages import read_pages
+from coa_jax.data.teacher.backend import InfrastructureError, Reply, Unsolvable
+from coa_jax.data.teacher.llm import ChatBackend
+from coa_jax.data.teacher.synthesis import (
   Corpus,
   SynthesisConfig,
   SynthesisResult,
   Synthesizer,
 )
+from coa_jax.protocol.trajectory import CallStatus, ToolCall, read_jsonl
 
 PAGES = {
   "Tarn Hollow": "Tarn Hollow is a town. Its mayor is Mira Quill, a former pilot.",

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from imported import UNIFIED, read, row_of
 
+from coa_jax.data.teacher.tool_augmentation import augment
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.trajectory import Author
-from coa_jax.teacher.tool_augmentation import augment
 
 
 def undone(tag: str, words: str, text: str) -> str:

@@ -8,15 +8,15 @@ import pytest
 from chat_server import ChatServer
 from written import GOOD, PLAIN, UNIFIED, judge, make
 
-from coa_jax.protocol.trajectory import Author, Segment
-from coa_jax.teacher.backend import InfrastructureError, RefusedError, Reply
-from coa_jax.teacher.filters import FiltersConfig, filter_trajectories
-from coa_jax.teacher.violations import (
+from coa_jax.data.teacher.backend import InfrastructureError, RefusedError, Reply
+from coa_jax.data.teacher.filters import FiltersConfig, filter_trajectories
+from coa_jax.data.teacher.violations import (
   RULES,
   ViolationInspector,
   ViolationsConfig,
   read_violations,
 )
+from coa_jax.protocol.trajectory import Author, Segment
 
 NONE = '{"violations": []}'
 SECOND = '{"violations": [{"rule": 2, "quote": "in French"}]}'

@@ -6,11 +6,11 @@ import gc
 
 import pytest
 
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.rollout.types import Attempt
-from coa_jax.tasks.task import Task
 from coa_jax.tools.code_session import SandboxSession
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.types import CallFuture

@@ -8,13 +8,13 @@ import sys
 import ml_collections
 import pytest
 
-from coa_jax.config import ConfigError, read_config
+from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import parser, prompts, roles, tool_bodies
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.rollout.types import Attempt
-from coa_jax.tasks.task import Task
+from coa_jax.runtime.config import ConfigError, read_config
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests import toy
 

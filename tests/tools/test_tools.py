@@ -10,11 +10,11 @@ import ml_collections
 import pytest
 from http_server import Request, Server
 
-from coa_jax.config import ConfigError, read_config
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rewards.code.grader import CodeConfig
+from coa_jax.runtime.config import ConfigError, read_config
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.tools import TOOLS
 from tests.backend import BACKEND

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax.config import read_config
+from coa_jax.runtime.config import read_config
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.unread import unread
 from tests.backend import BACKEND

@@ -19,8 +19,8 @@ import ml_collections
 
 from coa_jax.cli.deploy.slices import Device
 from coa_jax.cli.launch import config_of_words
-from coa_jax.config import ConfigError, read_config
 from coa_jax.model.sharding import MeshConfig, make_partitioner, make_partitioners
+from coa_jax.runtime.config import ConfigError, read_config
 
 # Program -> module and class of its config.
 _CONFIGS = {

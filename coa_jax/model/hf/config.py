@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from coa_jax.json_io import shown
 from coa_jax.model.config import MOST_LAYERS, Llama3Rope, ModelConfig, Yarn
+from coa_jax.runtime.json_io import shown
 
 _log = logging.getLogger(__name__)
 

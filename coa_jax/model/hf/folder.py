@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.bucket.inputs import named
 from coa_jax.model import sizes
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.io import gather, load_config, save_model
@@ -19,6 +18,7 @@ from coa_jax.model.lora import LoraConfig, merged
 from coa_jax.model.transformer import unstack
 from coa_jax.protocol.origin import Origin
 from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.runtime.bucket.inputs import named
 
 
 def open_folder(

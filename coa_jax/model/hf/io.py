@@ -26,8 +26,6 @@ import safetensors
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from coa_jax.disk import atomic_write
-from coa_jax.json_io import read_object
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.config import CARRIED, from_hf_config, to_hf_config
@@ -35,8 +33,10 @@ from coa_jax.model.hf.names import Entry, name_table
 from coa_jax.model.hf.stored import StoredArray, save_tensors
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import param_shapes
-from coa_jax.names import check_names
 from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import read_object
+from coa_jax.runtime.names import check_names
 
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"

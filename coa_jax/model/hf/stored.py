@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from coa_jax.disk import atomic_path
+from coa_jax.runtime.disk import atomic_path
 
 
 def save_tensors(path: str, tensors: dict[str, np.ndarray]) -> None:

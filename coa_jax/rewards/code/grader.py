@@ -24,7 +24,7 @@ import secrets
 import threading
 from typing import Any
 
-from coa_jax.fields import bounded, check_fields, choice
+from coa_jax.data.tasks.task import Task
 from coa_jax.rewards.code import inside as code_inside
 from coa_jax.rewards.code.program import program_of
 from coa_jax.rewards.code.tests import (
@@ -35,7 +35,7 @@ from coa_jax.rewards.code.tests import (
   same_value,
 )
 from coa_jax.rewards.graded import Graded, Ungradable
-from coa_jax.tasks.task import Task
+from coa_jax.runtime.fields import bounded, check_fields, choice
 from tools_sandbox.client import BACKENDS, Sandbox
 from tools_sandbox.jail.wire import Result, Verdict
 from tools_sandbox.service.remote import RemoteConfig

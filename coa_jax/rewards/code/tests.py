@@ -12,8 +12,8 @@ import math
 import re
 from typing import Any
 
-from coa_jax.json_io import parse_json
-from coa_jax.tasks.task import Task
+from coa_jax.data.tasks.task import Task
+from coa_jax.runtime.json_io import parse_json
 
 _DIGITS = 4000  # of an integer; Python reads and writes 4,300 by default
 _LONG = re.compile(rf"-?\d{{{_DIGITS},100000}}")  # time is quadratic in the digits

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from coa_jax.fields import bounded, check_fields
 from coa_jax.model.distribution import GREEDY_BELOW, Truncation
+from coa_jax.runtime.fields import bounded, check_fields
 from tools_sandbox.http_client import Fault, NoReply, Retries
 
 T = TypeVar("T")

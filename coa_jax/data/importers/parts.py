@@ -1,0 +1,73 @@
+"""Reassembles the rows' values in order, after rows were dealt to shards in turn."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from coa_jax.protocol.storage import write_lines
+from coa_jax.runtime.json_io import shown
+from coa_jax.runtime.shard import Shard
+
+_PLACE = re.compile(rb'\{"place": (\d+), ')
+
+
+def write_part(
+  path: str | os.PathLike[str], values: Iterable[dict[str, Any]], shard: Shard
+) -> int:
+  """Writes one value for each row of a shard; the file appears when it is complete.
+
+  Args:
+    path: a file of JSON lines.
+    values: values of every `shard.count`-th row, from number `shard.index` on.
+    shard: the rows' shard.
+
+  Returns:
+    The number of rows.
+  """
+
+  def lines() -> Iterator[str]:
+    for i, value in enumerate(values):
+      line = {"place": shard.index + i * shard.count, **value}
+      yield json.dumps(line, default=str)  # a table's row may hold a date
+
+  return write_lines(path, lines())
+
+
+def read_parts(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """Yields the values of all rows in their order.
+
+  Args:
+    path: the files of all shards, one after the other.
+
+  Raises:
+    ValueError: a row is missing, or there twice: the shards read different files.
+  """
+  # --- The offset of each row's line: 16 bytes a row in memory.
+  places = array.array("q")
+  begins = array.array("q")
+  begin = 0
+  with open(path, "rb") as f:
+    for line in f:
+      match = _PLACE.match(line)
+      if not match:
+        raise ValueError(f"{path}: no part of an import: {shown(line)}")
+      places.append(int(match[1]))
+      begins.append(begin)
+      begin += len(line)
+    order = np.argsort(np.array(places))
+    if not np.array_equal(np.array(places)[order], np.arange(len(places))):
+      raise ValueError(
+        f"{path}: rows are missing, or there twice: the shards read different files"
+      )
+
+    # --- Their lines, in the order of the rows.
+    for i in order:
+      f.seek(begins[i])
+      yield json.loads(f.readline())

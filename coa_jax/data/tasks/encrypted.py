@@ -1,0 +1,115 @@
+"""Reads encrypted rows: BrowseComp, BrowseComp-Plus, xbench.
+
+They are encrypted against leaks into training data. A text is base64 of bytes XORed
+with a repeated key. The key is the SHA-256 of the row's canary (openai/simple-evals,
+browsecomp_eval.py), or the canary itself (xbench).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import itertools
+from typing import Any
+
+from coa_jax.data.tasks.task import Row, Task, first_of
+
+# Shortest ciphertext; other texts without a space are shorter: a name, a formula.
+_LEAST = 32
+
+
+def browsecomp(row: Row, where: str, default_id: str) -> Task:
+  """Reads a row of `problem`, `answer` and `canary`, encrypted or in clear."""
+  names = ("problem", "answer")
+  problem, answer = opened(row["problem"], row["answer"], row["canary"], where, names)
+  plain = {
+    "id": first_of(row, "id", default=default_id),
+    "question": problem,
+    "answers": answer,
+    "source": "browsecomp",
+    "family": first_of(row, "problem_topic", "topic"),
+    "meta": {"canary": row["canary"]},
+  }
+  return Task.from_json(plain, where)
+
+
+def opened(
+  question: Any, answers: Any, canary: Any, where: str, names: tuple[str, str]
+) -> tuple[Any, Any]:
+  """Decrypts a question and its answers by the row's canary.
+
+  Args:
+    question: the row's question.
+    answers: the row's answers: a text or a list of texts.
+    canary: the row's canary; None if it has none.
+    where: the row's name in messages.
+    names: the names of the question's and answers' fields in messages.
+
+  Returns:
+    Question and answers; unchanged if the question is not base64.
+
+  Raises:
+    ValueError: the question is encrypted, and the canary does not open both.
+  """
+  # Prose has spaces, which base64 has not; an answer alone may look like either.
+  if canary is None or _from_base64(question) is None:
+    return question, answers
+  field = names[0]
+  if isinstance(canary, str) and canary:
+    digest = hashlib.sha256(canary.encode()).digest()
+    for key in (digest, canary.encode()):
+      text = _decrypted(question, key)
+      # XOR of ASCII with ASCII is ASCII: a wrong canary shows in its plain text.
+      if text is None or (key is not digest and not _is_plain(text)):
+        continue
+      several = answers if isinstance(answers, list) else [answers]
+      texts = [_decrypted(answer, key) for answer in several]
+      if None not in texts:
+        return text, texts
+      field = names[1]
+  raise ValueError(
+    f"{where}: field {field!r} is encrypted and not opened by its 'canary'; accepted: "
+    "BrowseComp or xbench as published, or rows in clear without a canary"
+  )
+
+
+def check_in_clear(question: str, where: str) -> None:
+  """Refuses an encrypted question.
+
+  Raises:
+    ValueError: it is one long word of base64.
+  """
+  if len(question) >= _LEAST and _from_base64(question.strip()) is not None:
+    raise ValueError(
+      f"{where}: the question is encrypted ({question[:20]}...); accepted: a text in "
+      "clear, or a column 'canary' that opens it"
+    )
+
+
+def _from_base64(text: Any) -> bytes | None:
+  if not isinstance(text, str):
+    return None
+  try:
+    return base64.b64decode(text, validate=True)
+  except (binascii.Error, ValueError):
+    return None
+
+
+def _is_plain(text: str) -> bool:
+  """Whether a text is mostly letters, digits and spaces."""
+  return 4 * sum(c.isalnum() or c.isspace() for c in text) >= 3 * len(text)
+
+
+def _decrypted(text: Any, key: bytes) -> str | None:
+  """Decrypts a text; None if the key is wrong."""
+  secret = _from_base64(text)
+  if secret is None:
+    return None
+  pairs = zip(secret, itertools.cycle(key), strict=False)
+  try:
+    clear = bytes(a ^ b for a, b in pairs).decode()
+  except UnicodeDecodeError:
+    return None
+  # Another key gives control characters.
+  return clear if all(" " <= c != "\x7f" or c in "\t\r\n" for c in clear) else None

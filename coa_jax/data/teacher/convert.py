@@ -1,0 +1,306 @@
+"""A team's run -> one Chain-of-Agents trajectory, or the reason why not.
+
+The mapping follows arXiv 2508.13167 (multi-agent distillation): decisions and facts
+become `think`, plans `plan`, calls the tool's own tag, results `observation`, reviews
+`reflection`, candidates `suggested_answer`, verdicts a `think` with the rationale and a
+`double_check` with the score, and the end `answer`. If a variant requires a think
+before each reflection, a review's last line is the reflection and the rest the think.
+Every tool call and every observation is kept verbatim and in order; parts outside the
+protocol (the next agent's name, malformed replies, an unverified candidate) are left
+out. Two rules may change this, and their changes are recorded in the trajectory's
+`meta`: long observations may lose their middle, and a think required by the variant may
+be filled in.
+
+budget: the mapping and its two exceptions share every convention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher import runs
+from coa_jax.data.teacher.prompts import review_style
+from coa_jax.data.teacher.runs import Event, Run
+from coa_jax.protocol import roles
+from coa_jax.protocol.excerpt import cut_middle
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
+from coa_jax.rewards import grade_known
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropped:
+  """A run without a trajectory.
+
+  Attributes:
+    task_id: the task.
+    sample: the run's number.
+    reason: a short name for counting.
+    detail: the exact problem.
+  """
+
+  task_id: str
+  sample: int
+  reason: str
+  detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig:
+  """Config section `convert`.
+
+  Attributes:
+    observation_chars: a longer observation keeps this number of characters of its head
+      and tail, around a marker with the number removed; 0 keeps all.
+      `meta["shortened"]` lists each one's call number and original length.
+    missing_think: the text of a think required by the variant but missing in the run;
+      "" drops such a run. `meta["filled"]` counts them.
+    score_right: True gives a run with a right answer but no verdict this answer as its
+      candidate and the best score as its verdict, if the variant requires them; the
+      paper also added its scores afterwards. `meta["scored"]` records it.
+  """
+
+  observation_chars: int = 0
+  missing_think: str = ""
+  score_right: bool = False
+
+  def __post_init__(self):
+    if self.observation_chars and self.observation_chars < 16:
+      raise ValueError("observation_chars must be 0 or at least 16")
+    if roles.find_tag(self.missing_think):
+      raise ValueError("missing_think must not hold a tag")
+
+
+# Kinds of events that become a whole span, in every variant with the tag.
+_TAGS = {
+  runs.PLAN: roles.PLAN,
+  runs.REFLECTION: roles.REFLECTION,
+  runs.FINAL: roles.ANSWER,
+}
+
+
+def convert(
+  run: Run,
+  task: Task,
+  variant: Variant,
+  prompt: Sequence[Segment],
+  config: ConvertConfig = ConvertConfig(),
+  lost: list[str] | None = None,
+) -> Trajectory | Dropped:
+  """The run as one stream of spans, well formed under the variant.
+
+  budget: one pass over a run, event by event.
+
+  Args:
+    run: the team's run.
+    task: its task.
+    variant: the dialect; content without a tag in it is left out.
+    prompt: the first segments, e.g. `protocol.prompts.prompt_segments(...)`.
+    config: the allowed changes; none by default.
+    lost: collects the omitted contents, a line each, except malformed replies.
+
+  Returns:
+    A trajectory, with the run's reward if it has one, whose tool calls have their wall
+    seconds set to 0, so that equal runs give equal bytes (times stay in the run); or
+    why there is none.
+  """
+  # --- Runs without a trajectory.
+  if run.events and run.events[-1].kind == runs.GAVE_UP:
+    last = run.events[-1]
+    return Dropped(run.task_id, run.sample, last.detail, last.content)
+  if run.status != Status.ENDED:
+    return Dropped(run.task_id, run.sample, run.status.value, run.error)
+
+  # --- The config's changes: long observations, a missing verdict.
+  run, changes = _shortened(run, config.observation_chars)
+  if config.score_right and _lacks_verdict(run, variant) and _is_right(task, run):
+    run = _with_best_score(run)
+    changes["scored"] = True
+
+  # --- Events as spans.
+  lost = [] if lost is None else lost
+  spans = _spans(run.events, variant, lost)
+  spans = _fill(spans, variant, config.missing_think, changes)
+  # The meta below is read after the spans are placed: `_fill` counts as it goes.
+  segments = [*prompt, *_place_thinks(spans, variant)]
+
+  # --- The trajectory, checked against the variant.
+  meta = {
+    "question": task.question,
+    "answers": list(task.answers),
+    "family": task.family,
+    "source": task.source,
+    "kind": task.kind.value,
+  }
+  if run.graded:
+    meta["graded"] = run.graded
+  trajectory = Trajectory(
+    task_id=run.task_id,
+    segments=segments,
+    calls=[dataclasses.replace(call, seconds=0.0) for call in run.calls],
+    status=Status.ENDED,
+    reward=run.reward,
+    reward_parts={} if run.reward is None else {"answer": run.reward},
+    usage=dataclasses.replace(run.usage, seconds=0.0),
+    sample=run.sample,
+    meta={**meta, **changes},
+  )
+  verdict = parse(trajectory.text, variant)
+  if not verdict.ok:
+    return Dropped(run.task_id, run.sample, verdict.verdict.value, verdict.detail)
+  return trajectory
+
+
+def _shortened(run: Run, limit: int) -> tuple[Run, dict[str, Any]]:
+  """Returns the run with its observations cut, and the record of the cuts."""
+  if not limit:
+    return run, {}
+  calls = []
+  lengths = []  # (call's number, its result's length) of each cut
+  for number, call in enumerate(run.calls):
+    if len(call.result) > limit:
+      lengths.append([number, len(call.result)])
+    calls.append(dataclasses.replace(call, result=cut_middle(call.result, limit)))
+  if not lengths:
+    return run, {}
+  # Each result is in the run twice: as the call's result, and as an observation.
+  events = []
+  for event in run.events:
+    if event.kind == runs.OBSERVATION:
+      event = dataclasses.replace(event, content=cut_middle(event.content, limit))
+    events.append(event)
+  record = {"shortened": {"head_and_tail": limit, "calls": lengths}}
+  return dataclasses.replace(run, events=events, calls=calls), record
+
+
+def _lacks_verdict(run: Run, variant: Variant) -> bool:
+  """Whether the variant requires a verdict and the run has none."""
+  if roles.DOUBLE_CHECK not in variant.roles or not run.events:
+    return False
+  return runs.VERDICT not in {event.kind for event in run.events}
+
+
+def _is_right(task: Task, run: Run) -> bool:
+  reward = run.reward
+  if reward is None:  # nobody has judged it: an imported run
+    reward = grade_known(task, run.prediction)
+  return reward == 1.0
+
+
+def _with_best_score(run: Run) -> Run:
+  """The run with its answer as a candidate, and the best score as its verdict."""
+  *events, final = run.events
+  score = str(max(roles.SCORES))
+  candidate = Event(runs.SOLVER, runs.CANDIDATE, final.content)
+  verdict = Event(runs.VERIFIER, runs.VERDICT, "", score)
+  return dataclasses.replace(run, events=[*events, candidate, verdict, final])
+
+
+def _fill(
+  spans: Iterator[tuple[str, str]], variant: Variant, text: str, changes: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
+  """Yields the spans, with a think of `text` before each that lacks a required one."""
+  has_thought = False
+  for tag, content in spans:
+    if text and tag in variant.think_required and not has_thought:
+      changes["filled"] = changes.get("filled", 0) + 1
+      yield roles.THINK, text
+    if tag == roles.THINK:
+      has_thought = True
+    elif tag in variant.think_allowed:
+      has_thought = False
+    # Otherwise a misplaced thought waits for the next span: `_place_thinks`.
+    yield tag, content
+
+
+def _spans(
+  events: Sequence[Event], variant: Variant, lost: list[str]
+) -> Iterator[tuple[str, str]]:
+  """(tag, content) of every span, thinks at their original places."""
+  for i, event in enumerate(events):
+    kind = event.kind
+    if kind in (runs.DECISION, runs.FACTS):
+      if event.content:
+        yield roles.THINK, event.content
+    elif kind == runs.CALL:
+      yield event.detail, event.content
+    elif kind == runs.OBSERVATION:
+      yield roles.OBSERVATION, event.content
+
+    # --- Candidates and verdicts, which not every variant has.
+    elif kind == runs.VERDICT:
+      if roles.DOUBLE_CHECK in variant.roles:
+        if event.content:
+          yield roles.THINK, event.content
+        yield roles.DOUBLE_CHECK, event.detail
+      else:
+        lost.append(_no_span(f"{kind} {event.detail}", event.content, variant))
+    elif kind == runs.CANDIDATE:
+      has_tag = roles.SUGGESTED_ANSWER in variant.roles
+      if has_tag and _is_verified(events, i):
+        yield roles.SUGGESTED_ANSWER, event.content
+      elif not _is_repeated(events, i):
+        if has_tag:
+          lost.append(f"{kind}: {event.content!r:.80} was never verified")
+        else:
+          lost.append(_no_span(kind, event.content, variant))
+
+    # --- Plans, reflections and the answer.
+    elif _TAGS.get(kind, roles.ANSWER) not in variant.roles:
+      lost.append(_no_span(kind, event.content, variant))
+    elif kind == runs.REFLECTION and review_style(variant) != "facts":
+      analysis, _, outcome = event.content.rpartition("\n")
+      if analysis:
+        yield roles.THINK, analysis
+      yield roles.REFLECTION, outcome
+    elif kind in _TAGS:
+      yield _TAGS[kind], event.content
+
+
+def _no_span(name: str, content: str, variant: Variant) -> str:
+  return f"{name}: {content!r:.80} has no span in {variant.name!r}"
+
+
+def _is_repeated(events: Sequence[Event], i: int) -> bool:
+  """Whether the candidate at i is repeated later: as a candidate, or as the answer."""
+  for event in events[i + 1 :]:
+    is_answer = event.kind in (runs.CANDIDATE, runs.FINAL)
+    if is_answer and event.content == events[i].content:
+      return True
+  return False
+
+
+def _is_verified(events: Sequence[Event], i: int) -> bool:
+  """Whether the candidate at i was scored before any other action."""
+  for event in events[i + 1 :]:
+    if event.kind != runs.MALFORMED:  # a verdict may have been asked for twice
+      return event.kind == runs.VERDICT
+  return False
+
+
+def _place_thinks(
+  spans: Iterator[tuple[str, str]], variant: Variant
+) -> Iterator[Segment]:
+  """Segments of the spans; thoughts before one span become one think.
+
+  A misplaced thought waits for the next span that allows one; at the end it is dropped.
+  """
+  thoughts: list[str] = []
+  for tag, content in spans:
+    if tag == roles.THINK:
+      thoughts.append(content)
+      continue
+    if thoughts and tag in variant.think_allowed:
+      text = roles.wrap(roles.THINK, "\n".join(thoughts))
+      yield Segment(Author.POLICY, roles.THINK, text)
+      thoughts = []
+    if tag == roles.OBSERVATION:
+      # No tool can write a protocol tag: text like a tag is escaped.
+      text = roles.wrap(tag, roles.escape(content))
+      yield Segment(Author.TOOL, tag, text)
+    else:
+      yield Segment(Author.POLICY, tag, roles.wrap(tag, content))

@@ -1,0 +1,389 @@
+"""The progressive filters of multi-agent distillation, and the funnel they leave.
+
+Source: arXiv 2508.13167, section on supervised fine-tuning data: complexity, quality,
+reflection, error correction, in that order. The paper gives neither ratios nor
+definitions for counting; the config's fields state those used here. Two stages are
+added between quality and error correction: contamination by evaluation sets, and
+duplicates.
+
+`examine` looks at a single trajectory, so any number of processes may share the work;
+`Funnel` takes the results in input order, and decides.
+
+budget: the stages, their config and their funnel are one list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from coa_jax.data.tasks.sources import load_tasks
+from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher.novelty import (
+  Benchmarks,
+  Duplicates,
+  policy_text,
+  signature,
+  visits,
+)
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import Parse, Span, parse
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.runtime.fields import bounded, check_fields
+
+# An answer's reward; None if it cannot be judged, and then nothing is dropped. Called
+# for trajectories without a verdict.
+GradeAnswer = Callable[[Task, str | None], float | None]
+# The dropping stages; then error correction, which writes copies of some trajectories.
+STAGES = ("complexity", "quality", "contamination", "reflection", "duplicates")
+
+
+@dataclasses.dataclass(frozen=True)
+class FiltersConfig:
+  """Config section `filters`.
+
+  Attributes:
+    min_activations: complexity: the fewest agent activations; one for every agent's
+      span (think, plan, call, reflection, candidate, check), without observations and
+      the final answer.
+    min_calls: complexity: the fewest tool calls.
+    min_reward: quality: the minimum reward of a right answer.
+    max_repeats: quality: the maximum of repeated calls (same tool and input, ignoring
+      white space).
+    benchmarks: contamination: evaluation sets (files or URIs of tasks) with questions
+      that no trajectory may contain.
+    overlap_words: n, in words, of an n-gram that a trajectory may not share with a
+      benchmark question; a shorter question is compared as a whole, and with the
+      trajectory's question only. In a script without spaces two letters count as a
+      word.
+    blocked: contamination: domains (`host` or `host/path`) forbidden in calls.
+    keep_unreflected: reflection: the share kept of trajectories without a reflection.
+    reflected_copies: reflection: the number of copies of one with a reflection.
+    max_similarity: duplicates: the Jaccard similarity of word 5-grams (question and
+      policy text) above which only the first is kept; 1 keeps all.
+    corrected_copies: error correction: the number of copies of a trajectory that made a
+      mistake, noticed it (a first double_check below the pass score, or a reflection
+      graded poor) and ended right.
+    seed: the seed of the down-sampling.
+  """
+
+  min_activations: int = 5
+  min_calls: int = 0
+  min_reward: float = 1.0
+  max_repeats: int = 0
+  benchmarks: tuple[str, ...] = ()
+  overlap_words: int = bounded(8, least=1)
+  blocked: tuple[str, ...] = ()
+  keep_unreflected: float = bounded(0.5, least=0, most=1)
+  reflected_copies: int = bounded(1, least=1)
+  max_similarity: float = bounded(1.0, least=0, most=1)
+  corrected_copies: int = bounded(2, least=1)
+  seed: int = 0
+
+  def __post_init__(self):
+    check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+  """A verdict on a trajectory's instruction violations; see `violations`.
+
+  Attributes:
+    violations: (rule, quote) pairs; () for none.
+    read: False if no reply was readable, or the trajectory was too long for the judge:
+      its violations are unknown.
+  """
+
+  violations: tuple[tuple[int, str], ...] = ()
+  read: bool = True
+
+
+Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]  # one verdict each
+
+
+def load_benchmarks(config: FiltersConfig) -> Benchmarks:
+  """Reads the questions of `config.benchmarks`.
+
+  Raises:
+    FileNotFoundError, ValueError: as `tasks.sources.load_tasks`.
+  """
+  questions: list[str] = []
+  for uri in config.benchmarks:
+    questions += [task.question for task in load_tasks(uri)]
+  return Benchmarks(questions, config.overlap_words)
+
+
+@dataclasses.dataclass
+class FilterResult:
+  """The result of the filters of a single trajectory.
+
+  Attributes:
+    trajectory: the trajectory, with its reward.
+    fault: the dropping stage and the reason; None if it passed all.
+    reflected: whether it has a reflection.
+    corrected: whether it noticed its own mistake (see `was_corrected`) and ended right.
+    graded: whether its answer was judged.
+    signature: its text's signature, if duplicates are searched.
+  """
+
+  trajectory: Trajectory
+  fault: tuple[str, str] | None
+  reflected: bool = False
+  corrected: bool = False
+  graded: bool = True
+  signature: np.ndarray | None = None
+
+
+def examine(
+  task: Task,
+  trajectory: Trajectory,
+  variant: Variant,
+  grade: GradeAnswer,
+  config: FiltersConfig,
+  benchmarks: Benchmarks,
+) -> FilterResult:
+  """Examines one trajectory, up to its first fault.
+
+  Args:
+    task: its task.
+    trajectory: its reward is written here.
+    variant: its required dialect.
+    grade: (task, prediction) -> reward.
+    config: thresholds and ratios.
+    benchmarks: the result of `load_benchmarks`.
+  """
+  # --- The stages in the order of STAGES; the first fault ends it.
+  verdict = parse(trajectory.text, variant)
+  fault = (
+    _complexity(trajectory, config)
+    or _quality(task, trajectory, verdict, grade, config)
+    or _contamination(task, trajectory, config, benchmarks)
+    or _reflection(trajectory, verdict, config)
+  )
+  if fault is not None:
+    return FilterResult(trajectory, fault)
+
+  # --- The inputs of `Funnel`.
+  result = FilterResult(trajectory, None, graded=trajectory.reward is not None)
+  result.reflected = _has_reflection(verdict)
+  # A noticed mistake earns copies only if the final answer is right.
+  result.corrected = bool(_recorded_reward(trajectory)) and was_corrected(verdict.spans)
+  if config.max_similarity < 1:
+    result.signature = signature(policy_text(trajectory))
+  return result
+
+
+class Funnel:
+  """Decides, trajectory by trajectory, how often each is written, and counts."""
+
+  def __init__(self, config: FiltersConfig):
+    self._config = config
+    self._duplicates = Duplicates(config.max_similarity)
+    self._dropped: dict[str, Counter[str]] = {stage: Counter() for stage in STAGES}
+    self._count: Counter[str] = Counter()
+
+  def admit(self, result: FilterResult) -> int:
+    """Returns the number of copies to write; 0 drops the trajectory.
+
+    Args:
+      result: a `FilterResult`, or an object with all its fields but the trajectory.
+    """
+    c = self._config
+    self._count["in"] += 1
+    # Only passed texts are remembered: a dropped trajectory drops no other.
+    fault = result.fault
+    has_passed = fault is None and result.signature is not None
+    if has_passed and not self._duplicates.is_new(result.signature):
+      fault = ("duplicates", "near_duplicate")
+    if fault is not None:
+      stage, reason = fault
+      self._dropped[stage][reason] += 1
+      return 0
+    # The larger of both: one trajectory earns no copies twice.
+    copies = 1
+    if result.corrected:
+      copies = c.corrected_copies
+    if result.reflected:
+      copies = max(copies, c.reflected_copies)
+    self._count["ungraded"] += not result.graded
+    self._count["reflected"] += result.reflected
+    self._count["corrected"] += result.corrected
+    self._count["added"] += copies - 1
+    return copies
+
+  def report(self) -> dict[str, Any]:
+    """Reports the kept and dropped counts of every stage, by reason.
+
+    Each stage's kept and dropped counts add up to the previous stage's kept. Of the
+    last stage's kept, "ungraded" had no judgement; "reflected" and "corrected" earned
+    copies, and "added" copies were written.
+    """
+    left = self._count["in"]
+    out: dict[str, Any] = {"in": left}
+    for stage in STAGES:
+      dropped = self._dropped[stage]
+      left -= dropped.total()
+      out[stage] = {"kept": left, "dropped": dict(sorted(dropped.items()))}
+    last = {}
+    for name in ("ungraded", "reflected", "corrected", "added"):
+      last[name] = self._count[name]
+    last["kept"] = left + last["added"]
+    out["error_correction"] = last
+    return out
+
+
+def stages(report: Mapping[str, Any]) -> dict[str, tuple[int, dict[str, int]]]:
+  """Gives a funnel's report as `plots.funnel_bars` draws it, by stage."""
+  out = {name: (report[name]["kept"], report[name]["dropped"]) for name in STAGES}
+  return {**out, "with copies": (report["error_correction"]["kept"], {})}
+
+
+def filter_trajectories(
+  pairs: Iterable[tuple[Task, Trajectory]],
+  variant: Variant,
+  grade: GradeAnswer,
+  config: FiltersConfig,
+  inspect: Inspect | None = None,
+) -> tuple[list[Trajectory], dict[str, Any]]:
+  """Applies the filters in order.
+
+  Args:
+    pairs: each trajectory with its task.
+    variant: the trajectories' required dialect.
+    grade: (task, prediction) -> reward; it is written to the trajectory.
+    config: thresholds and ratios.
+    inspect: checks for instruction violations, a part of quality; None skips it.
+      Because it costs money, it gets only trajectories that passed all filters of a
+      single trajectory.
+
+  Returns:
+    The trajectories kept, in input order, copies side by side (`meta["copy"]` numbers
+    them); and the funnel: see `Funnel.report`.
+  """
+  benchmarks = load_benchmarks(config)
+  funnel = Funnel(config)
+  # --- Each alone.
+  results = []
+  for task, trajectory in pairs:
+    results.append(examine(task, trajectory, variant, grade, config, benchmarks))
+
+  # --- The judge's part of quality. `strict`: it owes a verdict on every one.
+  if inspect is not None:
+    passed = [result for result in results if result.fault is None]
+    verdicts = inspect([result.trajectory for result in passed])
+    for result, verdict in zip(passed, verdicts, strict=True):
+      if verdict.violations:
+        result.fault = ("quality", "instruction_violation")
+      elif not verdict.read:
+        result.trajectory.meta["uninspected"] = True
+
+  # --- All together, in order.
+  out: list[Trajectory] = []
+  for result in results:
+    for number in range(funnel.admit(result)):
+      out.append(numbered(result.trajectory, number))
+  return out, funnel.report()
+
+
+def numbered(trajectory: Trajectory, number: int) -> Trajectory:
+  """Makes the number-th copy of a trajectory; the first, 0, is itself."""
+  if number == 0:
+    return trajectory
+  return dataclasses.replace(trajectory, meta={**trajectory.meta, "copy": number})
+
+
+def _complexity(trajectory: Trajectory, c: FiltersConfig) -> tuple[str, str] | None:
+  activations = 0
+  for segment in trajectory.segments:
+    if segment.author == Author.POLICY and segment.role != roles.ANSWER:
+      activations += 1
+  if activations < c.min_activations:
+    return "complexity", "few_activations"
+  if len(trajectory.calls) < c.min_calls:
+    return "complexity", "few_calls"
+  return None
+
+
+def _quality(
+  task: Task,
+  trajectory: Trajectory,
+  verdict: Parse,
+  grade: GradeAnswer,
+  c: FiltersConfig,
+) -> tuple[str, str] | None:
+  # --- The dialect, and repeated calls.
+  if not verdict.ok:
+    return "quality", f"protocol_{verdict.verdict.value}"
+  inputs = {(call.name, " ".join(call.arguments.split())) for call in trajectory.calls}
+  if len(trajectory.calls) - len(inputs) > c.max_repeats:
+    return "quality", "redundant_calls"
+
+  # --- The answer: by the verdict on record, which may have cost a call of a judge.
+  reward = _recorded_reward(trajectory)
+  if reward is None:
+    reward = grade(task, verdict.answer)
+    if reward is None:
+      return None
+    trajectory.reward = reward
+    trajectory.reward_parts = {"answer": reward}
+  if reward < c.min_reward:
+    return "quality", "wrong_answer"
+  return None
+
+
+def _recorded_reward(trajectory: Trajectory) -> float | None:
+  """Returns a trajectory's recorded reward of its answer; None for no number."""
+  parts = trajectory.reward_parts
+  if not isinstance(parts, dict):  # of a foreign row, anything
+    return None
+  reward = parts.get("answer")
+  return float(reward) if isinstance(reward, int | float) else None
+
+
+def _contamination(
+  task: Task, trajectory: Trajectory, c: FiltersConfig, benchmarks: Benchmarks
+) -> tuple[str, str] | None:
+  if visits(trajectory, c.blocked):
+    return "contamination", "blocked_domain"
+  if c.benchmarks and benchmarks.hold(task.question, trajectory):
+    return "contamination", "benchmark"
+  return None
+
+
+def _has_reflection(verdict: Parse) -> bool:
+  return any(span.role == roles.REFLECTION for span in verdict.spans)
+
+
+def _reflection(
+  trajectory: Trajectory, verdict: Parse, c: FiltersConfig
+) -> tuple[str, str] | None:
+  if not _has_reflection(verdict):
+    # Keyed by the trajectory, so that others in the set change nothing.
+    key = f"{c.seed}/{trajectory.task_id}/{trajectory.sample}"
+    if random.Random(key).random() >= c.keep_unreflected:
+      return "reflection", "no_reflection"
+  return None
+
+
+def was_corrected(spans: Iterable[Span]) -> bool:
+  """Whether a well-formed trajectory noticed its own mistake.
+
+  That is: its first double_check is below the pass score, or some reflection grades a
+  criterion poor.
+  """
+  is_first_check = True
+  for span in spans:
+    if span.role == roles.REFLECTION and roles.has_poor_grade(span.content):
+      return True
+    if span.role == roles.DOUBLE_CHECK and is_first_check:
+      is_first_check = False
+      score = roles.check_score(span.content)
+      if score is not None and score < roles.PASS_SCORE:
+        return True
+  return False

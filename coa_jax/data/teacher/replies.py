@@ -1,0 +1,157 @@
+"""The format of each agent's reply, and its parser.
+
+`prompts` asks for these formats. A reply in another format is malformed, never guessed
+at: the agent gets a message with the expected format and is asked once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Sequence
+
+from coa_jax.data.teacher.runs import (
+  CALL,
+  CANDIDATE,
+  CODE,
+  DECISION,
+  ORCHESTRATOR,
+  PLAN,
+  PLANNER,
+  REFLECTION,
+  REFLECTOR,
+  SEARCH,
+  SOLVER,
+  VERDICT,
+  VERIFIER,
+)
+from coa_jax.protocol import roles, tool_bodies
+
+_NEXT = re.compile(r"^\s*NEXT:\s*(\w+)", re.MULTILINE)
+_REASON = re.compile(r"^\s*REASON:\s*(.*)", re.MULTILINE | re.DOTALL)
+_TOOL = re.compile(r"^\s*TOOL:\s*(\w+)", re.MULTILINE)
+_QUERY = re.compile(r"^\s*QUERY:\s*(.*)", re.MULTILINE | re.DOTALL)
+_ANSWER = re.compile(r"^\s*ANSWER:\s*(.*)", re.MULTILINE | re.DOTALL)
+_SCORE = re.compile(r"^\s*SCORE:\s*([1-4])(?!\d|\.\d)", re.MULTILINE)
+_WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
+_FACTS_AND_PLAN = re.compile(
+  r"^\s*FACTS:\s*(?P<facts>\S.*?)^\s*PLAN:\s*(?P<plan>\S.*)", re.MULTILINE | re.DOTALL
+)
+_FENCES = re.compile(r"```.*```", re.DOTALL)
+
+
+class MalformedReply(Exception):
+  """An unusable reply; the message tells the agent the expected format."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+  """A parsed reply.
+
+  Attributes:
+    kind: the kind of its event (`runs`).
+    content: see `runs.Event`.
+    detail: see `runs.Event`.
+    facts: a planner's facts before its plan; "" if not requested.
+  """
+
+  kind: str
+  content: str
+  detail: str = ""
+  facts: str = ""
+
+
+def read_reply(
+  agent: str,
+  text: str,
+  legal: Collection[str],
+  tools: Sequence[str],
+  review: str,
+  facts: bool,
+) -> Parsed:
+  """Reads an agent's reply.
+
+  Args:
+    agent: the replying agent; one of `runs`.
+    text: the reply.
+    legal: the orchestrator's allowed choices.
+    tools: the tools' tags.
+    review: see `agents.TeamConfig`, and likewise the next.
+    facts: whether a plan begins with facts.
+
+  Raises:
+    MalformedReply: it does not have the format in the agent's prompt.
+  """
+  # --- Agents with a line or a block in their own format as reply.
+  if agent == ORCHESTRATOR:
+    following = _field(_NEXT, text, "a line 'NEXT: <agent>'").lower()
+    if following not in legal:
+      raise MalformedReply(f"NEXT must be one of {', '.join(legal)}")
+    return Parsed(DECISION, _optional(_REASON, text), following)
+  if agent == SEARCH:
+    return _search_call(text, [tool for tool in tools if tool != CODE])
+  if agent == CODE:
+    # From the first fence to the last: prose around them is not part of the call.
+    fences = _FENCES.search(text)
+    call = None
+    if fences:
+      call = tool_bodies.parse_code(fences[0])
+    if call is None:
+      raise MalformedReply("expected one ```py block, then at most one ```sh block")
+    return Parsed(CALL, tool_bodies.render_code(call.program, call.stdin), CODE)
+  if agent == SOLVER:
+    return Parsed(CANDIDATE, _field(_ANSWER, text, "a line 'ANSWER: <answer>'"))
+  if agent == VERIFIER:
+    score = _field(_SCORE, text, "a line 'SCORE: <1-4>'")
+    return Parsed(VERDICT, _optional(_WHY, text), score)
+  # --- Agents who write prose.
+  if not text.strip():
+    raise MalformedReply("the reply was empty")
+  if agent == PLANNER:
+    return _plan(text, facts)
+  if agent == REFLECTOR and review != "facts":
+    _check_review(text, review)
+  return Parsed(REFLECTION, text.strip())
+
+
+def _search_call(text: str, tools: Sequence[str]) -> Parsed:
+  name = _TOOL.search(text)
+  tool = tools[0]  # one tool needs no name
+  if name:
+    tool = name[1]
+  if tool not in tools:
+    raise MalformedReply(f"TOOL must be one of {', '.join(tools)}")
+  return Parsed(CALL, _field(_QUERY, text, "a line 'QUERY: <query>'"), tool)
+
+
+def _plan(text: str, facts: bool) -> Parsed:
+  if not facts:
+    return Parsed(PLAN, text.strip())
+  match = _FACTS_AND_PLAN.search(text)
+  if match is None:
+    raise MalformedReply("expected a line 'FACTS: <facts>', then a line 'PLAN: <plan>'")
+  return Parsed(PLAN, match["plan"].strip(), facts=match["facts"].strip())
+
+
+def _check_review(text: str, review: str) -> None:
+  """Refuses a review without analysis or, if required, grades."""
+  *analysis, outcome = text.strip().splitlines()
+  if not analysis:
+    raise MalformedReply("expected an analysis, then the outcome on a line of its own")
+  missing = set(roles.CRITERIA) - set(roles.reflection_grades(outcome))
+  if review == "grades" and missing:
+    raise MalformedReply(
+      f"the last line lacks a grade for {', '.join(sorted(missing))}"
+    )
+
+
+def _field(pattern: re.Pattern[str], text: str, expected: str) -> str:
+  match = pattern.search(text)
+  if match is None or not match[1].strip():
+    raise MalformedReply(f"expected {expected}")
+  return match[1].strip()
+
+
+def _optional(pattern: re.Pattern[str], text: str) -> str:
+  match = pattern.search(text)
+  return match[1].strip() if match else ""

@@ -1,0 +1,76 @@
+"""A distillation's settings: backend, number of runs, dialect."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from coa_jax.data.teacher.agents import TeamConfig
+from coa_jax.data.teacher.prompts import review_style
+from coa_jax.protocol.prompts import STYLES
+from coa_jax.protocol.roles import Variant
+from coa_jax.runtime.fields import bounded, check_fields, choice
+
+GSM8K_PROGRAMS = "gsm8k_programs"
+BACKENDS = ("scripted", "gsm8k_replay", GSM8K_PROGRAMS, "chat")
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+  """Config section `teacher`.
+
+  Attributes:
+    backend: the model of the team's agents: "scripted" (section `scripted`; tasks of
+      the generated world only), "gsm8k_replay" (tasks with worked solutions, such as
+      GSM8K's training rows; a program for each note), "gsm8k_programs" (the same, one
+      program for all notes) or "chat" (section `chat`; any OpenAI-compatible endpoint).
+    samples: runs per task.
+    select: True to keep one run per task, chosen by a list-wise selector (best of N);
+      for backend "chat" only.
+    facts: whether plans begin with the known and needed facts; for "chat".
+    new_numbers: copies of each question with other numbers, if they can be changed; for
+      "gsm8k_programs" only.
+    workers: runs at once.
+    variant: the dialect of the trajectories.
+    prompt: the style of their prompt; see `protocol.prompts`.
+    tokenizer: folder of the tokenizer for counting costs; None counts words, digits and
+      punctuation marks.
+    max_turns: the orchestrator's decisions in a run.
+    max_calls: tool calls of a run; after the last one the team has to answer.
+    max_checks: verified candidates of a run.
+  """
+
+  backend: str = choice("scripted", of=BACKENDS)
+  samples: int = bounded(1, least=1)
+  select: bool = False
+  facts: bool = False
+  new_numbers: int = bounded(0, least=0)
+  workers: int = bounded(4, least=1)
+  variant: str = "unified"
+  prompt: str = choice("brief", of=STYLES)
+  tokenizer: str | None = None
+  max_turns: int = bounded(24, least=1)
+  max_calls: int = bounded(12, least=1)
+  max_checks: int = bounded(3, least=1)
+
+  def __post_init__(self):
+    if self.backend == "annotated":
+      raise ValueError("backend 'annotated' is called 'gsm8k_replay' now")
+    check_fields(self)
+    if self.backend != "chat" and (self.select or self.facts):
+      raise ValueError(f"select and facts ask for backend 'chat', not {self.backend!r}")
+    if self.new_numbers and self.backend != GSM8K_PROGRAMS:
+      raise ValueError(
+        f"new_numbers asks for backend {GSM8K_PROGRAMS!r}, not {self.backend!r}"
+      )
+    if self.select and self.samples < 2:
+      raise ValueError("select chooses among samples: set samples to 2 or more")
+
+  def limits(self, variant: Variant) -> TeamConfig:
+    """Returns the limits of a run for a trajectory in this variant."""
+    return TeamConfig(
+      max_turns=self.max_turns,
+      max_calls=self.max_calls,
+      max_checks=self.max_checks,
+      review=review_style(variant),
+      facts=self.facts,
+    )

@@ -1,0 +1,1 @@
+"""Everything about a run that is not machine learning."""

@@ -1,0 +1,95 @@
+"""What a config names in a bucket: fetched once to this machine, and read from there.
+
+A journey reads files; so before it begins, every address in its config becomes the path
+of a local copy (`localized`). What is written down about the run - config.json, who its
+adapters belong to - names the address again (`named`), for the next machine has its
+copies elsewhere.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from typing import Any
+
+from coa_jax.runtime.bucket.objects import Bucket, BucketError
+
+# Within a value: files are listed by commas, and may have a weight behind "=".
+_ADDRESS = re.compile(r"(?:gs|s3)://[^\s,=]+")
+_COPIES: dict[str, str] = {}  # local folder or file -> its address
+
+
+def localized(value: Any, cache: str) -> Any:
+  """Fetches every gs:// and s3:// address in a value, and says where the copies are.
+
+  Args:
+    value: a string, or anything else, which is answered as it is.
+    cache: the folder of copies. One that is there is not fetched again unless the
+      objects have changed.
+
+  Raises:
+    BucketError: it can not be read, or nothing is there.
+  """
+  if not isinstance(value, str):
+    return value
+  return _ADDRESS.sub(lambda found: _fetch(found[0], cache), value)
+
+
+def named(value: Any) -> Any:
+  """Replaces the paths of copies by their addresses, in JSON values of any depth."""
+  if isinstance(value, dict):
+    return {key: named(v) for key, v in value.items()}
+  if isinstance(value, list | tuple):
+    return type(value)(named(v) for v in value)
+  if isinstance(value, str):
+    for copy, address in _COPIES.items():
+      value = value.replace(copy, address)
+  return value
+
+
+def _fetch(address: str, cache: str) -> str:
+  """The local copy of an object, of a folder, or of all that a glob may match."""
+  # --- A glob is left to its reader: it gets the folder above.
+  address = address.rstrip("/")
+  pattern = ""
+  bucket = Bucket(address)
+  stored = bucket.list()
+  if not stored and glob.has_magic(address):  # else it is the name of an object
+    while glob.has_magic(address):
+      address, _, last = address.rpartition("/")
+      pattern = f"/{last}{pattern}"
+    bucket = Bucket(address)
+    stored = bucket.list()
+
+  # --- What is there now, and so the name of its copy.
+  if pattern:
+    matches = fnmatch.translate(pattern[1:])
+    stored = {n: s for n, s in stored.items() if re.match(matches, n)}
+  if not stored:
+    raise BucketError(f"{address}{pattern}: there is nothing")
+  state = hashlib.sha256(repr((address, pattern, sorted(stored.items()))).encode())
+  folder = os.path.join(os.path.abspath(cache), state.hexdigest()[:16])
+  copy = os.path.join(folder, os.path.basename(address))
+  _COPIES[copy] = address
+  if pattern:
+    copy = glob.escape(copy)
+    _COPIES[copy] = address
+
+  # --- Fetch it, into a folder of our own: others may do the same now.
+  if not os.path.exists(folder):
+    os.makedirs(cache, exist_ok=True)
+    mine = tempfile.mkdtemp(suffix=".tmp", dir=cache)
+    try:
+      bucket.get_all(stored, os.path.join(mine, os.path.basename(address)))
+      os.rename(mine, folder)
+    except OSError:
+      if not os.path.exists(folder):  # else another was quicker
+        raise
+    finally:
+      shutil.rmtree(mine, ignore_errors=True)
+  return copy + pattern

@@ -1,0 +1,198 @@
+"""One run at a time works on a bucket's workdir: the second is refused by name.
+
+A lease is an object of its own, `.lease/000001`, the next one `.lease/000002`: each is
+created where there is none (`ifGenerationMatch=0`, `If-None-Match: *`), so of several
+who want it one gets it, and the highest number holds. Its owner writes it anew every
+few seconds. Who comes second watches: an owner that writes is alive, and the second is
+refused; of one that has been silent for long enough the next number is taken. Nobody's
+clock is compared with another's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from coa_jax.runtime.bucket.objects import Bucket, BucketError
+from coa_jax.runtime.json_io import parse_object, shown
+from coa_jax.runtime.lock import InUseError
+
+FOLDER = ".lease"
+BEAT_S = 10.0
+SILENT_S = 60.0  # after which an owner counts as dead
+_MOST_BYTES = 10_000  # of a lease
+_log = logging.getLogger(__name__)
+
+
+class Lease:
+  """The right to write below an address; use as a context manager."""
+
+  def __init__(
+    self, bucket: Bucket, beat_s: float = BEAT_S, silent_s: float = SILENT_S
+  ):
+    """Takes nothing yet.
+
+    Args:
+      bucket: whose address is held.
+      beat_s: seconds from one sign of life to the next.
+      silent_s: seconds after which another one's silence is its end; several times
+        `beat_s`.
+    """
+    self._bucket = bucket
+    self._beat_s = beat_s
+    self._silent_s = silent_s
+    self.number = 0  # of this lease: the epoch of what is written under it
+    self._beat = 0
+    # Whoever asks gets an answer that nobody else could have written.
+    self._value = {
+      "owner": f"process {os.getpid()} on {platform.node()}",
+      "token": secrets.token_hex(8),
+    }
+    self._ended = threading.Event()
+    self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
+
+  def __enter__(self) -> Lease:
+    """Takes it.
+
+    Raises:
+      InUseError: another run is alive there.
+      BucketError: there is no such bucket, or we may not write there.
+    """
+    try:
+      self._take()
+    except FileNotFoundError as e:
+      raise BucketError(f"{self._bucket.uri}: there is no such bucket ({e})") from e
+    self._thread.start()
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self._ended.set()
+    self._thread.join()
+    try:
+      # Written, not deleted: numbers only grow.
+      self._bucket.write(_name(self.number), self._say(released=True))
+    except BucketError as e:
+      _log.warning("%s; the next run there waits %g s", e, self._silent_s)
+
+  def _take(self) -> None:
+    seen = None
+    since = 0.0
+    while True:
+      # --- Who has it?
+      stored = self._bucket.list(FOLDER)
+      newest = newest_of(stored)
+      name = _name(newest)
+      held = None
+      if newest and stored[name].size > _MOST_BYTES:
+        raise self._odd(name, f"it has {stored[name].size:,} bytes")
+      if newest:
+        held = self._bucket.read(name)
+      value = self._parsed(held, name) if held is not None else {"released": True}
+
+      # --- Somebody: alive if it writes.
+      if not value.get("released"):
+        if seen is None:
+          _log.warning(
+            "%s: held by %s; waiting up to %g s to see whether it is alive",
+            self._bucket.uri,
+            value["owner"],
+            self._silent_s,
+          )
+        elif held != seen:
+          raise InUseError(
+            f"{self._bucket.uri}: {value['owner']} works there. Wait until it ends, "
+            "stop it, or choose another workdir"
+          )
+        if held != seen:
+          seen = held
+          since = time.monotonic()
+        if time.monotonic() - since < self._silent_s:
+          time.sleep(min(self._beat_s, self._silent_s) / 4)
+          continue
+
+      # --- Nobody, or nobody alive: the next number, unless another one is quicker.
+      if self._bucket.create(_name(newest + 1), self._say()):
+        self.number = newest + 1
+        for name in self._bucket.list(FOLDER):
+          if 0 < newest_of([name]) < self.number:
+            self._bucket.delete(name)
+        return
+
+  def _live(self) -> None:
+    while not self._ended.wait(self._beat_s):
+      try:
+        if newest_of(self._bucket.list(FOLDER)) != self.number:
+          return  # the next push says so to the run
+        self._bucket.write(_name(self.number), self._say())
+      except Exception as e:  # whatever it is, the next beat may pass
+        _log.warning("%s", e)
+
+  def _parsed(self, held: bytes, name: str) -> dict[str, Any]:
+    """What a lease says; anybody may have written it."""
+    try:
+      value = parse_object(held, "it")
+    except ValueError as e:
+      raise self._odd(name, str(e)) from None
+    owner = value.get("owner")
+    if not isinstance(owner, str) or not owner.isprintable() or len(owner) > 300:
+      raise self._odd(name, f"its owner is {shown(owner)}")
+    return value
+
+  def _odd(self, name: str, why: str) -> BucketError:
+    return BucketError(
+      f"{self._bucket.uri}/{name}: is not the lease of a run ({why}); delete it, once "
+      "no run works there"
+    )
+
+  def _say(self, **more: Any) -> bytes:
+    self._beat += 1
+    return json.dumps({**self._value, "beat": self._beat, **more}).encode()
+
+
+def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> None:
+  """Refuses to write for a run that another one has taken over from.
+
+  Args:
+    bucket: whose address is held.
+    number: of the run's lease.
+    names: of objects there, where they were just listed.
+
+  Raises:
+    InUseError: there is a newer lease.
+    BucketError: it can not be read.
+  """
+  if names is None:
+    names = bucket.list(FOLDER)
+  if newest_of(names) != number:
+    raise InUseError(
+      f"{bucket.uri}: another run took over, since this one was silent for "
+      f"{SILENT_S:g} s; it goes on from the last checkpoint there"
+    )
+
+
+def newest_of(names: Iterable[str]) -> int:
+  """The highest number among the names of leases; 0 where there is none.
+
+  Args:
+    names: of objects, below the address that is held; others than leases do not count.
+  """
+  found = (re.fullmatch(rf"{FOLDER}/([0-9]{{6,15}})", name) for name in names)
+  return max((int(m[1]) for m in found if m and _name(int(m[1])) == m[0]), default=0)
+
+
+def _name(number: int) -> str:
+  return f"{FOLDER}/{number:06d}"

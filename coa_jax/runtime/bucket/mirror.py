@@ -1,0 +1,315 @@
+"""A workdir in a bucket: a local folder, fetched at the start and pushed as it grows.
+
+All code works in the local folder, as in any other. What is in the bucket is true up to
+the last checkpoint that was sealed there, and what lies after it is void, as on a disk:
+
+* at the start everything is fetched, whatever the local folder held before;
+* when a checkpoint is sealed (`push`), every file that is new or has changed is
+  written, the proof of the checkpoint last;
+* in between, every minute, so that progress can be seen.
+
+So every file in the bucket is at least as new as the checkpoint there, and a checkpoint
+without its proof does not count.
+
+A run that was stopped for a while may have lost the lease without knowing. So each push
+begins with a list of all objects: it shows whether the lease is still ours, and every
+write and delete of the push holds only for an object that is as it was listed. What the
+run that took over has written since is not overwritten; what a late write puts in
+between its writes, its next push sees in the list and mends.
+
+Of several processes each has a local folder, in which it writes what is its own; the
+first one holds the lease. Their checkpoints are no part of the mirror: each writes its
+share of them straight to the bucket, in a folder with the lease's number in its name
+(`learner.bucket_steps`).
+
+budget: what is fetched, fenced, pushed and deleted is one promise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+
+from coa_jax.runtime.bucket import lease
+from coa_jax.runtime.bucket.objects import Bucket, BucketError, at_once
+from coa_jax.runtime.lock import FILE as LOCK_FILE
+from coa_jax.runtime.lock import InUseError, hold
+
+CHECKPOINTS = "checkpoints"
+PROOF = "manifest.json"  # of a checkpoint: learner.manifest
+PUSH_EVERY_S = 60.0
+_TRIES = 5  # of a push that a late write came between
+# What any process may need of the others: with another number of processes than before
+# one joins the log, and plays what another one played.
+_OF_OTHERS = re.compile(
+  r"metrics\.jsonl|config\.json|(process_\d+/)?(verdicts\.jsonl|tool_calls/[^/]+)"
+)
+_OPEN: list[Mirror] = []
+_log = logging.getLogger(__name__)
+
+Stamp = tuple[int, int, int]  # of a file: size, time of its last change, inode
+
+
+class Mirror:
+  """A local folder and the address that it stands for; use as a context manager."""
+
+  def __init__(
+    self,
+    uri: str,
+    scratch: str,
+    process: int = 0,
+    processes: int = 1,
+    epoch: int = 0,
+  ):
+    """Fetches nothing yet.
+
+    Args:
+      uri: of the workdir in the bucket.
+      scratch: a folder on this machine's disk; the local folder is made in it.
+      process: which one of `processes` this is; all but the first write into
+        `process_N` of the workdir.
+      processes: that work in it together.
+      epoch: the number of the first process's lease, where this is another one.
+
+    Raises:
+      BucketError: the scheme is unknown, or its library is missing.
+    """
+    self.bucket = Bucket(uri)
+    self._process = process
+    self._has_checkpoints = processes == 1
+    digest = hashlib.sha256(self.bucket.uri.encode()).hexdigest()[:16]
+    # Of each run a folder of its own: one that was stopped may go on in its.
+    self._place = os.path.join(os.path.abspath(scratch), f"{digest}.{process}")
+    self.folder = ""
+    self.epoch = epoch
+    self._lease = None
+    if process == 0:
+      self._lease = lease.Lease(self.bucket, lease.BEAT_S, lease.SILENT_S)
+    self._lock = threading.Lock()
+    self._pushed: dict[str, Stamp | None] = {}  # None: there, but not as it is here
+    self._tags: dict[str, str] = {}  # of objects that nobody has written since
+    self._checked = 0.0  # when the lease was last seen to be ours
+    self._ended = threading.Event()
+    self._thread = threading.Thread(target=self._live, name="mirror", daemon=True)
+
+  def __enter__(self) -> Mirror:
+    """Takes the address, and fetches what is there.
+
+    Raises:
+      InUseError: another run works there.
+      BucketError: it can not be read or written.
+    """
+    with contextlib.ExitStack() as stack:
+      if self._lease:
+        self.epoch = stack.enter_context(self._lease).number
+      stack.enter_context(self._own_folder())
+      self._fetch()
+      self._held = stack.pop_all()
+    self._thread.start()
+    _OPEN.append(self)
+    return self
+
+  def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    _OPEN.remove(self)
+    self._ended.set()
+    self._thread.join()
+    try:
+      self.push()
+      # All of it is there; the next start would not read it.
+      shutil.rmtree(self.folder, ignore_errors=True)
+    except (BucketError, InUseError) as e:
+      if error is None:
+        raise
+      if not isinstance(error, InUseError):  # what ended the run is raised already
+        _log.warning("%s", e)
+    finally:
+      self._held.close()
+
+  def push(self) -> None:
+    """Writes what is new or has changed since the last time, and deletes what is gone.
+
+    Proofs are written after, and deleted before, what they prove.
+
+    Raises:
+      InUseError: another run has taken over.
+      BucketError: it can not be written.
+    """
+    with self._lock:
+      for _ in range(_TRIES):
+        try:
+          return self._push()
+        except FileExistsError as e:
+          # Whoever it was: the next list says whether the lease is still ours.
+          error = e
+      raise BucketError(f"{self.bucket.uri}: somebody else writes there") from error
+
+  def check(self) -> None:
+    """Raises InUseError where another run has taken over."""
+    lease.check(self.bucket, self.epoch)
+    self._checked = time.monotonic()
+
+  def bucket_below(self, path: str) -> Bucket:
+    """The address that a local path in the folder stands for."""
+    return Bucket(f"{self.bucket.uri}/{os.path.relpath(path, self.folder)}")
+
+  def _push(self) -> None:
+    # --- What is there, and whose it is.
+    began = time.monotonic()
+    stored = self.bucket.list()
+    lease.check(self.bucket, self.epoch, stored)
+    self._checked = began
+
+    # --- What differs here, and what somebody has written since we did.
+    files = self._files()
+    changed = set()
+    for name, stamp in files.items():
+      there = stored.get(name)
+      is_same = there and there.tag == self._tags.setdefault(name, there.tag)
+      if self._pushed.get(name) != stamp or not is_same:
+        changed.add(name)
+
+    def put(name: str) -> None:
+      self._check_lately()
+      path = os.path.join(self.folder, name)
+      try:
+        self.bucket.put(path, name, stored.get(name))
+      except FileNotFoundError:
+        if os.path.exists(path):
+          raise
+        return  # it was deleted since it was listed; the next time says so
+      self._tags.pop(name, None)  # the next list has it
+      self._pushed[name] = files[name]
+
+    proofs = {n for n in changed if _is_proof(n)}
+    at_once(put, changed - proofs)
+    at_once(put, proofs)
+
+    # --- What is gone, and checkpoints that are not ours.
+    gone = {n for n in stored if n not in files and self._may_delete(n)}
+    for name in sorted(gone, key=_is_proof, reverse=True):
+      self._check_lately()
+      self.bucket.delete(name, stored[name])
+    self._pushed = dict(files)
+
+  def _may_delete(self, name: str) -> bool:
+    return name in self._pushed or (self._is_ours(name) and _step(name) is not None)
+
+  def _check_lately(self) -> None:
+    """Raises InUseError where another run has taken over: asks after a while only."""
+    if time.monotonic() - self._checked > lease.SILENT_S / 2:
+      self.check()
+
+  @contextlib.contextmanager
+  def _own_folder(self) -> Iterator[None]:
+    """Makes the local folder, and deletes those that a kill left."""
+    for left in glob.glob(f"{glob.escape(self._place)}.*"):
+      with contextlib.suppress(InUseError), hold(left):
+        shutil.rmtree(left)
+    place = f"{self._place}.{self.epoch}"
+    with hold(place):
+      # Its name is the run's, in titles and elsewhere.
+      self.folder = os.path.join(place, os.path.basename(self.bucket.uri))
+      os.makedirs(self.folder)
+      try:
+        yield
+      except BaseException:  # it could not be fetched
+        shutil.rmtree(self.folder, ignore_errors=True)
+        raise
+
+  def _fetch(self) -> None:
+    """Makes the local folder what the bucket holds."""
+    every = self.bucket.list()
+    stored = {name: each for name, each in every.items() if self._is_ours(name)}
+    # What a kill left of a checkpoint never counts again, whatever is written late.
+    proven = {_step(name) for name in stored if _is_proof(name)}
+    void = [n for n in stored if _step(n) is not None and _step(n) not in proven]
+    at_once(lambda name: self.bucket.delete(name, stored[name]), void)
+    wanted = {n: each for n, each in stored.items() if n not in void}
+    self.bucket.get_all(wanted, self.folder)
+    self._pushed = {**dict.fromkeys(wanted), **self._files()}
+    self._tags = {name: each.tag for name, each in wanted.items()}
+    others = every.keys() - stored.keys()
+    needed = {n: every[n] for n in others if _OF_OTHERS.fullmatch(n)}
+    self.bucket.get_all(needed, self.folder)
+
+  def _files(self) -> dict[str, Stamp]:
+    """All files that belong there, with what tells of a change."""
+    out = {}
+    for parent, folders, names in os.walk(self.folder):
+      inside = os.path.relpath(parent, self.folder)
+      # --- What is being written, and checkpoints that nothing proves.
+      folders[:] = [name for name in folders if not name.endswith(".tmp")]
+      if inside == CHECKPOINTS:
+        folders[:] = [
+          name for name in folders if os.path.exists(os.path.join(parent, name, PROOF))
+        ]
+      for name in names:
+        if name == LOCK_FILE or name.endswith(".tmp"):
+          continue
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+          stat = os.stat(os.path.join(parent, name))
+          key = os.path.normpath(os.path.join(inside, name))
+          if self._is_ours(key):
+            out[key] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    return out
+
+  def _is_ours(self, name: str) -> bool:
+    """Whether it is this process that fetches and pushes a file."""
+    folders = name.split("/")[:-1]
+    first = name.split("/")[0]
+    # Parts of a workdir that others work in have leases of their own.
+    if lease.FOLDER in folders or (first == CHECKPOINTS and not self._has_checkpoints):
+      return False
+    other = re.fullmatch(r"process_(\d+)", first)
+    return (int(other[1]) if other else 0) == self._process
+
+  def _live(self) -> None:
+    while not self._ended.wait(PUSH_EVERY_S):
+      try:
+        self.push()
+      except (BucketError, InUseError, OSError) as e:
+        # The next checkpoint's push raises it, if it lasts.
+        _log.warning("%s", e)
+        if isinstance(e, InUseError):
+          return
+
+
+def push(path: str) -> None:
+  """Pushes the workdir that a path lies in; nothing where it is no mirror's."""
+  if mirror := of(path):
+    mirror.push()
+
+
+def of(path: str) -> Mirror | None:
+  """The mirror that a local path lies in; None where it is no mirror's."""
+  for mirror in _OPEN:
+    if os.path.abspath(path).startswith(mirror.folder + os.sep):
+      return mirror
+  return None
+
+
+@contextlib.contextmanager
+def opened(
+  uri: str, scratch: str, process: int = 0, processes: int = 1, epoch: int = 0
+) -> Iterator[str]:
+  """Yields the local folder of a workdir in a bucket; see `Mirror`."""
+  with Mirror(uri, scratch, process, processes, epoch) as mirror:
+    yield mirror.folder
+
+
+def _step(name: str) -> str | None:
+  """The folder of the checkpoint that a file belongs to; None for any other file."""
+  match = re.match(rf"({CHECKPOINTS}/[^/]+)/", name)
+  return match[1] if match else None
+
+
+def _is_proof(name: str) -> bool:
+  return os.path.basename(name) == PROOF

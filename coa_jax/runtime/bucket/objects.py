@@ -1,0 +1,383 @@
+"""The objects below one address of a bucket, gs:// or s3://, through fsspec.
+
+An object is written whole or not at all; nothing is ever appended to one (gcsfs would
+overwrite it). Faults that pass - a 503, a connection that breaks off - are tried again;
+what stays is a `BucketError` of one line. A store that does not answer at all when it
+is first used is refused within seconds.
+
+budget: all that is asked of a store, and how it may fail.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import http.client
+import logging
+import os
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import fsspec
+import fsspec.asyn
+
+from coa_jax.runtime.names import check_name, check_names, path_below
+
+_EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme -> extra of pyproject.toml
+_TRIES = 6
+_FIRST_WAIT_S = 0.2  # doubled from one try to the next
+_PATIENCE_S = 300.0  # after which none is begun: the libraries try again, too
+_SILENT_S = 120.0  # of a store that has been asked, after which a request has failed
+_REACH_S = 10.0  # in which a store answers when it is first used
+_WHOLE = 1 << 26  # bytes that are read at once: a file that grows meanwhile is no fault
+_THREADS = 8
+_REACHED: set[str] = set()  # endpoints that have answered this process
+# Requests of S3 after which an object is another one.
+_ENDS_OF_S3 = ("put_object", "complete_multipart_upload", "delete_object")
+
+
+class BucketError(ValueError):
+  """A bucket can not be used; the message names the address and what is wrong."""
+
+
+def is_uri(path: str) -> bool:
+  """Says whether a path is an address, of a bucket or of anything else."""
+  return "://" in path
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """What a bucket says of an object.
+
+  Attributes:
+    size: in bytes.
+    tag: another one whenever the object is written.
+  """
+
+  size: int
+  tag: str
+
+
+class Bucket:
+  """The objects below one address; names are relative to it."""
+
+  def __init__(self, uri: str):
+    """Asks whether the store answers, once for each store; opens nothing yet.
+
+    Raises:
+      BucketError: the scheme is unknown, its library is not installed, or the store
+        can not be reached.
+      ValueError: a part of the address is no name.
+    """
+    scheme, _, path = uri.partition("://")
+    self.uri = f"{scheme}://{path.strip('/')}"
+    self._root = path.strip("/")
+    if scheme not in _EXTRAS or not self._root:
+      raise BucketError(f"{uri}: accepted: gs://BUCKET/PATH, s3://BUCKET/PATH, a path")
+    check_name(self._root, uri)
+    began = time.monotonic()
+    try:
+      # No cache of listings: other processes write there, too.
+      self._fs = fsspec.filesystem(
+        scheme, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme)
+      )
+    except ImportError as e:
+      extra = _EXTRAS[scheme]
+      raise BucketError(
+        f"{uri}: {scheme}:// needs extra {extra!r}: pip install -e '.[{extra}]'"
+      ) from e
+    except Exception as e:  # whatever the search for credentials raises
+      raise self._fault(e) from e
+    # They tell of every fault that they raise as well, with its traceback.
+    for name in ("gcsfs", "google.auth"):
+      logging.getLogger(name).setLevel(logging.CRITICAL)
+    self._reach(began)
+
+  def list(self, below: str = "") -> dict[str, Stored]:
+    """Lists all objects, by name; an object at the very address is called "".
+
+    Args:
+      below: only those in this folder.
+    """
+    try:
+      found = self._tried(self._fs.find, self._path(below), detail=True)
+    except FileNotFoundError as e:
+      raise BucketError(f"{self.uri}: there is no such bucket ({e})") from e
+    out = {}
+    for path, details in sorted(found.items()):
+      tag = details.get("generation") or details.get("ETag") or details.get("etag")
+      name = path.removeprefix(self._root).removeprefix("/")
+      if not path.endswith("/"):  # what some tools write for an empty folder
+        out[name] = Stored(int(details["size"]), str(tag))
+    return out
+
+  def read(self, name: str) -> bytes | None:
+    """Reads an object; None where there is none."""
+    try:
+      return self._tried(self._fs.cat_file, self._path(name))
+    except FileNotFoundError:
+      return None
+
+  def write(self, name: str, data: bytes) -> None:
+    """Writes an object, over one that is there."""
+    self._tried(self._fs.pipe_file, self._path(name), data)
+
+  def create(self, name: str, data: bytes) -> bool:
+    """Writes an object unless there is one: of several who try, one does.
+
+    Args:
+      name: of the object.
+      data: no two who try have the same.
+    """
+    try:
+      self._tried(self._fs.pipe_file, self._path(name), data, mode="create")
+    except FileExistsError:
+      # Ours, where the answer to an earlier try was lost.
+      return self.read(name) == data
+    return True
+
+  def delete(self, name: str, seen: Stored | None = None) -> None:
+    """Deletes an object; one that is not there is no fault.
+
+    Args:
+      name: of the object.
+      seen: what it must still be; None deletes it whatever it is.
+
+    Raises:
+      FileExistsError: it is another one than was seen.
+    """
+    fs = _IfSeen(self._fs, seen) if seen else self._fs
+    with contextlib.suppress(FileNotFoundError):
+      self._tried(fs.rm_file, self._path(name))
+
+  def put(self, path: str, name: str, seen: Stored | bool | None = True) -> None:
+    """Writes a file to an object, as it is now.
+
+    Args:
+      path: of the file.
+      name: of the object.
+      seen: what the object must still be, None for one that is not there; True writes
+        over any.
+
+    Raises:
+      FileExistsError: it is another one than was seen.
+    """
+    fs = self._fs if seen is True else _IfSeen(self._fs, seen)
+
+    def write_in_pieces() -> None:
+      try:
+        fs.put_file(path, self._path(name))
+      except FileNotFoundError as e:
+        if not os.path.exists(path):
+          raise
+        # A store may lose what it had of the pieces.
+        raise ConnectionError(f"the upload of {name} was lost") from e
+
+    if os.path.getsize(path) > _WHOLE:
+      self._tried(write_in_pieces)
+      return
+    with open(path, "rb") as f:
+      self._tried(fs.pipe_file, self._path(name), f.read())
+
+  def get_all(self, objects: Mapping[str, Stored], folder: str) -> None:
+    """Reads objects to files below a folder, which is this process's alone.
+
+    Args:
+      objects: by name; one that is called "" becomes the file `folder` itself.
+      folder: of the files; it is made.
+
+    Raises:
+      ValueError: a name leads out of the folder, or two can not both be files.
+    """
+    check_names(filter(None, objects), self.uri)
+    if "" in objects and len(objects) > 1:
+      raise BucketError(f"{self.uri}: is an object and a folder of objects")
+
+    def get(name: str) -> None:
+      path = path_below(folder, name, self.uri) if name else folder
+      self.get(name, path, objects[name].size)
+
+    at_once(get, objects)
+
+  def get(self, name: str, path: str, size: int) -> None:
+    """Reads an object to a file; see `get_all` for names that others chose.
+
+    Args:
+      name: of the object.
+      path: of the file; folders above are made.
+      size: that it must have.
+    """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+
+    def read() -> None:
+      self._fs.get_file(self._path(name), path)
+      if os.path.getsize(path) != size:
+        raise EOFError(f"{os.path.getsize(path)} of {size} bytes came")
+
+    self._tried(read)
+
+  def _path(self, name: str) -> str:
+    return f"{self._root}/{name}" if name else self._root
+
+  def _tried(self, do: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Does it, again where a fault may pass.
+
+    Raises:
+      FileNotFoundError, FileExistsError: of the object.
+      BucketError: it can not be done.
+    """
+    began = time.monotonic()
+    for attempt in range(_TRIES):
+      try:
+        return do(*args, **named)
+      except (FileNotFoundError, FileExistsError):
+        raise
+      except Exception as e:  # each library has errors of its own
+        if "PreconditionFailed" in repr(e.__cause__):
+          raise FileExistsError(f"{self.uri}: an object was changed") from e
+        late = time.monotonic() - began > _PATIENCE_S
+        if late or attempt + 1 == _TRIES or _is_final(e):
+          raise self._fault(e) from e
+        time.sleep(_FIRST_WAIT_S * 2**attempt)
+    raise AssertionError("unreachable")
+
+  def _reach(self, began: float) -> None:
+    """Raises BucketError unless something answers at the store's endpoint, in time.
+
+    The libraries would try for minutes. Any answer will do: it is asked for nothing.
+
+    Args:
+      began: when the client was made, which took its time to look for credentials.
+    """
+    if "gcs" in self._fs.protocol:
+      endpoint = self._fs._location
+    else:
+      endpoint = self._tried(self._fs.connect).meta.endpoint_url
+    if endpoint in _REACHED:
+      return
+    said = ["it does not answer"]  # at last "" once it has answered, else why not
+    end = max(began + _REACH_S, time.monotonic() + 2)
+
+    def ask() -> None:
+      while said[-1] and time.monotonic() < end:
+        said.append(_ask(endpoint, _REACH_S / 2))
+        time.sleep(0.2 if said[-1] else 0)
+
+    # In a thread: nothing bounds how long a name server takes.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(end - time.monotonic())
+    if said[-1]:
+      raise BucketError(
+        f"{self.uri}: no store can be reached at {endpoint} ({said[-1]})"
+      )
+    _REACHED.add(endpoint)
+
+  def _fault(self, error: Exception) -> BucketError:
+    return BucketError(f"{self.uri}: {str(error) or type(error).__name__}")
+
+
+class _IfSeen:
+  """A client whose uploads and deletes hold only for an object as it was seen.
+
+  gcsfs and s3fs know the condition that there is none; stores know any.
+  """
+
+  def __init__(self, fs: Any, seen: Stored | None):
+    """Takes the client, and what the object is: None for one that is not there."""
+    self._fs = fs
+    self._seen = seen
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._fs, name)
+
+  def put_file(self, path: str, to: str) -> None:
+    """As the client's."""
+    fsspec.asyn.sync(self._fs.loop, self._method("_put_file"), self, path, to)
+
+  def pipe_file(self, to: str, data: bytes) -> None:
+    """As the client's."""
+    fsspec.asyn.sync(self._fs.loop, self._method("_pipe_file"), self, to, data)
+
+  def rm_file(self, path: str) -> None:
+    """As the client's."""
+    fsspec.asyn.sync(self._fs.loop, self._method("_rm_file"), self, path)
+
+  def _method(self, name: str) -> Callable[..., Any]:
+    """The client's own coroutine, which asks `self` for each request."""
+    if "gcs" in self._fs.protocol:
+      import gcsfs.core  # not what is derived from it for other kinds of buckets
+
+      return getattr(gcsfs.core.GCSFileSystem, name)
+    return getattr(type(self._fs), name)
+
+  async def _call(self, method: str, path: str, *args: Any, **named: Any) -> Any:
+    """A request of gcsfs; pieces of an upload go where its first request said."""
+    if "upload_id=" not in path:
+      named["ifGenerationMatch"] = self._seen.tag if self._seen else "0"
+    return await self._fs._call(method, path, *args, **named)
+
+  async def _call_s3(self, method: str, *args: Any, **named: Any) -> Any:
+    """A request of s3fs."""
+    if method in _ENDS_OF_S3:
+      named |= {"IfMatch": self._seen.tag} if self._seen else {"IfNoneMatch": "*"}
+    return await self._fs._call_s3(method, *args, **named)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+  """Takes a redirect for an answer."""
+
+  def redirect_request(self, *unused: Any) -> None:
+    """Follows none."""
+
+
+def _ask(endpoint: str, seconds: float) -> str:
+  """Asks an endpoint once; "" where anything answers, else why not."""
+  # Whether a certificate is to be trusted is for the client to say.
+  context = ssl.create_default_context()
+  context.check_hostname = False
+  context.verify_mode = ssl.CERT_NONE
+  handler = urllib.request.HTTPSHandler(context=context)
+  try:
+    opener = urllib.request.build_opener(_NoRedirect, handler)
+    opener.open(endpoint, timeout=seconds).close()
+  except urllib.error.HTTPError:
+    return ""
+  except urllib.error.URLError as e:
+    return str(getattr(e.reason, "strerror", "") or e.reason)
+  except (OSError, ValueError, http.client.HTTPException) as e:
+    return str(e) or type(e).__name__
+  return ""
+
+
+def _timeouts(scheme: str) -> dict[str, Any]:
+  """Options of a client that waits for a silent store, and not for ever.
+
+  By themselves gcsfs waits without end, and s3fs for 15 s: a store may take longer to
+  put an object of gigabytes together.
+  """
+  if scheme == "s3":
+    return {"config_kwargs": {"read_timeout": _SILENT_S}}
+  import aiohttp  # gcsfs's own way to ask
+
+  # Not for the whole of a request: an object may be of any size.
+  timeout = aiohttp.ClientTimeout(sock_connect=_SILENT_S, sock_read=_SILENT_S)
+  return {"requests_timeout": timeout}
+
+
+def _is_final(error: Exception) -> bool:
+  """Whether to try again is of no use: what is asked is not allowed."""
+  refused = isinstance(error, PermissionError) or str(error).startswith("Forbidden")
+  return refused or str(getattr(error, "code", "")) in ("400", "401", "403")
+
+
+def at_once(do: Callable[[Any], Any], items: Iterable[Any]) -> None:
+  """Does it of each item, several at a time; raises what went wrong first."""
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+    list(threads.map(do, items))

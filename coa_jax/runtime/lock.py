@@ -1,0 +1,167 @@
+"""One process at a time works in a workdir: who comes second is refused by name.
+
+The lock is POSIX's (`fcntl.lockf`). The kernel drops it when its process dies, by
+SIGKILL or a power cut too, and so does the server of an NFS, where it holds for all
+hosts. Unlike one of `flock` it is that process's alone: children that outlive it do not
+keep it. But closing any descriptor of the file would drop it, so a process opens the
+file once: `_HELD` knows which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import logging
+import os
+import platform
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from coa_jax.runtime.disk import kind_of_file
+from coa_jax.runtime.names import check_workdir
+
+FILE = ".lock"  # in a workdir
+_LOCKED = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_HELD: dict[str, int] = {}  # lock file -> the process: one that is forked holds nothing
+_GUARD = threading.Lock()
+_log = logging.getLogger(__name__)
+
+Journey = Callable[..., dict[str, Any]]
+
+
+class InUseError(ValueError):
+  """Another process works there; the message says where, who, and what to do."""
+
+
+def exclusive(
+  folder_of: Callable[[str], str] = lambda workdir: workdir,
+) -> Callable[[Journey], Journey]:
+  """Decorates `run(config, workdir)`: it holds the workdir while it runs.
+
+  Args:
+    folder_of: what is held of a workdir that several processes share by right.
+  """
+
+  def decorate(run: Journey) -> Journey:
+    @functools.wraps(run)
+    def alone(config: Any, workdir: str, *rest: Any, **named: Any) -> dict[str, Any]:
+      # Also while the config is read: two that begin at once are told apart here.
+      with hold(folder_of(workdir)):
+        return run(config, workdir, *rest, **named)
+
+    return alone
+
+  return decorate
+
+
+@contextlib.contextmanager
+def hold(workdir: str, file: str = FILE) -> Iterator[None]:
+  """Keeps all others out of a workdir, which is made where it is missing.
+
+  It is removed again where it was made here and nothing came of it. A file system that
+  knows no locks is named in the log, and nobody is kept out.
+
+  Args:
+    workdir: a folder.
+    file: the lock's name in it: several may be held in a folder for its parts.
+
+  Raises:
+    InUseError: another process, or another journey of this one, works there.
+    OSError: the lock's file can not be written.
+    ValueError: something other than a regular file has the lock's name, or the
+      folder's name is not UTF-8.
+  """
+  # --- Lock it. A lock of POSIX keeps out other processes only; _HELD this one's own.
+  check_workdir(workdir)
+  path = os.path.join(os.path.realpath(workdir), file)
+  with _GUARD:
+    if _HELD.get(path) == os.getpid():
+      raise _in_use(path, _this())
+    is_new = not os.path.exists(workdir)  # before the lock's file makes it
+    fd = _open_locked(path)
+    _HELD[path] = os.getpid()
+  try:
+    yield
+  finally:
+    # --- Let it go; of a folder that was made for nothing, nothing is left.
+    with _GUARD:
+      mine = _HELD.pop(path) == os.getpid()
+      with contextlib.suppress(OSError):  # others may be at work there, or remove it
+        # A child that was forked meanwhile leaves the folder to its parent.
+        if mine and is_new and os.listdir(workdir) == [file]:
+          os.remove(path)
+          os.rmdir(workdir)
+      os.close(fd)
+
+
+def _open_locked(path: str) -> int:
+  """Opens and locks the file, and writes into it who did; returns its descriptor."""
+  while True:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    fd = _open(path)
+    try:
+      _lock(fd, path)
+      # Written is a file that has no other name: another one could be anybody's.
+      if os.fstat(fd).st_nlink > 1:
+        os.remove(path)
+      # Who held it may have removed it since it was opened.
+      if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(fd)):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, _this().encode() + b"\n", 0)
+        os.fsync(fd)  # for other hosts
+        return fd
+    except BaseException:
+      os.close(fd)
+      raise
+    os.close(fd)  # of a file that is gone: try the one that took its place
+
+
+def _open(path: str) -> int:
+  """Opens a lock's file, which no link, FIFO or device can stand for."""
+  # Without waiting for a FIFO's other end.
+  flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+  try:
+    fd = os.open(path, flags, 0o644)
+    mode = os.fstat(fd).st_mode
+  except OSError as e:
+    if e.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+      raise
+    fd = -1
+    mode = os.lstat(path).st_mode
+  if not stat.S_ISREG(mode):
+    if fd >= 0:
+      os.close(fd)
+    raise ValueError(f"{path}: is {kind_of_file(mode)}, not a lock's file; remove it")
+  return fd
+
+
+def _lock(fd: int, path: str) -> None:
+  try:
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as e:
+    if e.errno in _LOCKED:
+      holder = os.pread(fd, 1000, 0).decode("utf-8", "replace").strip()
+      raise _in_use(path, holder or "another process") from None
+    if e.errno not in _NO_LOCKS:
+      raise
+    # Better no lock than no run: some network file systems have none.
+    folder = os.path.dirname(path)
+    message = "%s: the file system has no locks (%s); let nobody else work there"
+    _log.warning(message, folder, e.strerror)
+
+
+def _this() -> str:
+  return f"process {os.getpid()} on {platform.node()}"
+
+
+def _in_use(path: str, holder: str) -> InUseError:
+  return InUseError(
+    f"{os.path.dirname(path)}: {holder} works there. Wait until it ends, stop it, or "
+    "choose another workdir. The lock ends with its process; if that host is gone for "
+    f"good, delete {path}"
+  )

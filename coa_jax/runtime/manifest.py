@@ -1,0 +1,89 @@
+"""What the files of a folder were when they were written, so that damage is found.
+
+The SHA-256 of every file stands beside them, written last and atomically.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from coa_jax.runtime.disk import atomic_path, atomic_write, fsync_file
+from coa_jax.runtime.json_io import read_object
+from coa_jax.runtime.names import path_below
+
+MANIFEST = "manifest.json"
+TAG = "tag "  # in the place of a hash: what a bucket says of an object (bucket_steps)
+_log = logging.getLogger(__name__)
+
+
+def derive(folder: str, make: Callable[[str], None], source: str) -> None:
+  """Makes a folder, unless it is there and whole; it appears when it is complete.
+
+  Args:
+    folder: of data that can be made again at any time.
+    make: writes it to the path that it is given.
+    source: what it is made from, for the line that tells of damage.
+
+  Raises:
+    OSError: it can not be written.
+  """
+  # --- It is there: as it was written, or damaged since.
+  if os.path.exists(folder):
+    fault = fault_of(folder)
+    if not fault:
+      return
+    _log.warning("%s is damaged (%s); made anew from %s", folder, fault, source)
+    shutil.rmtree(folder)
+
+  # --- Make it.
+  with atomic_path(folder) as unfinished:
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process
+    make(unfinished)
+    write_manifest(unfinished)
+
+
+def write_manifest(folder: str) -> None:
+  """Writes the size and SHA-256 of every file of a folder, all of them on disk."""
+  # The manifest is written after this, so it does not name itself.
+  files = {}
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      path = os.path.join(parent, name)
+      fsync_file(path)  # else a power cut could leave the proof without the bytes
+      files[os.path.relpath(path, folder)] = _size_and_hash(path)
+  with atomic_write(os.path.join(folder, MANIFEST), fsync=True) as f:
+    json.dump(files, f, indent=1, sort_keys=True)
+
+
+def _size_and_hash(path: str) -> list[Any]:
+  with open(path, "rb") as f:
+    sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+  return [os.path.getsize(path), sha256]
+
+
+def fault_of(folder: str) -> str:
+  """Says in words what a folder lacks of its manifest; "" where it is whole."""
+  try:
+    files = read_object(os.path.join(folder, MANIFEST))
+    if not files:
+      return f"{MANIFEST} names no file"
+    for name, (size, sha256) in files.items():
+      path = path_below(folder, name, MANIFEST)
+      if not os.path.isfile(path):
+        return f"{name} is missing"
+      actual_size = os.path.getsize(path)
+      if actual_size != size:
+        return f"{name} has {actual_size} of {size} bytes"
+      _, actual_sha256 = _size_and_hash(path)
+      if actual_sha256 != sha256 and not sha256.startswith(TAG):
+        return f"{name} has other bytes than were written"
+  # It may be damaged itself, and then hold anything.
+  except (OSError, ValueError, TypeError, AttributeError) as e:
+    return f"{MANIFEST} can not be used: {e}"
+  return ""
