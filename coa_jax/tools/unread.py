@@ -42,7 +42,7 @@ def unread(config: ToolsConfig) -> Iterator[str]:
   wanted = {tag for tag in own_tags if TOOLS[tag].reads_corpus(config)}
   if config.corpus is not None and not wanted:
     yield f"tools.corpus is read by no tool of this run (tools.tools: {tags})"
-  defaults = ToolsConfig()
+  defaults = ToolsConfig(tools=())
   for name, readers in _READERS.items():
     changed = getattr(config, name) != getattr(defaults, name)
     if changed and not own_tags.intersection(readers):
