@@ -163,7 +163,8 @@ def sections() -> list[type]:
   """Every dataclass of the library that a config or a section is read into."""
   found = {}
   for module in pkgutil.walk_packages(coa_jax.__path__, "coa_jax."):
-    if "vllm" in module.name:  # what another environment loads
+    # vLLM's environment loads the one; the other's flags collide in one process.
+    if "vllm" in module.name or module.name.startswith("coa_jax.cli"):
       continue
     for value in vars(importlib.import_module(module.name)).values():
       named = isinstance(value, type) and value.__name__.endswith("Config")
