@@ -1,7 +1,7 @@
 """Multi-agent distillation: tasks -> team runs -> trajectories -> a filtered set.
 
 Writes into the workdir:
-  config.json          what was asked for, and the commit; written first
+  config.json          the config, and the commit; written first
   calls.jsonl          with backend "chat": every call of the model and of a tool, as it
                        came back: the log, and what an interrupted run goes on from
   runs.jsonl           every finished run, appended as it ends; in task order at the end
@@ -15,11 +15,10 @@ Writes into the workdir:
                        roles (before, after), git commit, sha256
   results.json         the figures
 
-An interrupted run goes on where it stopped when it is started again on the same
-workdir: no finished run and no call that was paid for is repeated, and everything but
-wall times comes out the same.
+An interrupted run resumes when started again on the same workdir: no finished run and
+no paid call is repeated, and everything except wall times is the same.
 
-budget: a journey is one page, from its config to its results.
+budget: a stage is one page, from its config to its results.
 """
 
 from __future__ import annotations
@@ -89,9 +88,9 @@ CALLS = "calls.jsonl"
 SELECTIONS = "selections.jsonl"
 VIOLATIONS = "violations.jsonl"
 MANIFEST = "manifest.json"
-# What a shard leaves behind, to be put together with that of the others.
+# A shard's outputs, to be merged with the others'.
 LOGS = (RUNS, CALLS)
-# A server may move, a limit of requests may show, while a run is under way.
+# A server may move, or a request limit appear, during a run.
 _ENDPOINT = (
   "base_url",
   "timeout_s",
@@ -114,16 +113,16 @@ class DistillConfig:
   """Config of distillation: its sections.
 
   Attributes:
-    tasks: what the team works on.
-    teacher: what plays the team, how many runs, in which dialect.
+    tasks: the team's tasks.
+    teacher: the team's backend, number of runs, and dialect.
     scripted: the script of `teacher.backend="scripted"`; None for its defaults.
     chat: the endpoint of `teacher.backend="chat"`.
-    tools: what answers the team's calls.
-    convert: how a run becomes a trajectory.
-    filters: which trajectories are kept.
+    tools: the team's tools.
+    convert: conversion of a run to a trajectory.
+    filters: conditions for keeping a trajectory.
     formats: copies in other tool formats.
-    reward: what a run earns: that of RL, without `shaping`.
-    violations: inspects what the filters keep; None for no inspection.
+    reward: a run's reward: as in RL, without `shaping`.
+    violations: inspects the kept trajectories; None for no inspection.
   """
 
   tasks: TasksConfig
@@ -138,7 +137,7 @@ class DistillConfig:
   violations: ViolationsConfig | None = None
 
   def __post_init__(self):
-    # A section that nothing reads would be a wish that nobody hears.
+    # An unread section would be silently ignored.
     backend = self.teacher.backend
     for name in ("scripted", "chat"):
       if getattr(self, name) is not None and name != backend:
@@ -158,7 +157,7 @@ class DistillConfig:
       )
 
   def violations_key(self, api_key: str | None) -> str | None:
-    """The key, unless it is that of another endpoint, which plays the team."""
+    """Returns the key, unless it belongs to another endpoint, the team's."""
     if self.chat is None or self.violations is None:
       return api_key
     if self.violations.base_url != self.chat.base_url:
@@ -179,28 +178,27 @@ def run(
 
   Args:
     config: as `DistillConfig` says.
-    workdir: where everything is written; holding an interrupted run of the same config
-      it is continued.
-    api_key: for the endpoint of backend "chat", and of `violations` where that is the
-      same or there is no such backend.
-    shard: has the team work on this part of the tasks only, into `LOGS`. The other
-      parts' logs beside them, the whole distillation goes on from there.
+    workdir: folder of all outputs; an interrupted run with the same config resumes.
+    api_key: for the endpoint of backend "chat", and of `violations` if it is the same
+      or there is no such backend.
+    shard: plays only this part of the tasks, into `LOGS`. With the other parts' logs
+      beside them, the whole distillation resumes from there.
 
   Returns:
-    What results.json holds.
+    The contents of results.json.
 
   Raises:
-    ConfigError: the config cannot be used, or the workdir holds a run of another one.
+    ConfigError: the config cannot be used, or the workdir holds another config's run.
     InfrastructureError: the endpoint or a tool keeps failing.
     RefusedError: the endpoint refuses the key, the URL or the model.
   """
-  # --- Read the config, and refuse what can not work, before anything is spent.
+  # --- Read the config, and refuse faults, before any cost.
   settings = read_config(config, DistillConfig)
   teacher = settings.teacher
   tasks = with_new_numbers(select_tasks(settings.tasks), teacher.new_numbers)
   say(describe_tasks(tasks))
   _check_host(teacher, tasks)
-  # The dialect that trajectories will speak, with the tools that answer here.
+  # The trajectories' dialect, with this run's tools.
   variant = get_variant(teacher.variant).with_tools(settings.tools.tool_descriptions)
   grader = Grader(settings.reward.kept_in(workdir))
   grader.check(tasks, 0)
@@ -212,16 +210,16 @@ def run(
   warn_unread(settings.tools)
   prepare_workdir(settings, workdir, may_change=_MAY_CHANGE, inputs=inputs)
 
-  # --- Have the team work on every task; the best of several runs may be chosen.
+  # --- Play every task with the team; the best of several runs may be chosen.
   runs = RunFile(os.path.join(workdir, RUNS))
   own_tasks = shard.of(tasks) if shard else tasks
   jobs = list(itertools.product(own_tasks, range(teacher.samples)))
-  bill = {}  # what the endpoint was asked, where there is one
+  bill = {}  # the endpoint's requests, if there is one
   with contextlib.ExitStack() as stack:
     stack.enter_context(grader)
     backends = _backends(settings, tasks, api_key, stack)
     toolbox = stack.enter_context(Toolbox(settings.tools))
-    # Calls of an endpoint are paid for: a run that was cut off goes on from those.
+    # Endpoint calls are paid for: an interrupted run resumes from them.
     journal = None
     if isinstance(backends[0], ChatBackend):
       journal = Journal(
@@ -241,7 +239,7 @@ def run(
     failed = _run_all(jobs, work, runs, workdir, teacher.workers, journal)
     if shard:
       return {"runs": len(jobs), "infrastructure": failed}
-    # In the order of the tasks, whichever ended first.
+    # In task order, not in order of completion.
     runs.sort([(task.id, sample) for task, sample in jobs])
     selections = _select_all(tasks, runs, backends[0], journal, workdir, teacher)
     if journal is not None:
@@ -253,13 +251,13 @@ def run(
   )
   before = plots.Statistics.of([t for _, t in pairs], tokens=False)
   filtered, funnel, inspected = _filtered(settings, variant, pairs, workdir, api_key)
-  # Copies of what was chosen, in other tool formats; they stand at the end.
+  # Copies of the chosen ones, in other tool formats; they come last.
   augmented = augmented_copies(filtered, variant, settings.formats)
   after = plots.Statistics.of(filtered, tokens=False)
   write_jsonl(os.path.join(workdir, TEACHER), costs)
   write_jsonl(os.path.join(workdir, TRAJECTORIES), [*filtered, *augmented])
 
-  # --- Count what every stage took and left.
+  # --- Count every step's input and output.
   counts = {
     "tasks": len(tasks),
     "runs": len(jobs),
@@ -316,7 +314,7 @@ def _run_one(
   """One run of the team, graded; calls of an interrupted run come from the journal."""
   backend = backends[sample]
   call = toolbox.call
-  # Between the team and what answers it: who replays, and who writes down.
+  # Between the team and its endpoint: replay, and the journal.
   if journal is not None:
     key = (task.id, sample)
     backend = journal.backend(backend, key)
@@ -351,7 +349,7 @@ def _filtered(
   workdir: str,
   api_key: str | None,
 ) -> tuple[list[Trajectory], dict[str, Any], dict[str, Any]]:
-  """The trajectories kept; the funnel; what an inspection of violations came to."""
+  """Returns the kept trajectories; the funnel; and the inspection's result."""
   apply = functools.partial(
     filter_trajectories, pairs, variant, grade_known, settings.filters
   )
@@ -410,15 +408,15 @@ def _run_all(
   workers: int,
   journal: Journal | None,
 ) -> int:
-  """Runs every job that is not in the file; returns how many infrastructure failed.
+  """Runs every job missing in the file; returns the number of infrastructure failures.
 
   budget: one loop of a pool, its progress and its ends.
 
   Raises:
     InfrastructureError: so many failed in a row that the others would, too.
   """
-  # --- Leave out what earlier starts have finished.
-  # Their rewards count in the progress that is shown.
+  # --- Leave out jobs finished by earlier starts. Their rewards count in the progress
+  # shown.
   todo: list[tuple[Task, int]] = []
   num_ended = 0
   total_reward = 0.0
@@ -440,7 +438,7 @@ def _run_all(
   try:
     with Metrics(workdir, stage="distill", total=len(jobs), unit="run") as metrics:
       while True:
-        # Not all at once: what has not begun need not be cancelled.
+        # Not all at once: unstarted jobs need no cancelling.
         for task, sample in itertools.islice(queue, 2 * workers - len(running)):
           running.add(pool.submit(work, task, sample))
         if not running:

@@ -57,9 +57,9 @@ from coa_jax.tools.unread import warn_unread
 
 Attempts = dict[tuple[int, int], Trajectory]  # by (the task's index, sample)
 _Look = Callable[[Sequence[Trajectory]], list[str]]
-_FIRST = 64  # attempts that are looked at for faults of the config
+_FIRST = 64  # attempts checked for faults in the config
 
-# What a shard leaves behind, to be put together with that of the others.
+# A shard's outputs, to be merged with the others'.
 LOGS = ("greedy.part.jsonl", "sampled.part.jsonl")
 
 
@@ -70,10 +70,10 @@ class EvalConfig:
   Attributes:
     greedy: True to play every task once at temperature 0.
     samples: further attempts per task at `temperature`; 3 or more for pass@3.
-    temperature: of those.
-    k: of pass@k (one of k samples is right) and of votes (the answer that most of k
-      samples give is right), each at most `samples`. A finished evaluation may be
-      scored again by others.
+    temperature: their temperature.
+    k: of pass@k (one of k samples is right) and of votes (the most frequent answer of k
+      samples is right), each at most `samples`. A finished evaluation may be scored
+      again with others.
   """
 
   greedy: bool = True
@@ -90,7 +90,7 @@ class EvalConfig:
         f"temperature is {self.temperature}; it must be above 0, `greedy` plays at 0"
       )
     for k in self.k:
-      # The default says nothing of how many samples there are.
+      # The default does not imply a number of samples.
       if k < 1 or (k > self.samples and self.k != scores.KS):
         if not self.samples:
           raise ValueError("samples is 0, so no k can be given: pass@k takes k samples")
@@ -105,13 +105,13 @@ class EvaluateConfig:
   Attributes:
     init: a model folder.
     tasks: to play.
-    model: how the folder is loaded.
-    mesh: how the devices are used.
-    rollout: how a trajectory is played.
-    vllm: the server that samples; None for our own sampler.
-    tools: what answers the calls.
-    reward: what an answer earns.
-    eval: how often a task is played.
+    model: loading options of the folder.
+    mesh: use of the devices.
+    rollout: options of playing a trajectory.
+    vllm: the sampling server; None for our own sampler.
+    tools: the model's tools.
+    reward: the reward of an answer.
+    eval: attempts per task.
   """
 
   init: str
@@ -141,30 +141,30 @@ def run(
 
   Args:
     config: as `EvaluateConfig` says.
-    workdir: where everything goes. No attempt that has ended there is played again:
-      each is in a file of its stage (`sampled.part.jsonl`) at once. Several processes
-      share it: each plays its part of the tasks and writes those attempts, all but the
-      first into folders of their own. All have the whole `results.json`.
-    shard: plays this part of the tasks only, into `LOGS`, and scores nothing. The
-      other parts' logs beside them, the whole evaluation goes on from there.
+    workdir: folder of all outputs. No finished attempt is played again: each is in a
+      file of its stage (`sampled.part.jsonl`) at once. Several processes share it: each
+      plays its part of the tasks and writes those attempts, all but the first into
+      their own folders. All have the whole `results.json`.
+    shard: plays this part of the tasks only, into `LOGS`, and scores nothing. With the
+      other parts' logs beside them, the whole evaluation resumes from there.
 
   Returns:
-    What `results.json` holds: the figures of `scores.summary`, the same by `by_source`
-    and `by_family` of the tasks, `usage` (sums over all attempts), and `dropped_tasks`,
-    whose prompts were too long: they are in no other figure.
+    The contents of `results.json`: the figures of `scores.summary`, the same by
+    `by_source` and `by_family` of the tasks, `usage` (sums over all attempts), and
+    `dropped_tasks`, with too long prompts: they are in no other figure.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
-      wrong with the config, the tasks or the model.
+    ConfigError, ValueError, FileNotFoundError: before any decoding, naming the fault of
+      the config, the tasks or the model.
     VllmError: the server can not be used; before any decoding, or when it is gone.
   """
-  # --- Read the config, and refuse what can not work.
+  # --- Read the config, and refuse faults.
   settings = read_config(config, EvaluateConfig)
   samples = settings.eval.samples
   tasks = select_tasks(settings.tasks)
   if is_first_process():
     say(describe_tasks(tasks))
-  # What the host holds in the end: every attempt of its own.
+  # The host's memory in the end: all its own attempts.
   fields = f"eval.samples={samples} of {len(tasks)} tasks"
   held = samples * len(tasks) * capacity.TRAJECTORY
   capacity.check_host({fields: held // jax.process_count()})
@@ -188,21 +188,21 @@ def run(
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
 
-  # --- Claim the workdir: it belongs to one config, and to what was read.
+  # --- Claim the workdir: it belongs to one config, and its inputs.
   inputs = {
     "tasks": hash_json(map(Task.to_json, tasks)),
     "tools.corpus": hash_files(settings.tools.corpus),
     "init": hash_files(settings.init, samples=16),
   }
-  # What was played is scored by any k.
+  # Attempts can be scored with any k.
   prepare_workdir(settings, workdir, may_change=("eval.k",), inputs=inputs)
 
   tags = settings.tools.tags
   look = functools.partial(_first_warnings, settings, tasks, tags, worker.grader)
 
-  # --- Play, greedily and at the temperature; what an earlier start played is there.
+  # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
   _, params = load_model(settings.init, settings.model, partitioner)
-  # A stage that is not played has no attempts.
+  # An unplayed stage has no attempts.
   played: dict[str, list[Trajectory]] = {"greedy": [], "sampled": []}
   with worker.grader, Toolbox(settings.tools) as toolbox, worker:
     play = functools.partial(
@@ -217,7 +217,7 @@ def run(
     )
     if settings.eval.greedy:
       played["greedy"] = play("greedy", samples=1, temperature=0.0, look=look)
-      look = None  # what the first stage shows is reported once
+      look = None  # the first stage's warnings are reported once
     if samples:
       temperature = settings.eval.temperature
       played["sampled"] = play(
@@ -227,7 +227,7 @@ def run(
   if shard:
     return {stage: len(attempts) for stage, attempts in played.items()}
 
-  # --- Score, what all processes have played.
+  # --- Score all processes' attempts.
   greedy = gather_scored(played["greedy"], tasks, tags)
   sampled = gather_scored(played["sampled"], tasks, tags)
   ks = settings.eval.k
@@ -251,14 +251,14 @@ def gather_scored(
   tasks: Sequence[Task],
   tools: Collection[str] = roles.TOOLS,
 ) -> list[scores.Scored]:
-  """Returns what the figures need of the attempts of all processes, by task and sample.
+  """Returns all processes' attempts, reduced for scoring, by task and sample.
 
   All processes have to call this. Of an attempt that two of them have, for there were
   fewer processes before, the first one's counts.
 
   Args:
     own: attempts of this process.
-    tasks: in the order in which they come out.
+    tasks: in output order.
     tools: as of `scores.malformed`.
   """
   rows = [dataclasses.asdict(scores.scored(t, tools)) for t in own]
@@ -328,18 +328,18 @@ def _play(
 
 
 class AttemptLog:
-  """The attempts of a stage that have ended, on disk as they end.
+  """A stage's finished attempts, on disk as they end.
 
   Attributes:
-    ended: those of interrupted starts. What the infrastructure ended is played again.
+    ended: interrupted starts' attempts. Infrastructure failures are played again.
   """
 
   def __init__(self, path: str, mine: Shard):
-    """Reads what is there; a line cut short by a kill is removed.
+    """Reads the file; a line cut short by a kill is removed.
 
     Args:
       path: of the file.
-      mine: the attempts that are played here; others are left where they are.
+      mine: the attempts played here; others are left in place.
     """
     self.ended: Attempts = {}
     self._mine = mine
@@ -362,8 +362,8 @@ class AttemptLog:
   def added(
     self, played: Iterator[tuple[int, Trajectory]]
   ) -> Iterator[tuple[int, Trajectory]]:
-    """What is played, each written as it ends."""
-    # On disk before anybody hears of it: a kill loses no attempt that was counted.
+    """Yields played attempts, each written as it ends."""
+    # On disk before it is reported: a kill loses no counted attempt.
     for task_index, trajectory in played:
       self._log.append([task_index, trajectory.to_json()])
       yield task_index, trajectory
@@ -393,7 +393,7 @@ def _first_warnings(
 
 
 def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
-  """What all attempts cost, whichever processes played them: sums of their usages."""
+  """Returns the cost of all processes' attempts: sums of their usages."""
   sums = {}
   for field in dataclasses.fields(Usage):
     sums[field.name] = sum(getattr(t.usage, field.name) for t in played)
@@ -401,7 +401,7 @@ def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
 
 
 def _parts(played: Sequence[scores.Scored]) -> dict[str, float]:
-  """The mean of every part of the rewards, over the attempts that have it."""
+  """Returns each reward part's mean, over the attempts with it."""
   # Parts differ by kind of task: a mean is over the attempts that have one.
   values: dict[str, list[float]] = {}
   for t in played:
@@ -430,7 +430,7 @@ def _ordered(
   with Metrics(workdir, stage, total, unit="trajectory", title=title) as metrics:
     for task_index, trajectory in attempts:
       played.append((task_index, trajectory.sample, trajectory))
-      # The infrastructure's failures are no wrong answers.
+      # Infrastructure failures are not wrong answers.
       num_right += trajectory.reward_parts.get("answer", 0.0)
       num_graded += trajectory.status != Status.INFRASTRUCTURE
       if len(played) % log_every == 0 or len(played) == total:

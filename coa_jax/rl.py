@@ -1,12 +1,12 @@
-"""Agentic RL: a policy plays tasks with real tools, and learns from what it earned.
+"""Agentic RL: a policy plays tasks with real tools, and learns from its rewards.
 
 By default GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling; section
-`algo` chooses (`learner/algorithms.py`). On-policy: each batch of rollouts is of the
-policy that learns from it, and is then thrown away. With
-`algo.sampling.staleness` rollouts go on while it learns, and tokens may be that many
-updates old (`rollout/collect.py`).
+`algo` chooses (`learner/algorithms.py`). On-policy: the learning policy plays each
+batch of rollouts, which is then discarded. With `algo.sampling.staleness` rollouts
+continue while it learns, and tokens may be that many updates old
+(`rollout/collect.py`).
 
-budget: a journey is one page, from its config to its results.
+budget: a stage is one page, from its config to its results.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.unread import warn_unread
 
-# Another mesh rounds sums otherwise, and changes nothing else.
+# Another mesh only changes the rounding of sums.
 _MAY_CHANGE = ("log", "watch", "mesh")
 
 
@@ -104,13 +104,13 @@ class AlgoConfig:
   """Config section `algo`.
 
   Attributes:
-    steps: batches of rollouts to learn from. A larger number extends the run of a
-      workdir where optim.schedule is constant and no curriculum is spread over it.
+    steps: batches of rollouts to learn from. A larger number extends a workdir's run if
+      optim.schedule is constant and no curriculum is spread over it.
     keep_every: steps between two dumps of all trajectories of a step.
-    sampling: what a step rolls out.
-    loss: what it minimises.
-    batch: how many updates it makes, and of what shape.
-    guards: what stops the run.
+    sampling: a step's rollouts.
+    loss: its loss.
+    batch: number and shape of its updates.
+    guards: stop conditions.
   """
 
   steps: int = bounded(least=1)
@@ -130,8 +130,8 @@ class AlgoConfig:
         "compares a group (or take loss.advantage reinforce++ or gae, and "
         "sampling.filter_groups=False)"
       )
-    # Without, PPO's bounds lie around a policy that is several updates away: at 4 of
-    # them AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
+    # Without it, PPO's bounds are around a policy several updates away: at 4 of them
+    # AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
     # blog/AReaL_v0_3.md, table 3).
     staleness = self.sampling.staleness
     if staleness and not self.loss.is_clip:
@@ -149,13 +149,13 @@ class AlgoConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DevConfig:
-  """Config section `dev`: greedy evaluation during training, on tasks of its own.
+  """Config section `dev`: greedy evaluation during training, on its own tasks.
 
   Attributes:
     every: updates between two evaluations.
     uri: tasks, as `tasks.uri`; `fields`, `kind` and `source` of `tasks` hold here, too.
     limit: tasks of it.
-    corpus: pages that its tasks need; the training corpus where None.
+    corpus: pages for its tasks; the training corpus if None.
   """
 
   every: int = bounded(least=1)
@@ -167,7 +167,7 @@ class DevConfig:
     check_fields(self)
 
   def tasks(self, tasks: TasksConfig) -> TasksConfig:
-    """Those of this section, read as those of training are."""
+    """Returns dev tasks, read like training tasks."""
     return TasksConfig(
       self.uri,
       self.limit,
@@ -178,7 +178,7 @@ class DevConfig:
     )
 
   def tools(self, tools: ToolsConfig) -> ToolsConfig:
-    """Those of training, over the pages of these tasks."""
+    """Returns the training tools, over the dev tasks' pages."""
     return dataclasses.replace(tools, corpus=self.corpus or tools.corpus)
 
 
@@ -188,20 +188,20 @@ class RLConfig:
 
   Attributes:
     init: the model folder to start from.
-    algo: what is rolled out, and learnt from it.
+    algo: rollouts and learning.
     tasks: to learn from.
     dev: tasks to evaluate on meanwhile.
-    model: how the folder is loaded.
+    model: loading options of the folder.
     lora: adapters, as in SFT; None trains the whole model.
-    mesh: how the devices are used.
+    mesh: use of the devices.
     optim: the optimizer.
-    rollout: how a trajectory is played.
-    vllm: the server that samples; None for our own sampler.
-    tools: what answers the calls.
-    reward: what an answer earns.
-    checkpoint: how often the state is saved.
-    log: where else the numbers go.
-    watch: which numbers are worth a warning, or the run's end.
+    rollout: options of playing a trajectory.
+    vllm: the sampling server; None for our own sampler.
+    tools: the policy's tools.
+    reward: the reward of an answer.
+    checkpoint: schedule of saving the state.
+    log: other destinations of metrics.
+    watch: metrics for a warning, or the run's end.
   """
 
   init: str
@@ -234,8 +234,8 @@ class RLConfig:
         f"mesh.rollout={self.mesh.rollout} gives devices to our own sampler, and with "
         "section vllm the server samples: take 0"
       )
-    # Rollouts then run beside the learner: on the same devices, programs of the two
-    # that both talk between devices could wait for each other.
+    # Rollouts then run beside the learner: on the same devices, their programs could
+    # deadlock if both communicate between devices.
     tensor = self.rollout.tensor or self.mesh.tensor
     if self.algo.sampling.staleness and tensor > 1 and not self.mesh.rollout:
       raise ValueError(
@@ -255,23 +255,23 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Args:
     config: as `RLConfig` says.
-    workdir: where everything goes; an interrupted run in it is continued, and ends
-      with the parameters of an uninterrupted one. Several processes share it and the
-      tasks; all but the first log into folders of their own. With other processes or
-      devices than before it plays the same tasks with the same seeds; the last bits of
-      sums may differ.
+    workdir: folder of all outputs; an interrupted run in it resumes, and ends with the
+      parameters of an uninterrupted one. Several processes share it and the tasks; all
+      but the first log into their own folders. With other processes or devices than
+      before it plays the same tasks with the same seeds; the rounding of sums may
+      differ.
 
   Returns:
-    What `results.json` holds: steps, rewards, rates and seconds by phase.
+    The contents of `results.json`: steps, rewards, rates and seconds by phase.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
-    CollapsedError: a number of the learner is not finite, or section `watch` asks for
-      the end of a run with such numbers.
-    Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
+    CollapsedError: a learner metric is not finite, or section `watch` ends a run with
+      such metrics.
+    Interrupted: SIGTERM or SIGINT came; the run's position is saved.
     VllmError: the server can not be used; before any training, or when it is gone.
   """
-  # --- Read the config, and refuse what can not work, before any device work.
+  # --- Read the config, and refuse faults, before any device work.
   settings = read_config(config, RLConfig)
   algo = settings.algo
   sampling = algo.sampling
@@ -283,8 +283,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   if is_first_process():
     say(f"{describe_tasks(tasks)}; dev: {describe_tasks(dev_tasks)}")
 
-  # --- The model's architecture, and what plays it; its weights come later.
-  # Rollouts may have devices of their own; else theirs are the learner's.
+  # --- The model's architecture, and its worker; its weights come later. Rollouts may
+  # have dedicated devices; otherwise they use the learner's.
   partitioner, rollout_partitioner = make_partitioners(
     settings.mesh, rollout_tensor=rollout.tensor
   )
@@ -324,7 +324,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
   monitor = HealthMonitor(settings.watch)
-  # The last that can refuse: from here on the workdir is this run's.
+  # The last refusal: from here on the workdir is this run's.
   prepare_workdir(
     settings,
     own_dir,
@@ -338,7 +338,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     },
   )
 
-  # --- Load the model, and build what learns.
+  # --- Load the model, and build the learner.
   cfg, params = load_model(settings.init, settings.model, partitioner)
   learner = PolicyUpdate(
     cfg,
@@ -364,7 +364,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     if line:
       say(line)
 
-  # --- Open what the run holds, and go on where an interrupted one stood.
+  # --- Open the run's resources, and resume an interrupted one.
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), settings.checkpoint)
   toolbox = Toolbox(settings.tools)
   dev_toolbox = Toolbox(settings.dev.tools(settings.tools))
@@ -375,7 +375,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     if is_first_process():
       say_what_changed(log, devices, jax.process_count())
       drop_trajectories([own_dir, *other_dirs], int(state.step))
-    # Warnings before the checkpoint count, so that patience ends where it would have.
+    # Warnings before the checkpoint count, so that patience ends at the same step.
     monitor.replay(own_dir, "rl", int(state.step))
     collector = RolloutCollector(
       worker,
@@ -391,7 +391,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     )
     evaluate = functools.partial(_accuracy, collector, dev_tasks, dev_toolbox)
     timer = StepTimer()
-    # All but the first process log into folders of their own, and to nobody else.
+    # All but the first process log only into their own folders.
     tracked = settings.log if own_dir == workdir else None
     metrics = Metrics(own_dir, "rl", algo.steps, tracked=tracked)
     goodput = Goodput(log, read_begun(workdir), devices)
@@ -409,8 +409,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           rollouts = collector.next(params, step)
           timer.lap("other", **rollouts.spent)
 
-        # --- Learn. The old state is given away: a signal waits until there is a new
-        # one to save. Merged adapters are a copy of the model, whose room is wanted.
+        # --- Learn. The old state is donated: a signal waits until there is a new one
+        # to save. Merged adapters are a copy of the model, and their memory is needed.
         cursor = rollouts.cursor
         del params
         state, learned = learner(state, frozen, rollouts.groups)
@@ -430,19 +430,19 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           name = f"step_{step:06d}.jsonl"
           path = os.path.join(own_dir, "trajectories", name)
           write_jsonl(path, rollouts.own)
-        # After the line above: what a checkpoint holds has always been logged.
+        # After the line above: checkpointed steps are always logged.
         monitor.update(step + 1, values, metrics.warn)
         is_last = step + 1 == algo.steps or monitor.ends
         checkpoints.reached(state, cursor, is_last)
-        # A group that the oldest checkpoint lacks began up to `staleness` before.
+        # A group missing in the oldest checkpoint began up to `staleness` before.
         worker.journal.forget(checkpoints.oldest - sampling.staleness)
         timer.lap("save")
         monitor.raise_if_stopped(step + 1)
-      # --- The policy that came of it, on the tasks of `dev`.
+      # --- Evaluate the new policy on `dev`'s tasks.
       with checkpoints.resumable(state, cursor):
         accuracy = evaluate(learner.policy(state, frozen), algo.steps)
 
-  # --- Write the model as a folder, and the run in a few numbers.
+  # --- Write the model folder, and the run's results.
   save_run(
     workdir,
     cfg,
@@ -457,7 +457,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 
 def _extension_fault(settings: RLConfig) -> str:
-  """Why a run of more steps is another run from the beginning; "" if it is not."""
+  """Explains why a run with more steps differs from the start; "" if it does not."""
   sampling = settings.algo.sampling
   if sampling.task_sampler == "curriculum" and sampling.curriculum:
     return (
@@ -468,7 +468,7 @@ def _extension_fault(settings: RLConfig) -> str:
 
 
 def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
-  """What is read, for `prepare_workdir`."""
+  """Returns the run's inputs, for `prepare_workdir`."""
   return {
     "tasks": hash_json(map(Task.to_json, tasks)),
     "tools.corpus": hash_files(settings.tools.corpus),
@@ -480,8 +480,8 @@ def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
 def _check_fit(
   settings: RLConfig, cfg: ModelConfig, partitioner: Partitioner | None
 ) -> None:
-  """Refuses what does not fit the model, the devices, the host or the processes."""
-  # --- What the learner holds at once, on the mesh and on each device.
+  """Refuses misfits of the model, the devices, the host or the processes."""
+  # --- The learner's memory, on the mesh and on each device.
   batch = settings.algo.batch
   sampling = settings.algo.sampling
   if partitioner:
@@ -489,7 +489,7 @@ def _check_fit(
   adapts = settings.lora is not None
   sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, partitioner)
 
-  # --- What the host holds: all trajectories of a step.
+  # --- The host's memory: all trajectories of a step.
   groups = (
     f"algo.sampling.prompts={sampling.prompts} of "
     f"algo.sampling.samples={sampling.samples}"
@@ -497,18 +497,18 @@ def _check_fit(
   trajectories = sampling.prompts * sampling.samples
   capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
 
-  # --- What the model can do.
+  # --- The model's limits.
   lora.check(cfg, settings.lora)
   check_positions(settings.rollout, cfg, settings.init)
   attention.check(cfg, partitioner, batch.length)
 
-  # --- What processes can agree on without waiting for each other.
+  # --- Settings that would need processes to wait for each other.
   if sampling.staleness and jax.process_count() > 1:
     beside = "several processes and"
     if settings.vllm:
       raise ValueError(_hindrance(sampling, f"{beside} section vllm"))
     if sampling.task_sampler != "uniform":
-      # What one draws next depends on what has been learnt from when it does.
+      # A draw depends on the groups learnt by then.
       sampler = f"algo.sampling.task_sampler={sampling.task_sampler!r}"
       raise ValueError(_hindrance(sampling, f"{beside} {sampler}"))
 
@@ -521,10 +521,10 @@ def _hindrance(sampling: SamplingConfig, what: str) -> str:
 
 
 def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.ndarray:
-  """Marks in keep_G the groups that are neither all right nor all wrong.
+  """Marks in keep_G the groups neither all right nor all wrong.
 
   DAPO filters by right answers (arXiv 2503.14476, eq. 11). By rewards, an all-wrong
-  group whose penalties differ would be kept and divided by its small deviation.
+  group with differing penalties would be kept and divided by its small deviation.
   """
   right = functools.partial(correctness, shaping)
   return advantages.has_reward_variance(
@@ -533,11 +533,11 @@ def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.nda
 
 
 def drop_trajectories(folders: Sequence[str], step: int) -> None:
-  """Deletes what processes wrote of steps after a checkpoint: they are made again.
+  """Deletes processes' files of steps after a checkpoint: they are repeated.
 
   Args:
-    folders: of all processes, also those that the run has no more.
-    step: of the checkpoint, and the number of the first that is made again.
+    folders: all processes', including former ones'.
+    step: the checkpoint's, and the first repeated one.
   """
   for folder in folders:
     for path in glob.glob(os.path.join(glob.escape(folder), "trajectories", "step_*")):
@@ -568,7 +568,7 @@ def _speed(
   partitioner: Partitioner | None,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
-  # The learner reads what has a reward, in each epoch again.
+  # The learner reads trajectories with a reward, once per epoch.
   lengths: list[int] = []
   for group in rollouts.groups:
     lengths += [t.num_tokens for t in group if t.reward is not None]
@@ -590,7 +590,7 @@ def _accuracy(
   params: Any,
   step: int,
 ) -> float:
-  """Of greedy answers to tasks, by the policy after `step` updates."""
+  """Returns metrics of greedy answers to tasks, by the policy after `step` updates."""
   played = collector.evaluate(params, step, tasks, toolbox)
   return figures.mean_graded(t.reward_parts.get("answer") for t in played)
 
@@ -614,7 +614,7 @@ def _first_warnings(
 def _results(
   workdir: str, steps: int, accuracy: float, dropped: dict[str, int]
 ) -> dict[str, Any]:
-  """Writes the run in a few numbers, from its log, to `results.json`."""
+  """Writes a summary of the run's log to `results.json`."""
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
   diffs = [row["logp_diff"] for row in log if row.get("logp_diff") is not None]
   results = {
@@ -623,7 +623,7 @@ def _results(
     "dev_accuracy": accuracy,
     "reward_first": log[0]["reward"],
     "reward": log[-1]["reward"],
-    "logp_diff": max(diffs, default=None),  # None where no step learnt anything
+    "logp_diff": max(diffs, default=None),  # None if no step learnt anything
     "seconds": log[-1]["seconds"],
     "goodput": log[-1].get("goodput"),
     **phase_seconds(log),

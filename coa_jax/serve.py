@@ -1,7 +1,7 @@
-"""A model and its tools, open for questions, from the config of their evaluation.
+"""Serves a model and its tools, from the config of their evaluation.
 
-Model, tools, prompts, limits and distribution are those that are evaluated. An
-evaluation over vLLM is refused: the sampler in JAX serves.
+Model, tools, prompts, limits and distribution are the evaluated ones. An evaluation
+over vLLM is refused: the sampler in JAX serves.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from coa_jax.tools.unread import warn_unread
 def read_rollout(
   rollout: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RolloutConfig:
-  """Reads section `rollout`; what it leaves out is as the model was trained.
+  """Reads section `rollout`; missing fields are the model's training values.
 
-  That is variant, style and max_len, where the model's folder has them on record (see
+  This holds for variant, style and max_len, if the model's folder records them (see
   `protocol.origin`); of several dialects the first.
 
   Args:
@@ -61,13 +61,13 @@ class ServeConfig:
 
   Attributes:
     init: a model folder.
-    model: how it is loaded.
-    mesh: how the devices are used.
-    rollout: how a question is played; variant, style and max_len are those that the
-      model was trained with where they are left out.
-    tools: what answers the calls.
+    model: loading options.
+    mesh: use of the devices.
+    rollout: options of playing a question; variant, style and max_len are the model's
+      training values if left out.
+    tools: the model's tools.
     vllm: must be empty: the sampler in JAX serves.
-    tasks, reward, eval: of the evaluation; not read.
+    tasks, reward, eval: the evaluation's; not read.
   """
 
   init: str
@@ -100,17 +100,17 @@ def open_server(
 
   Args:
     config: as `ServeConfig` says.
-    max_waiting: questions that may wait for a slot.
+    max_waiting: maximum questions waiting for a slot.
 
   Yields:
     The server; its threads, its tools' threads and their processes end with the block.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: naming what is wrong with the config,
-      the model or the corpus.
+    ConfigError, ValueError, FileNotFoundError: naming the fault of the config, the
+      model or the corpus.
   """
   settings = read_config(config, ServeConfig)
-  # --- The model; what can be refused is refused before its weights are read.
+  # --- The model; faults are refused before its weights are read.
   partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
   cfg, tokenizer = open_folder(settings.init, settings.model)
   check_positions(settings.rollout, cfg, settings.init)
@@ -126,7 +126,7 @@ def open_server(
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
   _, params = load_model(settings.init, settings.model, partitioner)
-  # --- The server ends first, then what it asks.
+  # --- The server ends first, then its tools.
   with (
     Toolbox(settings.tools) as toolbox,
     worker,

@@ -1,9 +1,9 @@
 """Supervised fine-tuning on Chain-of-Agents trajectories: the loss is on the policy.
 
 Packed rows, one jitted step, exact resume: every batch is a function of (seed, step).
-Tokens lie on disk (`workdir/data`), so data may be larger than memory.
+Tokens are stored on disk (`workdir/data`), so data may exceed memory.
 
-budget: a journey is one page, from its config to its results.
+budget: a stage is one page, from its config to its results.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from coa_jax.runtime.record import (
   read_origin_of,
 )
 
-# Another mesh rounds sums otherwise, and changes nothing else.
+# Another mesh only changes the rounding of sums.
 _MAY_CHANGE = ("log", "mesh")
 _SOURCES = "sources.json"  # trajectories of each file, in the folder of tokens
 _log = logging.getLogger(__name__)
@@ -92,18 +92,19 @@ class DataConfig:
   """Config section `data` of SFT.
 
   Attributes:
-    trajectories: what is learnt from: a file of trajectories, as `distill` and
-      `import_traces` write it; or several, with globs and weights:
-      "a.jsonl,runs/*.jsonl,b.jsonl=2" sees those of b.jsonl twice in an epoch, and
+    trajectories: the training data: a file of trajectories from `distill` or
+      `import_traces`; or several, with globs and weights:
+      "a.jsonl,runs/*.jsonl,b.jsonl=2" sees b.jsonl's twice in an epoch, and
       "c.jsonl=0.5" every other one of c.jsonl.
-    steps: updates; 0 writes the model as it begins. A larger number extends the run of
-      a workdir where optim.schedule is constant.
-    rows: rows of a micro-batch.
-    length: T, tokens of a row; longer trajectories are left out and counted.
-    micro_batches: micro-batches of one update.
+    steps: updates; 0 writes the initial model. A larger number extends a workdir's run
+      if optim.schedule is constant.
+    rows: rows per micro-batch.
+    length: T, tokens per row; longer trajectories are left out and counted.
+    micro_batches: micro-batches per update.
     validation: trajectories kept out of training for the validation loss.
-    validate_every: updates between two validation losses; 0 for one at the end alone.
-    vocab_size: of the tokenizer trained on the trajectories, where `init` is empty.
+    validate_every: updates between two validation losses; 0 for only one at the end.
+    vocab_size: the vocabulary of the tokenizer trained on the trajectories, if `init`
+      is empty.
     seed: of the order of the data and of fresh parameters.
   """
 
@@ -124,19 +125,19 @@ class DataConfig:
 def read_model(
   model: Mapping[str, Any], config: Mapping[str, Any]
 ) -> LoadConfig | ModelConfig:
-  """Reads section `model`: how `init` is loaded, or a whole architecture without one.
+  """Reads section `model`: loading options of `init`, or an architecture without it.
 
   An architecture may begin with a published one: `variant` is a name in
-  `variants.VARIANTS`. Its vocabulary is that of the tokenizer, which comes later.
+  `variants.VARIANTS`. Its vocabulary is the tokenizer's, which comes later.
 
   Args:
     model: the section.
     config: the whole config, for its `init`.
 
   Raises:
-    ConfigError, ValueError: it can not be used, or could not be written in the end.
+    ConfigError, ValueError: it can not be used, or not be written in the end.
   """
-  # --- A folder's own architecture, and how it is loaded.
+  # --- A folder's own architecture, and its loading options.
   if config.get("init"):
     return read_config(model, LoadConfig, "model")
 
@@ -147,7 +148,7 @@ def read_model(
   if name:
     fields = dataclasses.asdict(variant(name))
   cfg = read_config(fields | overrides, ModelConfig, "model")
-  to_hf_config(cfg)  # which refuses what could not be written in the end
+  to_hf_config(cfg)  # which refuses an unwritable architecture
   return cfg
 
 
@@ -156,16 +157,16 @@ class SFTConfig:
   """Config of SFT: its sections.
 
   Attributes:
-    data: what is learnt.
+    data: the training data.
     init: a model folder to start from, or empty for fresh parameters and a tokenizer
       trained on the data.
     model: see `read_model`.
-    lora: adapters: `workdir/adapter` holds them as peft reads them, and
-      `workdir/model` the model with them merged. None trains the whole model.
-    mesh: how the devices are used.
+    lora: adapters: `workdir/adapter` holds them in peft's format, and `workdir/model`
+      the model with them merged. None trains the whole model.
+    mesh: use of the devices.
     optim: the optimizer.
-    checkpoint: how often the state is saved.
-    log: where else the numbers go.
+    checkpoint: schedule of saving the state.
+    log: other destinations of metrics.
   """
 
   data: DataConfig
@@ -188,19 +189,19 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Args:
     config: as `SFTConfig` says.
-    workdir: where everything goes; an interrupted run in it is continued. Several
-      processes share it; all but the first log into folders of their own. With other
-      processes or devices than before every step takes the same rows; the last bits of
-      sums may differ.
+    workdir: folder of all outputs; an interrupted run in it resumes. Several processes
+      share it; all but the first log into their own folders. With other processes or
+      devices than before every step takes the same rows; the rounding of sums may
+      differ.
 
   Returns:
-    What `results.json` holds: parameters, losses, tokens per second, rows left out,
-    and of several files of trajectories what each contributed.
+    The contents of `results.json`: parameters, losses, tokens per second, rows left
+    out, and each file's contribution if there are several.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
-    ValueError: the loss is no number any more; nothing is saved after that.
-    Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
+    ValueError: the loss is not finite; nothing is saved after that.
+    Interrupted: SIGTERM or SIGINT came; the run's position is saved.
   """
   # --- Read the config, and claim the workdir.
   settings = read_config(config, SFTConfig)
@@ -249,7 +250,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   else:
     params = init_params(cfg, data.seed, partitioner)
 
-  # --- What learns: a jitted loss and an optimizer over the parameters that train.
+  # --- The learner: a jitted loss and an optimizer over the trained parameters.
   trained, frozen = lora.split(cfg, params, lora_config, data.seed, partitioner)
   loss = _loss(cfg, lora_config, partitioner)
   optimizer = make_optimizer(settings.optim, data.steps)
@@ -258,7 +259,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   mean_loss = functools.partial(_mean_loss, jax.jit(loss), partitioner)
   state = init_state(trained, optimizer, partitioner, offload)
 
-  # --- Go on where an interrupted run stood.
+  # --- Resume an interrupted run.
   folder = os.path.join(workdir, "checkpoints")
   with Checkpoints(folder, settings.checkpoint) as checkpoints:
     restored = checkpoints.restore(state)
@@ -279,13 +280,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       seed=data.seed,
       first=first * data.micro_batches,
     )
-    # All but the first process log into folders of their own, and to nobody else.
+    # All but the first process log only into their own folders.
     tracked = settings.log if own_dir == workdir else None
     metrics = Metrics(own_dir, "sft", data.steps, tracked=tracked)
     with metrics, Goodput(log, read_begun(workdir), devices) as goodput:
       numbers = range(first + 1, data.steps + 1)
       for step in traced(numbers, settings.log.profile, "sft", own_dir):
-        # --- Take the next micro-batches, which a thread has made meanwhile.
+        # --- Take the next micro-batches, prepared by a thread.
         micro = list(itertools.islice(stream, data.micro_batches))
         timer.lap("data")
 
@@ -315,7 +316,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         checkpoints.reached(state, {}, is_last)
         timer.lap("save")
 
-  # --- Write the model as a folder, and the run in a few numbers.
+  # --- Write the model folder, and the run's results.
   origin = Origin.of_run(read_origin_of(own_dir), data.steps)
   params = save_run(
     workdir, cfg, state.params, frozen, lora_config, tokenizer, init, origin
@@ -334,13 +335,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 
 def _hash(sources: Sequence[Source]) -> str:
-  """A hash of what the files hold: of one alone, the file's own."""
+  """Returns a hash of the files' contents: a single file's own."""
   hashes = [hash_files(source.path) for source in sources]
   return hashes[0] if len(hashes) == 1 else hash_json(hashes)
 
 
 def _check_finite(step: int, values: dict[str, float]) -> None:
-  """Ends a run whose parameters are not numbers any more, before they are saved."""
+  """Ends a run with nonfinite parameters, before they are saved."""
   bad = []
   for name in ("loss", "grad_norm"):
     if not math.isfinite(values[name]):
@@ -361,7 +362,7 @@ def _dataset(
   workdir: str,
   rows: int,
 ) -> tuple[Dataset, list[int]]:
-  """The trajectories, so many rows, as tokens; and how many each file has.
+  """Returns the trajectories, N rows, as tokens; and the number in each file.
 
   An interrupted run has them already.
   """
@@ -389,7 +390,7 @@ def _dataset(
 
 
 def _tell(by_source: Mapping[str, Mapping[str, Any]]) -> None:
-  """Prints what each file contributes."""
+  """Prints each file's contribution."""
   for path, row in by_source.items():
     print(
       f"{path}: {row['trajectories']} trajectories, {row['to_train_on']} to train on, "
@@ -422,7 +423,7 @@ def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
   """Ends a closed answer with end-of-text, unless its tag is a token of its own.
 
   Our sampler stops at `</answer>` however it is spelt. Other engines stop at a token,
-  which the model has to have learnt.
+  so the model must learn it.
   """
   if not trajectory.segments or tokenizer.end_id is None:
     return
@@ -437,12 +438,12 @@ def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
 def _divide(
   data: DataConfig, dataset: Dataset, num_of_source: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-  """Sequences to train on, those kept for validation, and what is left out and why.
+  """Returns training and validation sequences, and the left out ones with reasons.
 
   Raises:
     ValueError: none is left to train on.
   """
-  # --- Held out for validation: the first that can be learnt from.
+  # --- Held out for validation: the first trainable ones.
   lengths_N = dataset.lengths_N
   if not len(dataset):
     raise ValueError(f"{data.trajectories}: there is no trajectory in it")
@@ -452,12 +453,12 @@ def _divide(
   order = validation_order(num_of_source)  # of several files, the same share of each
   validation = order[np.isin(order, usable)][: data.validation]
 
-  # --- The others train, but for those of a task that is held out.
-  # Filters may have written a trajectory twice; its copy would give the loss away.
+  # --- The others train, except those with a held-out task. Filters may have written a
+  # trajectory twice; training on its copy would leak it.
   tasks = dataset.task_N
   train = usable[~np.isin(tasks[usable], tasks[validation])]
 
-  # --- Say what is left out; nothing left is an error.
+  # --- Report the left out ones; nothing left is an error.
   fit = int(fit_N.sum())
   if not len(train):
     advice = ""
@@ -529,7 +530,7 @@ def _loss(
 
 
 def with_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-  """The whole architecture of a model that is trained from scratch.
+  """Returns the whole architecture of a model trained from scratch.
 
   Rounded up, so that the embedding splits over any usual number of devices.
   """
@@ -584,7 +585,7 @@ def _texts(path: str) -> Iterator[str]:
 def _check_sizes(
   cfg: ModelConfig, settings: SFTConfig, partitioner: Partitioner | None
 ) -> None:
-  """Refuses what no memory here can hold."""
+  """Refuses data and models larger than the memory."""
   data = settings.data
   adapts = settings.lora is not None
   sizes.check_training(cfg, "data", data.rows, data.length, adapts, partitioner)

@@ -1,8 +1,8 @@
-"""Advantages, in numpy: of whole trajectories, or of the tokens that the policy wrote.
+"""Advantages, in numpy: per trajectory, or per policy token.
 
-A trajectory's tokens are given without what tools said between them, so every estimator
-that walks over tokens skips observations: they cost no discount and have no value.
-Formulas and constants follow verl 0.9.1; tests compare with it, TRL and tunix.
+A trajectory's tokens come without the tools' observations, so every token-level
+estimator skips them: they cost no discount and have no value. Formulas and constants
+follow verl 0.9.1; tests compare with it, TRL and tunix.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _ROUNDING = 1e-6
 
 
 class Share:
-  """The trajectories of a batch whose tokens this process computes with.
+  """A batch's trajectories with tokens on this process.
 
   Attributes:
     own: their indices among all.
   """
 
   def __init__(self, own: Sequence[int], count: int):
-    """Takes the indices of its own, and how many there are in all."""
+    """Takes its own indices, and the total number."""
     self.own = own
     self._count = count
 
   def gather(self, values: Sequence[float]) -> list[float]:
-    """Makes of a number for each of its own one for each of all; by all processes."""
+    """Gathers one number per own trajectory to one per trajectory; a collective."""
     out = [0.0] * self._count
     for part in gather_json(list(zip(self.own, values, strict=True))):
       for i, value in part:
@@ -60,13 +60,13 @@ def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarra
   centred_GK, count_G1 = _centred(reward_GK)
   if not standardise:
     return centred_GK
-  # What has left its group is 0 here, and adds nothing.
+  # A sample outside its group is 0 here, and adds nothing.
   variance_G1 = (centred_GK**2).sum(1, keepdims=True) / np.maximum(count_G1 - 1, 1)
   return centred_GK / (np.sqrt(variance_G1) + _EPSILON)
 
 
 def leave_one_out(reward_GK: np.ndarray) -> np.ndarray:
-  """Computes RLOO's R - mean of the others of its group (arXiv 2402.14740, eq. 8).
+  """Computes RLOO's R - mean of its group's others (arXiv 2402.14740, eq. 8).
 
   Equal to n / (n - 1) (R - mean of the group) for the n samples that are left. A group
   of one has advantage 0 (in verl: R).
@@ -77,13 +77,13 @@ def leave_one_out(reward_GK: np.ndarray) -> np.ndarray:
   Returns:
     advantage_GK, 0 where the reward is NaN.
   """
-  # The mean of the others is n / (n - 1) times as far from R as that of all.
+  # The others' mean is n / (n - 1) times as far from R as the whole mean.
   centred_GK, count_G1 = _centred(reward_GK)
   return centred_GK * count_G1 / np.maximum(count_G1 - 1, 1)
 
 
 def _centred(reward_GK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Rewards minus their group's mean (0 for NaN), and how many each group has."""
+  """Returns rewards minus their group's mean (0 for NaN), and each group's size."""
   present_GK = ~np.isnan(reward_GK)
   count_G1 = present_GK.sum(1, keepdims=True)
   value_GK = np.where(present_GK, reward_GK, 0.0)
@@ -92,11 +92,11 @@ def _centred(reward_GK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
-  """Marks groups whose rewards differ in keep_G (DAPO's dynamic sampling).
+  """Marks groups with differing rewards in keep_G (DAPO's dynamic sampling).
 
-  A group in which all samples earn the same has advantage 0 and teaches nothing
-  (arXiv 2503.14476, section 3.2). NaN rewards are left out. A difference below 1e-6 of
-  the larger reward is rounding.
+  A group with equal rewards has advantage 0 and teaches nothing (arXiv 2503.14476,
+  section 3.2). NaN rewards are left out. A difference below 1e-6 of the larger reward
+  is rounding.
   """
   # NaN gives way to infinities of either sign; so a group of NaN alone has none.
   low_G = np.nanmin(np.where(np.isnan(reward_GK), np.inf, reward_GK), axis=1)
@@ -116,12 +116,12 @@ def gae(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Estimates generalised advantages of one trajectory (arXiv 1506.02438, eq. 16).
 
-  A_t = d_t + gamma lam A_(t+1), d_t = reward_t + gamma V_(t+1) - V_t; what follows the
-  last token is worth 0.
+  A_t = d_t + gamma lam A_(t+1), d_t = reward_t + gamma V_(t+1) - V_t; after the last
+  token V is 0.
 
   Args:
-    reward_T: of each token that the policy wrote.
-    value_T: the critic's, of what stands before each of these tokens.
+    reward_T: reward per policy token.
+    value_T: the critic's value before each of these tokens.
     gamma: discount of a token.
     lam: 1 for returns minus values, 0 for one-step differences.
 
@@ -131,7 +131,7 @@ def gae(
   advantage_T = np.zeros(len(reward_T))
   next_advantage = 0.0
   next_value = 0.0
-  # From the last token to the first: each needs what follows it.
+  # From the last token to the first: each needs its successor.
   for t in range(len(reward_T) - 1, -1, -1):
     delta = reward_T[t] + gamma * next_value - value_T[t]
     next_advantage = delta + gamma * lam * next_advantage
@@ -149,10 +149,10 @@ def whiten(
 
   Args:
     values: an array for each trajectory of this process.
-    share: which these are; None for all.
+    share: their indices; None for all.
   """
   share = share or Share(range(len(values)), len(values))
-  # Sums by trajectory, added up exactly: who computes which changes no bit.
+  # Exact sums by trajectory: bit-identical for any split over processes.
   n = sum(share.gather([len(x) for x in values]))
   mean = math.fsum(share.gather([float(x.sum()) for x in values])) / max(n, 1)
   squares = share.gather([float(((x - mean) ** 2).sum()) for x in values])

@@ -1,8 +1,8 @@
 """The algorithm of RL as configs: its loss, its batch, its guards, and presets by name.
 
 An algorithm is an advantage estimator, a ratio, a surrogate, an aggregation, a KL term
-and importance weights. Each is chosen by itself; `policy_loss.py` computes them. What
-is rolled out is `rollout.types.SamplingConfig`; `rl.AlgoConfig` joins the four.
+and importance weights. Each is chosen separately; `policy_loss.py` computes them.
+`rollout.types.SamplingConfig` configures rollouts; `rl.AlgoConfig` joins the four.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from coa_jax.runtime.fields import bounded, check_fields, choice
 
-# Estimators that compare the samples of a group, and those that walk over tokens.
+# Group-relative estimators, and token-level ones.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 TOKEN_ADVANTAGES = ("reinforce++", "gae")
 AGGREGATIONS = (
@@ -36,28 +36,27 @@ class LossConfig:
     surrogate: clip (PPO, DAPO), or cispo.
     clip_low: the ratio's lower bound is 1 - clip_low; 1 for none.
     clip_high: its upper bound is 1 + clip_high.
-    dual_clip: where the advantage is negative, the ratio counts at most this (verl: 3);
-      0 for no such bound.
+    dual_clip: for negative advantages, the ratio counts at most this (verl: 3); 0 for
+      no such bound.
     aggregation: of the loss over tokens t and trajectories i of l_i policy tokens:
       token-mean is sum_it / sum_i l_i; seq-mean-token-mean is mean_i (sum_t / l_i);
       seq-mean-token-sum is mean_i sum_t; seq-mean-token-sum-norm divides that by
       `horizon` (Dr.GRPO).
     horizon: tokens; 0 for `batch.length`.
-    kl_coef: of the KL to the reference, which is the model that training starts from; 0
-      for none, and then there is no reference.
+    kl_coef: coefficient of the KL to the reference, the initial model; 0 for none, and
+      then there is no reference.
     kl_estimator: k1, k2 or k3; see `surrogates.kl`.
-    kl_in: loss; or reward, from which it is taken token by token.
-    is_clip: truncated importance sampling (TIS): most that a token weighs whose sampler
-      is another program than the learner (vLLM), or an older policy; 0 for no such
-      weights. With them the old policy is the learner itself at the step's begin
-      (decoupled PPO).
+    kl_in: loss; or reward, with the KL subtracted token by token.
+    is_clip: truncated importance sampling (TIS): maximum weight of a token sampled by
+      another program (vLLM) or an older policy; 0 for no such weights. With them the
+      old policy is the learner itself at the step's start (decoupled PPO).
     is_level: of the weight: token, or sequence.
-    is_mode: truncate at `is_clip`; or mask, which drops what is above `is_clip` or
-      below `is_min`. An on-policy token weighs 1, between the two.
+    is_mode: truncate at `is_clip`; or mask, which drops tokens above `is_clip` or below
+      `is_min`. An on-policy token weighs 1, between the two.
     is_min: with mask.
     gamma: discount of a token, for reinforce++ and gae.
     lam: GAE's lambda.
-    value_clip: how far a value moves in one step before its loss stops (verl: 0.5).
+    value_clip: maximum move of a value in one step before its loss stops (verl: 0.5).
     critic_lr: peak learning rate of the critic, AdamW's.
   """
 
@@ -83,7 +82,7 @@ class LossConfig:
 
   def __post_init__(self):
     check_fields(self)
-    # What can not be, beyond the bounds of each field by itself.
+    # Contradictions, beyond each field's own bounds.
     if self.dual_clip and (self.dual_clip <= 1 or self.surrogate != "clip"):
       raise ValueError(
         f"dual_clip is {self.dual_clip}; it must be 0 (none), or above 1 with "
@@ -97,7 +96,7 @@ class LossConfig:
     self._check_importance_sampling()
 
   def _check_importance_sampling(self) -> None:
-    # Fields that say nothing are refused: who set them expects something of them.
+    # Fields without effect are refused: whoever set them expects one.
     masks = self.is_mode == "mask"
     if self.is_min and not (self.is_clip and masks):
       raise ValueError(
@@ -120,7 +119,7 @@ class LossConfig:
 
   @property
   def has_critic(self) -> bool:
-    """Whether values are learnt too."""
+    """Whether there is a critic."""
     return self.advantage == "gae"
 
 
@@ -129,10 +128,10 @@ class BatchConfig:
   """Config section `algo.batch`.
 
   Attributes:
-    rows: rows of a micro-batch.
-    length: T, tokens of a row; at least `rollout.max_len`.
+    rows: rows per micro-batch.
+    length: T, tokens per row; at least `rollout.max_len`.
     minibatches: updates from one batch, each from its part of the groups.
-    epochs: how often a batch is gone through.
+    epochs: passes over a batch.
   """
 
   rows: int = bounded(16, least=1)
@@ -145,7 +144,7 @@ class BatchConfig:
 
   @property
   def updates(self) -> int:
-    """Updates from one batch, at most."""
+    """Returns the maximum updates from one batch."""
     return self.minibatches * self.epochs
 
 
@@ -167,8 +166,8 @@ class GuardConfig:
     check_fields(self)
 
 
-# Name -> sections of `rl.AlgoConfig` that make the algorithm. A config that starts from
-# one holds the fields, so what was run is on record; see `preset`.
+# Name -> the algorithm's sections of `rl.AlgoConfig`. A config based on one holds the
+# fields, so a run's record is complete; see `preset`.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
   # arXiv 2402.03300, eq. 3 and section 4.2.
   "grpo": dict(
@@ -287,7 +286,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def preset(name: str) -> dict[str, Any]:
-  """The sections of a named algorithm, for `config.algo.update(...)`.
+  """Returns a named algorithm's sections, for `config.algo.update(...)`.
 
   Raises:
     ValueError: no such name.

@@ -1,7 +1,7 @@
 """Trajectories to packed rows of arrays.
 
-Several trajectories share a row; segments keep them apart. Which tokens are trained on
-was decided when they were written: the loss mask is 1 where the policy is the author.
+Several trajectories share a row; segments keep them apart. Trained tokens are fixed at
+writing: the loss mask is 1 if the policy is the author.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ class Batch:
     segment_BT: int32, 1 and up for the trajectories of a row, 0 for padding.
     position_BT: int32 position of a token in its own trajectory.
     loss_mask_BT: float32, 0 unless the policy wrote the token.
-    advantage_BT: float32 advantage of the token's trajectory; zeros outside RL.
-    logp_BT: float32 log p of the token when it was sampled; zeros outside RL.
-    grammar_BT: int32 state of the grammar in which the token was sampled; -1 where any
-      token was allowed.
-    loss_weight_BT: float32, what the token counts in the loss, 0 where the mask is;
-      None where that is its mask. Those below are float32, and None where nothing
-      reads them.
+    advantage_BT: float32, the token's trajectory's advantage; zeros outside RL.
+    logp_BT: float32 log p of the token at sampling; zeros outside RL.
+    grammar_BT: int32 grammar state at the token's sampling; -1 if any token was
+      allowed.
+    loss_weight_BT: float32, the token's weight in the loss, 0 if masked; None if equal
+      to the mask. The following are float32, and None if unused.
     old_BT: log p under the learner before the step's first update.
     reference_BT: log p under the reference policy.
-    value_BT: the critic's value of what stands before the token.
-    return_BT: what the critic is to learn.
+    value_BT: the critic's value before the token.
+    return_BT: the critic's target.
   """
 
   tokens_BT: Array
@@ -56,7 +55,7 @@ class Batch:
 
 
 def empty(rows: int, length: int) -> Batch:
-  """Makes a batch of nothing but padding, as numpy arrays."""
+  """Makes a batch of padding only, as numpy arrays."""
   shape = (rows, length)
   return Batch(
     tokens_BT=np.zeros(shape, np.int32),
@@ -70,15 +69,15 @@ def empty(rows: int, length: int) -> Batch:
 
 
 def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
-  """Assigns sequences to rows: longest first, each to the fullest row that takes it.
+  """Assigns sequences to rows: longest first, each to the fullest row with room.
 
   Args:
     lengths: tokens of each sequence.
     length: T, tokens of a row.
 
   Returns:
-    For each row the indices of its sequences, in order of their index. Sequences of no
-    token, or longer than a row, are in no row: see `fits`.
+    For each row the indices of its sequences, in order of their index. Empty sequences,
+    and those longer than a row, are in no row: see `fits`.
   """
   # Best fit decreasing; ties go by index.
   order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -89,7 +88,7 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
     n = lengths[i]
     if not fits(n, length):
       continue
-    # The fullest row that takes it, or a new one.
+    # The fullest row with room, or a new one.
     room = n
     while room <= length and not by_room[room]:
       room += 1
@@ -120,10 +119,10 @@ def fill(
 
   Args:
     batch: as from `empty`; written in place.
-    row: which of its rows.
+    row: index of its row.
     trajectories: with ids; together at most T tokens.
     advantages: one per trajectory, in RL; their segments then carry log-probs.
-    constraint: the grammar that the policy's tokens were sampled under.
+    constraint: the policy tokens' sampling grammar.
   """
   at = 0
   # Segment 0 is padding, so trajectories are numbered from 1.
@@ -143,7 +142,7 @@ def fill(
           batch.grammar_BT[row, at:end] = states[:-1]
           state = states[-1]
       elif s.author == Author.TOOL and constraint is not None and state >= 0:
-        # The grammar does not read what a tool says, only that it has spoken.
+        # The grammar reads no observation, only its presence.
         state = int(constraint.resume_S[state])
       at = end
     batch.segment_BT[row, begin:at] = number
@@ -161,14 +160,14 @@ def batches(
   """Packs trajectories into batches of `rows` rows of `length` tokens.
 
   The last batch is filled up with empty rows, so every batch has the same shape.
-  Trajectories that do not fit a row are left out; count them with `fits`.
+  Trajectories longer than a row are left out; count them with `fits`.
 
   Args:
     trajectories: with ids.
     rows: B.
     length: T.
     advantages: as `fill` takes them, like `constraint`.
-    mine_B: which rows are made, [B] bool; None for all.
+    mine_B: rows to make, [B] bool; None for all.
   """
   packed = pack([t.num_tokens for t in trajectories], length)
   mine = range(rows) if mine_B is None else np.flatnonzero(mine_B)
@@ -176,7 +175,7 @@ def batches(
     batch = empty(len(mine), length)
     for place, row in enumerate(mine):
       if start + row >= len(packed):
-        break  # rows that the last batch lacks stay padding
+        break  # the last batch's missing rows stay padding
       members = packed[start + row]
       row_trajectories = [trajectories[i] for i in members]
       row_advantages = None
@@ -187,14 +186,14 @@ def batches(
 
 
 class Packed:
-  """Trajectories in batches, and where the policy's tokens of each of them are.
+  """Trajectories in batches, with the places of each one's policy tokens.
 
-  A process makes its own rows alone.
+  A process makes only its own rows.
 
   Attributes:
     batches: as from `batches`, with the sampler's log-probs; advantages are zeros.
-    counts: policy tokens of each trajectory, whatever row it lies in.
-    own: the indices of those that lie in rows of this process, in their order.
+    counts: policy tokens per trajectory, in any row.
+    own: indices of those in this process's rows, in their order.
   """
 
   def __init__(
@@ -210,13 +209,13 @@ class Packed:
     Args:
       trajectories: the same in every process, in one order.
       rows: as `batches` takes it, like `length` and `constraint`.
-      partitioner: says which rows are whose; None for one device.
+      partitioner: assigns rows to processes; None for one device.
 
     Raises:
       ValueError: a trajectory does not fit a row.
     """
     lengths = [t.num_tokens for t in trajectories]
-    # One that were left out would be missing among the advantages.
+    # A missing one would be missing among the advantages.
     if not np.all(fits(np.array(lengths), length)):
       raise ValueError(f"a trajectory of {max(lengths)} tokens, rows of {length}")
     self.counts = [t.num_policy for t in trajectories]
@@ -227,8 +226,7 @@ class Packed:
     zeros = [0.0] * len(trajectories)
     self.batches = list(batches(trajectories, rows, length, zeros, constraint, mine_B))
 
-    # --- For each trajectory in them its batch, and where in that, flat, its policy
-    # tokens are.
+    # --- For each trajectory in them its batch, and its policy tokens' flat indices.
     self._where: dict[int, tuple[int, np.ndarray]] = {}
     place_B = np.cumsum(mine_B) - 1
     # These are the rows of `batches`: packing depends on lengths alone.

@@ -1,9 +1,8 @@
-"""Checkpoints that several processes write straight to a bucket, and what proves them.
+"""Checkpoints written by several processes straight to a bucket, and their proof.
 
-Each writes its own devices' part, so none has the whole to hash. The proof of one is
-its `manifest.json`, written last: of every object its size and the tag that the store
-gave it, which is another one whenever the object is written. The store itself keeps an
-object's bytes from changing.
+Each writes its own devices' part, so none has the whole to hash. The proof is
+`manifest.json`, written last: every object's size and its tag from the store, which
+changes with every write. The store itself keeps an object's bytes from changing.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from coa_jax.runtime.bucket.objects import Bucket, Stored, at_once
 from coa_jax.runtime.json_io import parse_object
 from coa_jax.runtime.manifest import MANIFEST, TAG
 
-# By these orbax knows that it has written all; a process alone, on a disk, writes none.
+# orbax's markers of a complete write; a single process, on a disk, writes none.
 _COMMITTED = "commit_success.txt"
 _PARTS = ("", "state/", "cursor/")
 _log = logging.getLogger(__name__)
@@ -26,37 +25,36 @@ _log = logging.getLogger(__name__)
 def name_of(step: int, epoch: int) -> str:
   """The folder of a step that processes write under a lease; a run before had another.
 
-  So nothing that a stopped process writes late is part of the checkpoint of the run
-  that took over.
+  So late writes of a stopped process never enter the next run's checkpoint.
   """
   return f"{step}.{epoch:06d}"
 
 
 def step_of(folder: str) -> int:
-  """The step of such a folder, or of one that a process alone wrote; -1 for others."""
+  """Returns the step of such a folder, or of a single process's; -1 for others."""
   match = re.fullmatch(r"(\d+)(\.\d{6,})?", folder)
   return int(match[1]) if match else -1
 
 
 def whole_in(bucket: Bucket) -> list[str]:
-  """Lists the folders of steps that were proven whole, in the order of the steps."""
+  """Lists the proven steps' folders, in order."""
   found = [n.partition("/")[0] for n in bucket.list() if n.endswith(f"/{MANIFEST}")]
   return sorted((f for f in found if step_of(f) >= 0), key=order)
 
 
 def prove(bucket: Bucket, folder: str, check: Callable[[], None]) -> None:
-  """Writes the manifest of a step whose objects are all there.
+  """Writes a complete step's manifest.
 
   Args:
     bucket: of the checkpoints.
     folder: of the step.
-    check: raises where another run has taken over.
+    check: raises if another run has taken over.
   """
   files = {}
   for name, stored in bucket.list(folder).items():
     files[name.removeprefix(f"{folder}/")] = [stored.size, TAG + stored.tag]
   text = json.dumps(files, indent=1, sort_keys=True)
-  # Who takes over deletes what is not proven: a proof that is late proves nothing.
+  # A successor deletes unproven steps: a late proof is worthless.
   check()
   bucket.write(f"{folder}/{MANIFEST}", text.encode())
 
@@ -70,18 +68,18 @@ def forget(bucket: Bucket, folder: str) -> None:
 def choose(bucket: Bucket) -> tuple[int, str]:
   """Finds the newest whole step and its folder.
 
-  The step is -1 where there is none yet, and -2 where all are damaged. Newer ones,
-  damaged or unfinished, are deleted: the run makes these steps again.
+  The step is -1 if there is none yet, and -2 if all are damaged. Newer ones, damaged or
+  unfinished, are deleted: the run makes these steps again.
   """
-  # --- The objects of each step that was begun.
+  # --- The objects of each begun step.
   objects: dict[str, dict[str, Stored]] = {}
   for name, stored in bucket.list().items():
     folder, _, file = name.partition("/")
-    # Orbax gives a step that it has not committed a longer name on some stores.
+    # Orbax gives an uncommitted step a longer name on some stores.
     if match := re.match(r"\d+(\.\d{6,})?", folder):
       objects.setdefault(match[0], {})[file] = stored
 
-  # --- The newest whole one, and what is wrong with those that are newer.
+  # --- The newest whole one, and the faults of newer ones.
   notes = []
   bad = []
   damaged = False
@@ -107,7 +105,7 @@ def choose(bucket: Bucket) -> tuple[int, str]:
   for folder in bad:
     forget(bucket, folder)
 
-  # --- One that a process alone wrote, and pushed from its disk, is committed, too.
+  # --- One written by a single process, and pushed from its disk, is committed, too.
   if newest:
     for part in _PARTS:
       if part + _COMMITTED not in objects[newest]:
@@ -118,13 +116,13 @@ def choose(bucket: Bucket) -> tuple[int, str]:
 
 
 def order(folder: str) -> tuple[int, int]:
-  """Sorts folders by their step, and by the lease that they were written under."""
+  """Sorts folders by step, then by lease."""
   step, _, epoch = folder.partition(".")
   return int(step), int(epoch or 0)
 
 
 def _fault(bucket: Bucket, folder: str, objects: dict[str, Stored]) -> str:
-  """Says in words what a step lacks of its manifest; "" where it is whole."""
+  """Describes a step's differences from its manifest; "" if it is whole."""
   try:
     files = parse_object(bucket.read(f"{folder}/{MANIFEST}") or b"", MANIFEST)
     if not files:
@@ -135,7 +133,7 @@ def _fault(bucket: Bucket, folder: str, objects: dict[str, Stored]) -> str:
         return f"{name} is missing"
       if stored.size != size:
         return f"{name} has {stored.size} of {size} bytes"
-      # A process alone proves bytes by their hash, which the store does not know.
+      # A single process proves bytes by their hash, unknown to the store.
       if proof.startswith(TAG) and proof != TAG + stored.tag:
         return f"{name} has other bytes than were written"
   except (ValueError, TypeError, AttributeError) as e:

@@ -1,11 +1,11 @@
-"""Checkpoints of a run: train state plus whatever says where the run stands (orbax).
+"""Checkpoints of a run: train state plus the run's cursor (orbax).
 
 A checkpoint counts once it is proven whole: when orbax has committed its folder, the
 SHA-256 of every file is written beside them, last and atomically, in `manifest.json`.
-Who restores compares, and takes an older one if a byte differs; older ones are deleted
-after that proof only. A state that is not finite is never saved.
+Restoring compares them, and takes an older one if a byte differs; older ones are
+deleted only after that proof. A nonfinite state is never saved.
 
-budget: what is saved, proven, restored and read is one promise.
+budget: save, proof, restore and read are one contract.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CheckpointConfig:
 
   Attributes:
     every: updates between two checkpoints; the last update is always saved.
-    keep: how many of the newest stay; an older one takes the place of a damaged one.
+    keep: number of newest ones kept; an older one replaces a damaged one.
   """
 
   every: int = bounded(100, least=1)
@@ -64,7 +64,7 @@ class Checkpoints:
   def __init__(
     self, path: str | os.PathLike[str], config: CheckpointConfig | None = None
   ):
-    """Opens (or makes) the folder; `config` says when to save and what stays.
+    """Opens (or makes) the folder; `config` sets when to save and how many to keep.
 
     Raises:
       ValueError: orbax can not write to a folder of this name.
@@ -73,7 +73,7 @@ class Checkpoints:
     check_workdir(self._path, with_globs=False)
     self._config = config or CheckpointConfig()
     self._interruption = Interruption()
-    # Of several processes each writes its own devices' part straight to the bucket.
+    # Each of several processes writes its own devices' part straight to the bucket.
     self._mirror = None
     self._bucket = None
     if jax.process_count() > 1 and (found := mirror.of(self._path)):
@@ -81,11 +81,11 @@ class Checkpoints:
       self._bucket = found.bucket_below(self._path)
     if self._bucket is None:
       os.makedirs(self._path, exist_ok=True)
-    # One thread writes (orbax's) and one proves, while the run goes on.
+    # One thread writes (orbax's) and one proves, while the run continues.
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._sealer = concurrent.futures.ThreadPoolExecutor(1)
     self._sealing: concurrent.futures.Future[None] | None = None
-    self._saved: int | None = None  # the step that was saved or restored last
+    self._saved: int | None = None  # the last saved or restored step
 
   def __enter__(self) -> Checkpoints:
     with contextlib.ExitStack() as stack:
@@ -100,7 +100,7 @@ class Checkpoints:
       self.close()
 
   def close(self) -> None:
-    """Waits for saves under way, and lets go of the folder."""
+    """Waits for running saves, and closes the folder."""
     try:
       self.wait()
     finally:
@@ -108,16 +108,16 @@ class Checkpoints:
       self._orbax.close()
 
   def wait(self) -> None:
-    """Waits until what was saved is proven whole; raises what went wrong."""
+    """Waits until saves are proven whole; raises their failure."""
     sealing = self._sealing
-    self._sealing = None  # what went wrong is raised once
+    self._sealing = None  # a failure is raised once
     if sealing:
       sealing.result()
 
   def reached(
     self, state: TrainState, cursor: dict[str, Any], last: bool = False
   ) -> None:
-    """Saves where a checkpoint is due, and leaves if that was asked for.
+    """Saves if a checkpoint is due, and exits after a signal.
 
     Args:
       state: after an update.
@@ -127,7 +127,7 @@ class Checkpoints:
     Raises:
       Interrupted: a signal came and the run is not over; everything is saved.
     """
-    # All processes hear the same: whoever got the signal, all save and leave.
+    # All processes agree: whichever got the signal, all save and exit.
     number = self._signal()
     if last or number or int(state.step) % self._config.every == 0:
       self.save(state, cursor)
@@ -138,8 +138,8 @@ class Checkpoints:
   def resumable(self, state: TrainState, cursor: dict[str, Any]) -> Iterator[None]:
     """Lets a signal end the run while inside, with this state saved.
 
-    For work that changes nothing that is saved, and is made again when the run goes on.
-    One process leaves at once; several together, where they wait in `until_done`.
+    For work without saved changes, repeated when the run resumes. A single process
+    exits at once; several together, in `until_done`.
 
     Raises:
       Interrupted: a signal came.
@@ -151,16 +151,15 @@ class Checkpoints:
       with leave_at_once:
         yield
     except Interrupted as e:
-      # As before the work, which has changed nothing that is saved.
+      # The state before the work, which changes no saved value.
       self.save(state, cursor)
       raise self._interrupted(e.number, state) from None
 
   def until_done(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-    """Waits for a process's part of work, before processes exchange what they have.
+    """Waits for a process's part of work, before processes exchange results.
 
-    A signal to any of them ends the wait of all: then each raises, and none goes on to
-    an exchange that another one does not come to. One that fails returns at once, to
-    raise what went wrong.
+    A signal to any process ends all waits: then each raises, and none enters an
+    exchange without the others. A failed one returns at once, to raise its failure.
 
     Raises:
       Interrupted: a signal came to any of several processes. One alone does not wait
@@ -179,20 +178,20 @@ class Checkpoints:
       raise Interrupted(number)
 
   def save(self, state: TrainState, cursor: dict[str, Any]) -> None:
-    """Saves in the background; a step that is saved already is left as it is.
+    """Saves in the background; an already saved step is unchanged.
 
     Args:
       state: copied to the host before this returns, so it may be donated after.
-      cursor: JSON values that say where the run stands (data position, counters).
+      cursor: JSON values of the run's position (data position, counters).
 
     Raises:
-      ValueError: a parameter or a number of the optimizer is NaN or infinite: this
-        state would take the place of one that is good.
+      ValueError: a parameter or optimizer value is NaN or infinite: this state would
+        replace a good one.
     """
     step = int(state.step)
     if step == self._saved:
       return
-    # --- One save at a time, and none of a state that is not finite.
+    # --- One save at a time, and none of a nonfinite state.
     self.wait()
     if not _finite(state):
       raise ValueError(
@@ -201,8 +200,8 @@ class Checkpoints:
         "optim.lr, set optim.clip_norm, or compute in float32 (model.dtype)"
       )
 
-    # --- What each process has written up to here comes before the proof of this step:
-    # orbax commits it when all of them have saved.
+    # --- All processes' writes up to here precede this step's proof: orbax commits it
+    # when all have saved.
     if self._bucket:
       mirror.push(self._path)
 
@@ -218,11 +217,11 @@ class Checkpoints:
     self._sealing = self._sealer.submit(self._seal, step)
 
   def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-    """Restores the newest whole checkpoint; None where there is none.
+    """Restores the newest whole checkpoint; None if there is none.
 
-    Newer ones that are damaged are set aside as `damaged_STEP`. Unfinished ones are
-    deleted where there is a whole one, otherwise what orbax has committed is set aside
-    as `unfinished_STEP`. One line of the log says so.
+    Newer damaged ones are set aside as `damaged_STEP`. Unfinished ones are deleted if
+    there is a whole one, otherwise those committed by orbax are set aside as
+    `unfinished_STEP`. The log reports it in one line.
 
     Args:
       like: a state of the same shapes; its values are not read.
@@ -230,7 +229,7 @@ class Checkpoints:
     Raises:
       ValueError: there are checkpoints, and all of them are damaged.
     """
-    # --- The first process chooses; the others take its word.
+    # --- The first process chooses for all.
     step = -1
     folder = ""
     if jax.process_index() == 0:
@@ -268,21 +267,21 @@ class Checkpoints:
 
   @property
   def oldest(self) -> int:
-    """Returns the step of the oldest checkpoint that counts; 0 for none."""
+    """Returns the oldest valid checkpoint's step; 0 for none."""
     if self._bucket:
       whole = bucket_steps.whole_in(self._bucket)
       return min(map(bucket_steps.step_of, whole), default=0)
     return min(whole_steps(self._path), default=0)
 
   def _signal(self) -> int:
-    """The signal that came to any process; 0 for none."""
+    """Returns the signal received by any process; 0 for none."""
     number = self._interruption.number
     if jax.process_count() == 1:
       return number
     return max(gather_json(number))
 
   def _interrupted(self, number: int, state: TrainState) -> Interrupted:
-    """What ends the run, once all that was saved is proven whole."""
+    """Returns the exception that ends the run, once all saves are proven."""
     self.wait()
     return Interrupted(
       number,
@@ -291,11 +290,11 @@ class Checkpoints:
     )
 
   def _seal(self, step: int) -> None:
-    """Proves a save whole once it is there, and then deletes what is too old."""
+    """Proves a finished save whole, and then deletes old ones."""
     self._orbax.wait_until_finished()
     _give_memory_back()
-    # All processes have written by then; the first one proves what they wrote. On a
-    # disk it hashes all of it: 0.7 s of a core for a gigabyte, beside the run.
+    # All processes have written by then; the first one proves their files. On a disk it
+    # hashes all of it: 0.7 s of a core for a gigabyte, beside the run.
     if jax.process_index() > 0:
       return
     if self._mirror:
@@ -307,16 +306,16 @@ class Checkpoints:
       return
     folder = os.path.join(self._path, str(step))
     write_manifest(folder)
-    mirror.push(folder)  # where the workdir is a bucket's, it counts from here on
+    mirror.push(folder)  # in a bucket's workdir, it counts from here on
     for old in whole_steps(self._path)[: -self._config.keep]:
-      # First of all: without it what a kill leaves of the folder counts no more.
+      # First: without it a partly deleted folder does not count.
       folder = folder_of(self._path, old)
       os.remove(os.path.join(folder, MANIFEST))
       shutil.rmtree(folder)
 
   def _choose(self) -> int:
-    """The newest whole step; -1 where there is none yet, -2 where all are damaged."""
-    # --- The folders of each step that was begun: orbax renames one when it commits it.
+    """Returns the newest whole step; -1 if there is none yet, -2 if all are damaged."""
+    # --- The folders of each begun step: orbax renames one at commit.
     folders: dict[int, list[str]] = {}
     for name in os.listdir(self._path):
       step = bucket_steps.step_of(re.sub(r"\.orbax-checkpoint-tmp.*", "", name))
@@ -345,12 +344,12 @@ class Checkpoints:
       _log.error("%s: %s", self._path, "; ".join(notes))
       return -2
 
-    # --- Room for the steps that the run will make again.
+    # --- Room for the repeated steps.
     for name in damaged:
       self._set_aside(name, f"damaged_{name}")
     for name in unfinished:
       if newest < 0 and name.isdigit():
-        # Maybe of a version that wrote no manifest, and then all that there is.
+        # Maybe from a version without manifests, and then the only ones.
         self._set_aside(name, f"unfinished_{name}")
       else:
         shutil.rmtree(os.path.join(self._path, name))
@@ -362,7 +361,7 @@ class Checkpoints:
     return newest
 
   def _set_aside(self, name: str, aside: str) -> None:
-    # Over what an earlier fault at this step left there.
+    # Replaces an earlier fault's remains at this step.
     aside = os.path.join(self._path, aside)
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(os.path.join(self._path, name), aside)
@@ -379,14 +378,14 @@ def _finite(state: TrainState) -> jax.Array:
 def _give_memory_back() -> None:
   """Returns to the system what it took to write or read a state: as much as the state.
 
-  The threads that do it free it in small pieces, which glibc keeps for them.
+  Its threads free it in small pieces, which glibc keeps for them.
   """
   if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
     trim(0)
 
 
 def whole_steps(path: str) -> list[int]:
-  """Lists the steps of checkpoints that were proven whole when written, in order."""
+  """Lists the steps of checkpoints proven whole at writing, in order."""
   steps = set()
   for name in os.listdir(path):
     if os.path.exists(os.path.join(path, name, MANIFEST)):
@@ -395,7 +394,7 @@ def whole_steps(path: str) -> list[int]:
 
 
 def folder_of(path: str, step: int) -> str:
-  """The folder of a step's checkpoint, whether one process wrote it or several."""
+  """Returns a step's checkpoint folder, by one process or several."""
   # A name that is not a step's counts as -1, as does a run without checkpoints.
   found = [n for n in os.listdir(path) if bucket_steps.step_of(n) == step >= 0]
   return os.path.join(path, max(found, key=bucket_steps.order, default=str(step)))
@@ -409,14 +408,14 @@ def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
     step: one of `whole_steps`.
 
   Raises:
-    ValueError: it is damaged; the message says what is wrong.
+    ValueError: it is damaged; the message names the fault.
   """
-  # --- It must be what was written.
+  # --- It must equal the written one.
   folder = folder_of(os.path.abspath(path), step)
   if fault := fault_of(folder):
     raise ValueError(f"{folder} is damaged: {fault}")
 
-  # --- The branch "params" of the state, of whatever shapes it has.
+  # --- The state's branch "params", of any shapes.
   with ocp.PyTreeCheckpointer() as orbax:
     state = os.path.join(folder, "state")
     tree = orbax.metadata(state).item_metadata.tree["params"]

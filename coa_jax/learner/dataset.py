@@ -1,7 +1,7 @@
-"""Trajectories as tokens on disk, and the packed rows that SFT reads of them.
+"""Trajectories as tokens on disk, and their packed rows for SFT.
 
-Memory does not grow with the tokens: they lie in one file that is mapped, and a process
-touches those of its own rows. Order, resume and reading ahead are grain's.
+Memory does not grow with the tokens: they are stored in one mapped file, and a process
+reads only its own rows'. Order, resume and reading ahead are grain's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.protocol.trajectory import Author, Trajectory
 
 _TOKENS = "tokens.int32"
 _ABOUT = "sequences.npy"
-_AHEAD = 2  # micro-batches that are made while a step runs
+_AHEAD = 2  # micro-batches made during a step
 _FOR_EVER = 2**62  # micro-batches
 
 
@@ -27,9 +27,9 @@ class Micro(NamedTuple):
   """A micro-batch of [B, T].
 
   Attributes:
-    batch: the rows of this process alone.
-    lengths: tokens of each sequence of all its rows, whoever holds them.
-    policy: how many of their tokens the policy wrote.
+    batch: this process's rows only.
+    lengths: tokens per sequence in all its rows, on any process.
+    policy: their number of policy tokens.
   """
 
   batch: Batch
@@ -42,22 +42,22 @@ class Dataset:
 
   Attributes:
     lengths_N: int64, tokens of each.
-    policy_N: int64, how many of them the policy wrote.
+    policy_N: int64, policy tokens of each.
     task_N: int64, the same number for all of one task.
   """
 
   def __init__(self, folder: str):
-    """Opens what `write` made.
+    """Opens `write`'s folder.
 
     Raises:
-      FileNotFoundError: it has made nothing there.
+      FileNotFoundError: there is none.
     """
-    # --- What is known of each sequence.
+    # --- Each sequence's counts.
     about_3N = np.load(os.path.join(folder, _ABOUT))
     self.lengths_N, self.policy_N, self.task_N = about_3N
     self._begins_N = np.cumsum(self.lengths_N) - self.lengths_N
 
-    # --- Their tokens, one after the other; no file that is empty can be mapped.
+    # --- Their tokens, one after the other; an empty file can not be mapped.
     file = os.path.join(folder, _TOKENS)
     self._stored = np.zeros(0, np.int32)
     if os.path.getsize(file):
@@ -93,7 +93,7 @@ class Dataset:
 
   def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
     """Reads sequence i: int32 ids, and whether the policy wrote them; [T] each."""
-    # A token that the policy did not write lies there as ~id, which is below 0.
+    # A token not written by the policy is stored as ~id, below 0.
     begin = self._begins_N[i]
     stored_T = self._stored[begin : begin + self.lengths_N[i]]
     ours_T = stored_T >= 0
@@ -112,7 +112,7 @@ class Dataset:
       rows: the sequences of each row; together at most `length` tokens.
       size: B, rows of the batch.
       length: T, tokens of a row.
-      partitioner: rows that it puts on no device of this process are not read.
+      partitioner: rows outside this process's devices are not read.
     """
     mine = range(size)
     if partitioner:
@@ -137,12 +137,12 @@ class Dataset:
       segment_BT=segment_BT,
       position_BT=position_BT,
       loss_mask_BT=loss_mask_BT,
-      # SFT computes with none of these: one number stands for all of each.
+      # Unused by SFT: one number broadcasts to each.
       advantage_BT=np.broadcast_to(np.float32(0), shape),
       logp_BT=np.broadcast_to(np.float32(0), shape),
       grammar_BT=np.broadcast_to(np.int32(-1), shape),
     )
-    # Figures are of all rows, also of those that other processes read.
+    # Figures cover all rows, other processes' too.
     members = np.concatenate(rows)
     return Micro(
       batch, self.lengths_N[members].tolist(), int(self.policy_N[members].sum())
@@ -165,12 +165,12 @@ class Dataset:
     seed: int,
     first: int,
   ) -> Iterator[Micro]:
-    """Micro-batches for ever, made ahead in a thread.
+    """Endless micro-batches, made ahead in a thread.
 
     The packed rows of one epoch follow those of the one before, each epoch in an order
     of its own; a batch may hold the end of one and the beginning of the next, so every
     epoch has every row exactly once. The n-th micro-batch is a function of (seed, n)
-    and of nothing else, in every process, so the place in the data is a number.
+    only, in every process, so the place in the data is a number.
 
     Args:
       members: indices of the sequences, each of 1 to `length` tokens.
@@ -180,7 +180,7 @@ class Dataset:
     """
     import grain  # takes seconds to import, and only training needs it
 
-    # An order of (seed, epoch) that is computed where it is asked for, not stored.
+    # An order by (seed, epoch), computed on demand, not stored.
     rows = _packed(self, members, length)
     order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
 
@@ -196,7 +196,7 @@ class Dataset:
 
 
 def check_ids(trajectory: Trajectory, vocab_size: int) -> None:
-  """Refuses ids that no token of the model has.
+  """Refuses ids outside the model's vocabulary.
 
   Raises:
     ValueError: naming the task, the id and its segment.
@@ -224,7 +224,7 @@ def _packed(dataset: Dataset, members: np.ndarray, length: int) -> list[np.ndarr
 
 
 def _stored(ids: Sequence[int], policy: bool) -> np.ndarray:
-  """As ids lie in the file: those that the policy did not write as ~id, below 0."""
+  """Returns ids in the file's form: ~id, below 0, if not written by the policy."""
   array = np.asarray(ids, np.int32)
   if policy:
     return array

@@ -1,4 +1,4 @@
-"""What losses are made of: log-probs and values of the tokens of packed batches.
+"""Inputs of losses: log-probs and values of packed batches' tokens.
 
 Losses are sums over tokens; the caller divides by a denominator counted over the
 *global* batch, so micro-batching, packing and padding can not change a loss. RL's is in
@@ -40,12 +40,12 @@ def token_logps(
   truncation: Truncation = NO_TRUNCATION,
   constraint: TokenMask | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Computes log p of every token given those before it in its segment.
+  """Computes log p of every token given the previous ones in its segment.
 
   budget: the arguments' shapes and the formula are most of it.
 
-  The vocabulary's axis exists for `cfg.logit_chunk` tokens of a row at once; the
-  backward pass computes it again, unless those are all.
+  Logits exist for `cfg.logit_chunk` tokens of a row at once; the backward pass
+  recomputes them, unless the chunk is the whole row.
 
   Args:
     cfg: the model.
@@ -54,20 +54,20 @@ def token_logps(
     temperature: of the sampling distribution.
     partitioner: the mesh that all of this is split over.
     truncation: of the sampling distribution.
-    constraint: the grammar that policy tokens were sampled under.
+    constraint: the policy tokens' sampling grammar.
 
   Returns:
-    logp_BT and entropy_BT (nats, float32), and removed_BT, the probability that the
-    grammar took from other tokens; a segment's first token has 0 in all.
+    logp_BT and entropy_BT (nats, float32), and removed_BT, the probability of tokens
+    excluded by the grammar; a segment's first token has 0 in all.
   """
-  # --- Hidden states, and the head that makes logits of them.
+  # --- Hidden states, and the output head.
   hidden_BTD = _hidden(Transformer(cfg, partitioner), params, batch)
   by_vocabulary = partitioner
   if partitioner:
     by_vocabulary = partitioner.over_vocabulary(cfg.vocab_size)
   model = Transformer(cfg, by_vocabulary)
-  # Once for all chunks: on a mesh it moves here. As float32, in which the chunks'
-  # gradients then add up.
+  # Once for all chunks: on a mesh it moves here. In float32, so that the chunks'
+  # gradients are summed in it.
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
   head = functools.partial(
     _head,
@@ -80,8 +80,7 @@ def token_logps(
     constraint=constraint,
   )
 
-  # --- What each place predicts: the token after it. A row's last predicts nothing that
-  # is used.
+  # --- The target of each place: the next token. A row's last prediction is unused.
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
   # In the order of the hidden states.
@@ -104,8 +103,8 @@ def token_logps(
       head, hidden_BTD, target_BT, grammar_BT, row_devices, chunks, C
     )
 
-  # --- From places to the tokens that they predict. What stands before a segment's
-  # first token is another segment's last.
+  # --- From places to their target tokens. Before a segment's first token is another
+  # segment's last.
   predicted_BT = batch.position_BT > 0
   logp_BT, entropy_BT, removed_BT = (
     jnp.roll(straight(x, row_devices), 1, axis=1) * predicted_BT for x in by_place
@@ -126,7 +125,7 @@ def _hidden(model: Transformer, params: Any, batch: Batch) -> jax.Array:
 
 
 def _row_devices(partitioner: Partitioner | None) -> int:
-  """How many devices split a row."""
+  """Counts the devices splitting a row."""
   return partitioner.ways("T") if partitioner else 1
 
 
@@ -201,8 +200,8 @@ def _by_chunks(
     x = jnp.moveaxis(x.reshape(chunks, B, row_devices, C), 0, 2)
     return x.reshape(B, row_devices, chunks * C)[:, :, :own].reshape(B, T)
 
-  # Logits of a chunk are computed again for the gradient: to keep those of all chunks
-  # is what chunks are there to avoid.
+  # A chunk's logits are recomputed for the gradient: keeping all chunks' logits would
+  # defeat their purpose.
   again = jax.checkpoint(head, prevent_cse=False)
 
   def chunk(arrays: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -215,12 +214,12 @@ def _by_chunks(
 
 
 def _logits_at_once(vocabulary: int) -> int:
-  """Of how many tokens a device holds the logits, where nobody says."""
+  """Returns the default number of tokens per device with logits at once."""
   return _whole_tiles(max(1, _LOGIT_BYTES // (4 * vocabulary)))
 
 
 def _whole_tiles(tokens: int) -> int:
-  """Rounds down to whole tiles; what is less than one stays."""
+  """Rounds down to whole tiles; less than one tile is unchanged."""
   return tokens - tokens % _TILE if tokens > _TILE else tokens
 
 
@@ -228,7 +227,7 @@ def _chunks(length: int, most: int) -> tuple[int, int]:
   """Divides `length` into parts of at most `most` tokens, of whole tiles if possible.
 
   Returns:
-    How many, and the tokens of each; the last may lack some.
+    Their number, and the tokens of each; the last may have fewer.
   """
   most = _whole_tiles(most)
   chunks = -(-length // most)
@@ -241,20 +240,20 @@ def _chunks(length: int, most: int) -> tuple[int, int]:
 def cross_entropy(
   cfg: ModelConfig, params: Any, batch: Batch, partitioner: Partitioner | None = None
 ) -> jax.Array:
-  """Sums negative log-likelihoods of the tokens that count, each by its weight.
+  """Sums negative log-likelihoods of tokens, each by its weight.
 
   The same as `nll` of `token_logps`, and so computed on a mesh that splits parameters
-  or tokens of a row. On one device, and where devices split rows alone, logits are made
-  for tokens with a weight alone, a few at a time, and at once their gradients: what a
-  prompt or an observation would cost is saved, no logits are kept for the backward pass
-  and none are made twice. That needs the weights beforehand, which RL, whose weights
-  are made of log-probs, does not have.
+  or tokens of a row. On one device, and if devices split only rows, logits are computed
+  only for tokens with a weight, a few at a time, together with their gradients: prompts
+  and observations cost nothing, no logits are kept for the backward pass and none are
+  computed twice. This needs the weights beforehand; RL computes its weights from
+  log-probs, so it has none.
 
   Source: gradients in the forward pass as in Liger Kernel (arXiv 2410.10989, 3.2).
 
   Args:
-    cfg: the model; a chunk is `cfg.logit_chunk` tokens of every row. Where that is 0 it
-      is a quarter of a device's tokens, or what half a gigabyte holds if that is less.
+    cfg: the model; a chunk is `cfg.logit_chunk` tokens of every row. If 0, a quarter of
+      a device's tokens, or half a gigabyte of logits if less.
     params: its parameters.
     batch: packed rows; a token's weight is its `loss_mask_BT`.
     partitioner: the mesh that all of this is split over.
@@ -262,16 +261,16 @@ def cross_entropy(
   Returns:
     The sum, in nats.
   """
-  # --- Split over more than rows, the head needs what token_logps does there.
+  # --- Split over more than rows, the head works as in token_logps.
   if partitioner and max(map(partitioner.ways, "DTV")) > 1:
     logp_BT, *_ = token_logps(cfg, params, batch, partitioner=partitioner)
     return nll(logp_BT, batch.loss_mask_BT)
 
-  # --- Hidden states, what each place predicts, and what that counts.
+  # --- Hidden states, targets, and weights.
   model = Transformer(cfg, partitioner)
   hidden_BTD = _hidden(model, params, batch)
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
-  # What follows each place, unless it begins a segment: nothing foretells that one.
+  # The next token, unless it begins a segment: that one is not predicted.
   weight_BT = batch.loss_mask_BT * (batch.position_BT > 0)
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   weight_BT = jnp.roll(weight_BT, -1, axis=1)
@@ -304,7 +303,7 @@ def _rows_cross_entropy(
 ) -> jax.Array:
   """The sum over one device's rows, [1]."""
   B, T, D = hidden_BTD.shape
-  # A quarter at most: where few tokens count, whole chunks are never computed.
+  # At most a quarter: with few weighted tokens, whole chunks are skipped.
   few = min(-(-B * T // 4), _logits_at_once(cfg.vocab_size))
   chunk = min(B * T, B * _whole_tiles(cfg.logit_chunk) or few)
   total = _cross_entropy(
@@ -385,20 +384,20 @@ def _fold_weighted(
   weight_N: jax.Array,
   chunk: int,
 ) -> Any:
-  """Folds `add` over the places of N that have a weight, `chunk` of them at a time.
+  """Folds `add` over N's weighted places, `chunk` at a time.
 
   Args:
-    add: (carry, hidden_CD, target_C, weight_C, place_C) to the next carry; what the
-      last chunk lacks has weight 0 and a place past the end.
-    carry: what it starts from.
+    add: (carry, hidden_CD, target_C, weight_C, place_C) to the next carry; padding in
+      the last chunk has weight 0 and a place past the end.
+    carry: its initial value.
     hidden_ND: final hidden states.
-    target_N: what they predict.
-    weight_N: how much each prediction counts.
+    target_N: their targets.
+    weight_N: each prediction's weight.
     chunk: C.
   """
   N = weight_N.shape[0]
   counts_N = weight_N != 0
-  # The places that count come first, in their order; N stands for none.
+  # Weighted places come first, in their order; N means none.
   order_N = jnp.argsort(~counts_N, stable=True)
   order_N = jnp.where(jnp.arange(N) < counts_N.sum(), order_N, N)
   order_N = jnp.pad(order_N, (0, -N % chunk), constant_values=N)
@@ -410,7 +409,7 @@ def _fold_weighted(
     weight_C = weight_N.at[place_C].get(mode="fill", fill_value=0)
     return add(carry, hidden_CD, target_C, weight_C, place_C)
 
-  # Only so many chunks as there are places that count: this is what saves the work.
+  # Only as many chunks as weighted places need: this saves the work.
   return jax.lax.fori_loop(0, -(-counts_N.sum() // chunk), body, carry)
 
 
@@ -421,7 +420,7 @@ def token_values(
   batch: Batch,
   partitioner: Partitioner | None = None,
 ) -> jax.Array:
-  """Computes a critic's value of what stands before each token of its segment.
+  """Computes a critic's value before each token of its segment.
 
   Args:
     cfg: the critic's trunk.
@@ -437,7 +436,7 @@ def token_values(
   hidden_BTD = _hidden(model, params, batch)
   value_BT = (hidden_BTD.astype(jnp.float32) @ head_D1)[..., 0]
   value_BT = straight(value_BT, _row_devices(partitioner))
-  # Place t has read token t: its value is of what stands before token t + 1.
+  # Place t has read token t: it has the value before token t + 1.
   return jnp.roll(value_BT, 1, axis=1) * (batch.position_BT > 0)
 
 

@@ -20,7 +20,7 @@ class OptimConfig:
 
   Attributes:
     name: adamw, or muon (matrices by Muon, the rest by AdamW).
-    lr: peak learning rate; with muon, of the matrices.
+    lr: peak learning rate; with muon, the matrices'.
     adam_lr: with muon, peak rate of embeddings, norms and biases.
     schedule: after warm-up: cosine or linear to `final`, or constant.
     warmup: steps of linear warm-up from 0.
@@ -29,7 +29,7 @@ class OptimConfig:
     clip_norm: gradients are scaled down to this global norm; 0 turns it off.
     b1: first-moment decay of Adam.
     b2: second-moment decay of Adam.
-    offload: keeps the moments in the host's memory but while a step applies them.
+    offload: keeps the moments in host memory except while a step applies them.
   """
 
   name: str = choice("adamw", of=("adamw", "muon"))
@@ -49,7 +49,7 @@ class OptimConfig:
 
   @property
   def extension_fault(self) -> str:
-    """Why a run of more steps is another run from the beginning; "" if it is not."""
+    """Explains why a run with more steps differs from the start; "" if it does not."""
     if self.schedule == "constant":
       return ""
     return (
@@ -76,7 +76,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
       )
     )
   else:
-    # What is no matrix goes to Adam, at a rate of its own.
+    # Adam trains non-matrices, at its own rate.
     chain.append(
       contrib.muon(
         rate,
@@ -130,7 +130,7 @@ def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
 
 
 def _inputs(path: tuple[Any, ...]) -> int:
-  """How many leading axes of a layer's matrix are inputs; 0 for all else."""
+  """Counts the leading input axes of a layer's matrix; 0 for all else."""
   name = path[-1].key
   # The output head is treated as the embedding is, to which it may be tied.
   if name in ("head", "value_head"):
@@ -143,13 +143,13 @@ def _is_matrix(params: Any) -> Any:
 
 
 def _muon_dimensions(params: Any) -> Any:
-  """Which axes Muon orthogonalises between; a stacked layer axis stands in front."""
+  """Returns Muon's input and output axes; a stacked layer axis comes first."""
 
   def dimensions(path, x):
     num_inputs = _inputs(path)
     if not num_inputs:
       return None  # Adam's
-    # From the end: scanned layers have an axis in front, which is no part of a matrix.
+    # From the end: scanned layers have a leading axis outside the matrix.
     axes = tuple(range(x.ndim - len(letters_of(path)), x.ndim))
     return contrib.MuonDimensionNumbers(axes[:num_inputs], axes[num_inputs:])
 

@@ -1,4 +1,4 @@
-"""What RL minimises: advantages of the policy's tokens, their weights, and the loss."""
+"""RL's loss: advantages of the policy's tokens, their weights, and the loss."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def token_advantages(
   budget: every estimator side by side.
 
   Args:
-    config: which estimator.
-    reward_GK: rewards of G groups of K samples; NaN where a sample is missing. The n
+    config: chooses the estimator.
+    reward_GK: rewards of G groups of K samples; NaN if a sample is missing. The n
       others, row by row, are the trajectories of the lists below.
     counts: policy tokens of each trajectory.
-    kl: with `kl_in="reward"`, the estimate at each policy token of those of `share`.
-    value: for gae, the critic's value at each policy token of those of `share`.
-    share: the trajectories that this process computes with; None for all.
+    kl: with `kl_in="reward"`, the estimate at each policy token in `share`.
+    value: for gae, the critic's value at each policy token in `share`.
+    share: this process's trajectories; None for all.
 
   Returns:
     For each of those an array over its policy tokens; and for gae the returns.
@@ -45,7 +45,7 @@ def token_advantages(
   else:
     penalty = [np.zeros(counts[i]) for i in share.own]
 
-  # --- Estimators that walk over tokens: the reward is earned with the last one.
+  # --- Token-level estimators: the last token gets the reward.
   if config.advantage in TOKEN_ADVANTAGES:
     earned_N = reward_GK[present_GK]
     reward = []
@@ -67,7 +67,7 @@ def token_advantages(
     # Advantages are whitened; returns, which the critic learns, keep their scale.
     return advantages.whiten(advantage, share), returns
 
-  # --- Estimators that compare the trajectories of a group: one number for all tokens.
+  # --- Group-relative estimators: one number for all tokens.
   reward_GK = reward_GK.copy()  # the caller's stay
   reward_GK[present_GK] += share.gather([float(p.sum()) for p in penalty])
   if config.advantage == "rloo":
@@ -84,20 +84,20 @@ def token_advantages(
 def aggregation_weights(
   config: LossConfig, counts: Sequence[int], length: int
 ) -> list[float]:
-  """Computes what a token of each trajectory counts in the loss of one update.
+  """Computes each trajectory's weight per token in one update's loss.
 
   The loss is the sum over all tokens of weight times term, divided by the number n of
   tokens, for each aggregation: so no split into micro-batches, rows or devices can
   change it. Trajectories without a token are no trajectories here, as in verl.
 
   Args:
-    config: which aggregation.
+    config: chooses the aggregation.
     counts: policy tokens of each trajectory of the update.
-    length: tokens of a row, by which a sum is divided where `config.horizon` is 0.
+    length: tokens per row, the divisor of a sum if `config.horizon` is 0.
   """
   n = sum(counts)
   present = max(1, np.count_nonzero(counts))
-  # Each weight has the factor n, by which the loss will be divided.
+  # Each weight has the factor n, the loss's later divisor.
   if config.aggregation == "token-mean":
     return [1.0] * len(counts)
   if config.aggregation == "seq-mean-token-mean":
@@ -115,7 +115,7 @@ def aggregation_weights(
 def policy_loss(
   config: LossConfig, logp_BT: jax.Array, batch: Batch
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Sums the loss of the policy over the tokens that it wrote, each by its weight.
+  """Sums the policy's loss over its own tokens, each by its weight.
 
   budget: the loss as one formula, term by term.
 
@@ -128,18 +128,18 @@ def policy_loss(
   Args:
     config: ratio, surrogate, KL and importance.
     logp_BT: log-probs under the policy being trained.
-    batch: with advantages, the sampler's log-probs, and those of the reference where
-      the KL is in the loss.
+    batch: with advantages, the sampler's log-probs, and the reference's if the KL is in
+      the loss.
 
   Returns:
     The sum, and sums over tokens of: ratio, clipped (where a bound was active), and kl
     (the k3 estimate of KL(sampled || policy)); with a KL in the loss reference_kl; with
-    weights importance (the weight) and importance_capped (where the rule changed it).
+    weights importance (the weight) and importance_capped (if the rule changed it).
   """
   mask_BT = batch.loss_mask_BT
   sums = {}
 
-  # --- The old policy, and what a token counts that another program sampled.
+  # --- The old policy, and the weight of another program's tokens.
   old_BT = batch.logp_BT
   importance_BT = 1.0
   if config.is_clip:
@@ -180,8 +180,7 @@ def policy_loss(
     loss_BT += config.kl_coef * kl_BT
     sums["reference_kl"] = jnp.sum(mask_BT * kl_BT)
 
-  # --- Figures. The KL is that of the policy from the sampler: how far off-policy this
-  # batch is.
+  # --- Figures. The policy's KL from the sampler measures how off-policy this batch is.
   log_ratio_BT = surrogates.bounded(logp_BT - batch.logp_BT)
   sums["ratio"] = jnp.sum(mask_BT * ratio_BT)
   sums["clipped"] = jnp.sum(mask_BT * active_BT)

@@ -1,4 +1,4 @@
-"""The files of trajectories that SFT learns from, and how often each is seen.
+"""SFT's files of trajectories, and their weights.
 
 trajectories.jsonl                     one file
 a.jsonl,runs/*/t.jsonl,b.jsonl=2       several, a glob among them; an epoch sees the
@@ -29,7 +29,7 @@ class Source:
 
   Attributes:
     path: of the file.
-    weight: how often an epoch sees each of them, above 0.
+    weight: repetitions of each in an epoch, above 0.
   """
 
   path: str
@@ -37,10 +37,11 @@ class Source:
 
 
 def read_sources(text: str) -> tuple[Source, ...]:
-  """Reads what `data.trajectories` names; a file of that very name is that file.
+  """Reads the files in `data.trajectories`; an existing file's exact name is that file.
 
   Raises:
-    ValueError: a weight is no number above 0, a name is empty, or a file comes twice.
+    ValueError: a weight is not a number above 0, a name is empty, or a file comes
+      twice.
     FileNotFoundError: a glob matches nothing.
   """
   if os.path.exists(text):
@@ -60,7 +61,7 @@ def read_sources(text: str) -> tuple[Source, ...]:
         f"{_FIELD} is {text!r}; accepted: FILE, or FILE=WEIGHT and globs, by commas"
       )
 
-    # --- The files; one that is missing is for its reader to name.
+    # --- The files; a missing one is reported by its reader.
     paths = [pattern]
     if glob.has_magic(pattern) and not os.path.exists(pattern):
       paths = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
@@ -84,11 +85,11 @@ def _weight(number: str, entry: str) -> float:
 
 
 def check_sources(sources: Sequence[Source]) -> int:
-  """Looks at the beginning of each file; returns about how many rows all have.
+  """Reads each file's beginning; estimates the total number of rows.
 
   Raises:
-    FileNotFoundError, ValueError: a file is missing, or its first row is no trajectory;
-      then the message says what makes trajectories of other systems' records.
+    FileNotFoundError, ValueError: a file is missing, or its first row is not a
+      trajectory; then the message names the importer for other systems' records.
   """
   num_rows = 0
   for source in sources:
@@ -109,10 +110,10 @@ def check_sources(sources: Sequence[Source]) -> int:
 
 
 def validation_order(sizes: Sequence[int]) -> np.ndarray:
-  """The order [N] in which sequences are held out, so that each file gives its share.
+  """Returns the order [N] of holding out sequences, proportional to the files.
 
   Args:
-    sizes: sequences of each file; of one file the order is the file's own.
+    sizes: sequences per file; a single file keeps its own order.
   """
   places = [(np.arange(size) + 0.5) / size for size in sizes if size]
   return np.argsort(np.concatenate([np.zeros(0), *places]), kind="stable")
@@ -126,11 +127,11 @@ def mix(
   Args:
     sources: the files.
     sizes: sequences of each, one file's after the other's.
-    train: indices of those that can be trained on, in their order.
+    train: indices of trainable ones, in their order.
 
   Returns:
-    The indices that an epoch sees; and for each file how many trajectories it holds,
-    how many can be trained on, its weight and how many an epoch sees.
+    An epoch's indices; and for each file its numbers of trajectories and of trainable
+    ones, its weight and its number in an epoch.
 
   Raises:
     ValueError: the weights leave none.

@@ -28,7 +28,7 @@ SumLoss = Callable[[Any, Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 @flax.struct.dataclass
 class TrainState:
-  """What training changes; no functions inside.
+  """The trained state; arrays only, no functions.
 
   Attributes:
     step: int32 number of updates made.
@@ -50,8 +50,8 @@ def init_state(
   """Makes a state at step 0; the optimizer's arrays are split as parameters are.
 
   Args:
-    params: what is trained.
-    optimizer: what trains it.
+    params: the trained parameters.
+    optimizer: their optimizer.
     partitioner: the mesh; None on one device.
     offload: as in `state_shardings`.
   """
@@ -69,12 +69,12 @@ def init_state(
 def state_shardings(
   state: TrainState, partitioner: Partitioner | None, offload: bool = False
 ) -> TrainState:
-  """Says where a state's arrays live.
+  """Returns the shardings of a state's arrays.
 
   Args:
     state: arrays or shapes.
     partitioner: the mesh; None on one device.
-    offload: keeps the optimizer's arrays in the host's memory, but for its counters.
+    offload: keeps the optimizer's arrays in host memory, except its counters.
   """
   if partitioner:
     shardings = partitioner.tree(state)
@@ -101,15 +101,15 @@ class Learner:
     partitioner: Partitioner | None = None,
     offload: bool = False,
   ):
-    """Takes a loss that sums over tokens, what applies its gradient, and the mesh.
+    """Takes a loss summed over tokens, its optimizer, and the mesh.
 
     With `offload` it takes and returns states as `init_state` makes them with it.
     """
     self._partitioner = partitioner
-    self.most = 1  # micro-batches that the compiled step takes
+    self.most = 1  # the compiled step's micro-batches
     step = functools.partial(_step, loss, optimizer, partitioner, offload)
     self.jitted = jax.jit(step, donate_argnums=0)
-    # On a CPU it takes no time that anybody would wonder about.
+    # On a CPU it is quick.
     self.compiles_ahead = platform(partitioner) != "cpu"
     self._compiled_for = 0  # micro-batches
 
@@ -125,10 +125,10 @@ class Learner:
 
     Args:
       state: donated.
-      micro_batches: numpy, of one shape [B, T]; of a process its own rows. A larger
-        number than any before compiles the step anew; see `reserve`.
-      denominator: what the summed loss is divided by (e.g. policy tokens in all).
-      frozen: parameters that the loss needs and training leaves alone.
+      micro_batches: numpy, of one shape [B, T]; a process passes its own rows. A larger
+        number than before recompiles the step; see `reserve`.
+      denominator: divisor of the summed loss (e.g. the number of policy tokens).
+      frozen: untrained parameters read by the loss.
 
     Returns:
       The new state, and `loss`, `grad_norm` and the loss's sums over the denominator.
@@ -137,7 +137,7 @@ class Learner:
       ValueError: there is no micro-batch, or nothing in them counts: a division by 0
         would leave no number in the parameters.
     """
-    # --- Refuse what would leave no number in the parameters.
+    # --- Refuse a division by 0, which would make the parameters NaN.
     count = len(micro_batches)
     if not count:
       raise ValueError("a step needs at least one micro-batch")
@@ -163,7 +163,7 @@ class Learner:
     return self.jitted(*arguments)
 
   def reserve(self, micro_batches: int) -> None:
-    """Makes room for so many micro-batches, before the step is compiled."""
+    """Reserves room for N micro-batches, before the step is compiled."""
     self.most = max(self.most, micro_batches)
 
 
@@ -178,7 +178,7 @@ def _step(
   count: jax.Array,
   denominator: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """The step that `Learner` jits; the first `count` of M micro-batches count."""
+  """The step jitted by `Learner`; the first `count` of M micro-batches count."""
 
   def place(tree: Any) -> Any:
     if not partitioner:

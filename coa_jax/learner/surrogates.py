@@ -36,7 +36,7 @@ def sum_of_trajectory(
 def mean_of_trajectory(
   x_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
-  """Averages x over each token's trajectory where the mask is 1; 0 where none is."""
+  """Averages x over each token's trajectory where the mask is 1; 0 if none is."""
   # At least 1: padding has no policy token.
   count_BT = sum_of_trajectory(jnp.ones_like(x_BT), loss_mask_BT, segment_BT)
   return sum_of_trajectory(x_BT, loss_mask_BT, segment_BT) / jnp.maximum(count_BT, 1)
@@ -88,7 +88,7 @@ def clip(
   term_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high) * advantage_BT
   active_BT = term_BT < free_BT
   term_BT = jnp.minimum(free_BT, term_BT)
-  # The minimum has no bound below: where A < 0 a large ratio goes on for ever.
+  # The minimum has no bound below: if A < 0 a large ratio is unbounded.
   if dual_clip:
     least_BT = dual_clip * advantage_BT
     below_BT = (advantage_BT < 0) & (term_BT < least_BT)
@@ -127,7 +127,7 @@ def importance(
   is_clip: float,
   is_min: float,
 ) -> tuple[jax.Array, jax.Array]:
-  """Weighs tokens whose sampler was not the old policy: no gradient passes through.
+  """Weighs tokens not sampled by the old policy: no gradient passes through.
 
   Truncated (Ionides 2008; https://fengyao.notion.site/off-policy-rl): min(w, is_clip).
   Masked (IcePop, TRL's sequence_mask): w where is_min <= w <= is_clip, else 0.
@@ -135,11 +135,11 @@ def importance(
   Args:
     log_ratio_BT: log p_old - log p_sampler.
     loss_mask_BT: 0 unless the policy wrote the token.
-    segment_BT: which trajectory of the row a token is of.
+    segment_BT: the token's trajectory in the row.
     is_level: "token"; or "sequence", the product over a trajectory's policy tokens.
     is_mode: "truncate" or "mask".
-    is_clip: the most that a token counts.
-    is_min: with "mask", the least w that counts at all.
+    is_clip: a token's maximum weight.
+    is_min: with "mask", the minimum w kept.
 
   Returns:
     w_BT by that mode, and True where the mode changed it.
@@ -156,7 +156,7 @@ def importance(
 
 
 def kl(logp: jax.Array, reference: jax.Array, estimator: str) -> jax.Array:
-  """Estimates KL(policy || reference) from each token that the policy sampled.
+  """Estimates KL(policy || reference) from each sampled policy token.
 
   With d = log p - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
   (Schulman 2020, http://joschu.net/blog/kl-approx.html). k3 is clamped as in verl: its

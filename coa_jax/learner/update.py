@@ -1,10 +1,10 @@
 """A step of RL: groups of played trajectories to an updated policy, and critic.
 
 The state's parameters are {"policy": ...} and, with a critic, {"critic": {"trunk": ...,
-"value_head": ...}}: a transformer of its own that begins as the policy does. With LoRA
-both are adapters over one frozen base, which is also the reference policy.
+"value_head": ...}}: a separate transformer, initialised from the policy. With LoRA both
+are adapters over one frozen base, which is also the reference policy.
 
-budget: policy, critic and reference of one step share what is passed between them.
+budget: policy, critic and reference of one step share their arrays.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ class PolicyUpdate:
   ):
     """Builds the optimizer, and compiles nothing yet.
 
-    budget: every argument is said; the rest is assignments.
+    budget: every argument is documented; the rest is assignments.
 
     Args:
       cfg: the architecture.
-      loss: what is minimised.
+      loss: section `algo.loss`.
       batch: rows and tokens of a micro-batch, and updates from one batch of rollouts.
       optim: of the policy; the critic has its own learning rate.
       lora_config: None trains the whole model.
       partitioner: None for one device.
-      truncation: which tokens the rollouts were sampled from.
-      steps: batches of rollouts that the run learns from.
-      prompts: groups of a batch, at most.
-      samples: trajectories of a group.
+      truncation: the rollouts' truncation.
+      steps: the run's batches of rollouts.
+      prompts: maximum groups per batch.
+      samples: trajectories per group.
       temperature: of the rollouts.
       max_logp_diff: nats; see `GuardConfig`.
       constraint: the grammar of the rollouts.
@@ -88,8 +88,8 @@ class PolicyUpdate:
     self._allowed = allowed
     self._offload = optim.offload
 
-    # --- One optimizer for each network, side by side.
-    # The schedule counts updates, of which a step makes several.
+    # --- One optimizer for each network, side by side. The schedule counts updates; a
+    # step makes several.
     updates = steps * batch.updates
     optimizers = {"policy": make_optimizer(optim, updates)}
     if loss.has_critic:
@@ -97,7 +97,7 @@ class PolicyUpdate:
       optimizers["critic"] = make_optimizer(critic, updates)
     self._optimizer = side_by_side(optimizers)
 
-    # --- The step, with room for an update in which every trajectory fills a row.
+    # --- The step, with room for an update with one trajectory per row.
     self._learner = Learner(
       self._total_loss, self._optimizer, partitioner, self._offload
     )
@@ -108,11 +108,11 @@ class PolicyUpdate:
     self._score = jax.jit(self._scores, out_shardings=by_row)
 
   def init(self, params: Any, seed: int) -> tuple[TrainState, Any]:
-    """Makes the state at step 0, and what training leaves alone, of the first policy.
+    """Makes the state at step 0, and the frozen parameters, from the first policy.
 
     Returns:
-      The state; and {"base": parameters below adapters, or None; "reference": those of
-      the reference policy, or None where there is none or the base is it}.
+      The state; and {"base": parameters below adapters, or None; "reference": the
+      reference policy's, or None if there is none or it is the base}.
     """
     # --- The policy: all parameters, or adapters over a base.
     policy, base = lora.split(
@@ -123,14 +123,14 @@ class PolicyUpdate:
     # --- The reference of a KL. With adapters it is the base, which never moves.
     reference = None
     if self._loss.kl_coef and base is None:
-      # In the dtype that it computes with; a copy, since the state's are donated.
+      # In its compute dtype; a copy, since the state's are donated.
       dtype = self._cfg.dtype
       reference = jax.tree.map(
         lambda x: jnp.array(used(self._cfg, x), dtype, copy=True), params
       )
-    # --- The critic. Its head is 0, so that every value is until it has learnt.
+    # --- The critic. Its head is 0, so that every value starts at 0.
     if self._loss.has_critic:
-      # Of another seed: adapters of its own, not the policy's.
+      # With another seed: its own adapters, not the policy's.
       trunk, _ = lora.split(
         self._cfg, params, self._lora_config, seed + 1, self._partitioner
       )
@@ -149,7 +149,7 @@ class PolicyUpdate:
   def __call__(
     self, state: TrainState, frozen: Any, groups: Sequence[Group]
   ) -> tuple[TrainState, dict[str, float]]:
-    """Learns from groups; the state's step counts on by one, whatever there is.
+    """Learns from groups; the state's step always rises by one.
 
     Args:
       state: donated.
@@ -159,10 +159,9 @@ class PolicyUpdate:
 
     Returns:
       The new state; and means over policy tokens and updates, but `logp_diff` and
-      `logp_diff_share`, which are those of the first update. Empty without a
-      trajectory.
+      `logp_diff_share` are the first update's. Empty without a trajectory.
     """
-    # --- The groups of each update, packed, with all that is known before the first.
+    # --- The groups of each update, packed, with all values known before the first.
     step = state.step + 1
     parts: list[Sequence[Group]] = []
     for i in range(self._batch.minibatches):
@@ -179,28 +178,28 @@ class PolicyUpdate:
     log = []
     for _ in range(self._batch.epochs):
       for p in packed:
-        # Over all micro-batches: how they are cut changes no gradient.
+        # Over all micro-batches: their split changes no gradient.
         tokens = float(max(1, sum(p.counts)))
         state, values = self._learner.step(state, p.batches, tokens, frozen)
         log.append({k: float(v) for k, v in values.items()})
     values = {}
     for name in log[0]:
       values[name] = float(np.mean([row[name] for row in log]))
-    # After the first update the learner is no longer what sampled.
+    # After the first update the learner is no longer the sampler.
     for name in ("logp_diff", "logp_diff_share"):
       values[name] = log[0][name]
     return state.replace(step=step), values
 
   @property
   def micro_batches(self) -> int:
-    """Micro-batches that the compiled step has room for."""
+    """Counts the compiled step's micro-batches."""
     return self._learner.most
 
   @property
   def jitted(self) -> dict[str, Any]:
-    """The programs of a step: `learn`, and `score` where networks are read before it.
+    """Returns a step's programs: `learn`, and `score` if networks are read before it.
 
-    They take the state (its parameters, for `score`), what `init` left frozen and a
+    They take the state (its parameters, for `score`), `init`'s frozen parameters and a
     batch; `learn` of several micro-batches, their number and the denominator.
     """
     out = {"learn": self._learner.jitted}
@@ -227,16 +226,15 @@ class PolicyUpdate:
     parts: Sequence[Sequence[Group]],
     packed: Sequence[Packed],
   ) -> None:
-    """Writes what the batches lack: old networks' scores, advantages, loss weights."""
+    """Fills in the batches' old networks' scores, advantages, loss weights."""
     config = self._loss
 
-    # --- What the networks say before the step's first update.
+    # --- The networks' scores before the step's first update.
     for p in packed:
       self._read_networks(state, frozen, p)
     kl = None
     if config.kl_coef and config.kl_in == "reward":
-      # Of the policy that the tokens are learnt from: the sampler, or the learner as
-      # it was before the step.
+      # From the old policy: the sampler, or the learner before the step.
       old = "old_BT" if self._keeps_old else "logp_BT"
       kl = []
       for p in packed:
@@ -272,7 +270,7 @@ class PolicyUpdate:
       begin = end
 
   def _read_networks(self, state: TrainState, frozen: Any, packed: Packed) -> None:
-    """Writes what the networks say before the step's first update, if that is used."""
+    """Fills in the networks' scores before the step's first update, if used."""
     if not self._reads_networks:
       return
     scores = []
@@ -286,7 +284,7 @@ class PolicyUpdate:
 
   @property
   def _reads_networks(self) -> bool:
-    """Whether a step begins with what networks say of its tokens."""
+    """Whether a step begins by scoring its tokens."""
     return bool(self._loss.kl_coef or self._loss.has_critic or self._keeps_old)
 
   @property
@@ -295,7 +293,7 @@ class PolicyUpdate:
     return bool(self._loss.is_clip) and self._batch.updates > 1
 
   def _scores(self, trained: Any, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
-    """The fields of a batch that networks write; jitted as `_score`."""
+    """Returns the batch fields computed by networks; jitted as `_score`."""
     out = {}
     if self._keeps_old:
       policy = self._assembled(trained["policy"], frozen)
@@ -343,7 +341,7 @@ class PolicyUpdate:
       "removed_mass": removed_BT,
       "logp_diff": logp_diff_BT,
       "logp_diff_share": (logp_diff_BT > self._max_logp_diff).astype(jnp.float32),
-      # Tokens that are e times likelier to the policy than to the sampler, or less.
+      # Tokens e times likelier to the policy than to the sampler, or less.
       "ratio_outlier_share": (logp_diff_BT > 1.0).astype(jnp.float32),
     }
 
@@ -368,11 +366,11 @@ def rewards_of(
   groups: Sequence[Group],
   value: Callable[[Trajectory], float] = lambda t: t.reward,
 ) -> np.ndarray:
-  """Puts rewards of groups into reward_GK; NaN where a sample has none or is none.
+  """Puts rewards of groups into reward_GK; NaN if a sample or its reward is missing.
 
   Args:
     groups: of graded trajectories.
-    value: another number to put in place of a trajectory's reward.
+    value: another number in place of a trajectory's reward.
   """
   most = max(map(len, groups), default=0)
   reward_GK = np.full((len(groups), most), np.nan)

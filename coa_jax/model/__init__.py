@@ -1,1 +1,1 @@
-"""A dense transformer and where its arrays live."""
+"""A dense transformer and the placement of its arrays."""

@@ -1,10 +1,10 @@
-"""Attention over packed rows, as training has them; softmax in float32.
+"""Attention over packed training rows; softmax in float32.
 
 The kernel is XLA's own products, cuDNN's flash attention, Triton's or the TPU's splash
-attention; a row may be split over devices (context parallelism). Attention over a
-cache, as decoding has it, is in `cache.py`.
+attention; a row may be split over devices (context parallelism). Decoding attends over
+a cache, in `cache.py`.
 
-budget: four kernels, and the choice among them.
+budget: four kernels, and their selection.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from coa_jax.model.kernels import blockwise, splash, triton
 from coa_jax.model.moving import straight
 from coa_jax.model.sharding import Partitioner
 
-# The name under which a checkpoint policy may keep what attention computed.
+# The attention output's name for checkpoint policies.
 OUT = "attention_out"
-# Tokens of a row up to which `auto` takes cuDNN: it is given a mask of queries by keys
-# and writes two more such arrays in bfloat16, 84 MB a row at this length.
+# Largest row length, in tokens, for which `auto` takes cuDNN: it reads a mask of
+# queries by keys and writes two more such arrays in bfloat16, 84 MB a row at this
+# length.
 _CUDNN_UP_TO = 4096
 
 
@@ -42,13 +43,12 @@ def attend_packed(
     q_BTNH: queries.
     k_BTKH: keys.
     v_BTKH: values.
-    segment_BT: int segment number of each token; 0 is padding, which reads padding. A
-      segment's tokens stand together.
+    segment_BT: int segment number per token; 0 is padding, which reads padding. A
+      segment's tokens are contiguous.
     kernel: as `RunOptions.attention` names it.
-    partitioner: the mesh that the arrays are split over. Where it splits rows, their
-      tokens are in the order of `moving.zigzag`, and every device computes its own
-      queries against the keys and values before them, gathered once (Llama 3, arXiv
-      2407.21783, section 3.3.2).
+    partitioner: the arrays' mesh. If it splits rows, their tokens are in the order of
+      `moving.zigzag`, and every device computes its own queries against the keys and
+      values before them, gathered once (Llama 3, arXiv 2407.21783, section 3.3.2).
 
   Returns:
     out_BTNH in q's dtype.
@@ -65,7 +65,7 @@ def attend_packed(
   # --- On a mesh every device runs it on its own rows and heads.
   kv_spec = partitioner.spec("BTK.")
   if partitioner.axes("N") != partitioner.axes("K"):
-    # Every query head gets a kv head of its own: groups may lie across devices.
+    # Every query head gets its own kv head: groups may cross devices.
     groups = N // k_BTKH.shape[2]
     k_BTKH = jnp.repeat(k_BTKH, groups, axis=2)
     v_BTKH = jnp.repeat(v_BTKH, groups, axis=2)
@@ -97,16 +97,16 @@ def _attend_part(
   """One device's two pieces of a row, each over all keys up to its own last one.
 
   Args:
-    attend_last: the kernel, whose queries are the last T of S places.
-    context: the mesh axes that split a row.
-    row_devices: how many devices they have.
+    attend_last: the kernel; its queries are the last T of S places.
+    context: mesh axes splitting a row.
+    row_devices: their number of devices.
     q_BTNH: this device's queries, in the order of `moving.zigzag`.
     k_BTKH: its keys.
     v_BTKH: its values.
-    segment_BT: the segments of its tokens.
+    segment_BT: its tokens' segments.
   """
 
-  # --- The whole row's keys and values, in their order; queries stay where they are.
+  # --- The whole row's keys and values, in their order; queries do not move.
   def whole_row(x: jax.Array) -> jax.Array:
     x = jax.lax.all_gather(x, context, axis=1, tiled=True)
     return straight(x, row_devices)
@@ -116,7 +116,7 @@ def _attend_part(
   segment_BS = whole_row(segment_BT)
   C = q_BTNH.shape[1] // 2
 
-  # --- One program for all devices, each with a branch of its own sizes.
+  # --- One program for all devices, each with its own branch and sizes.
   def branch(device: int) -> Callable[..., jax.Array]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array) -> jax.Array:
       front = (device + 1) * C
@@ -137,13 +137,13 @@ def _attend_part(
 
 
 def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> str:
-  """Chooses the kernel that `auto` means.
+  """Chooses the kernel for `auto`.
 
   Args:
-    device: one of those that compute.
+    device: one of the computing devices.
     dtype: of queries, keys and values.
     head_dim: H.
-    length: queries that the kernel is given at once; see `_queries`.
+    length: queries per kernel call; see `_queries`.
   """
   on_gpu = "cudnn" if length <= _CUDNN_UP_TO else "triton"
   for kernel in ("splash", on_gpu):
@@ -155,15 +155,15 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
 def check(
   cfg: ModelConfig, partitioner: Partitioner | None = None, length: int = 0
 ) -> None:
-  """Refuses an attention kernel that the devices at hand do not have.
+  """Refuses an attention kernel that the current devices lack.
 
   Args:
     cfg: the architecture.
     partitioner: the mesh; None on one device.
-    length: tokens of a row; 0 where that is not known yet.
+    length: tokens per row; 0 if not known yet.
 
   Raises:
-    ValueError: naming `model.attention`, what the kernel needs, and what is possible.
+    ValueError: naming `model.attention`, the kernel's requirements, and the options.
   """
   if cfg.attention in ("auto", "xla"):
     return
@@ -179,26 +179,26 @@ def check(
 
 
 def _device(partitioner: Partitioner | None) -> jax.Device:
-  """One of the devices that compute; all are of one kind."""
+  """Returns one computing device; all have one kind."""
   return partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
 
 
 def _row_devices(partitioner: Partitioner | None) -> int:
-  """How many devices split a row."""
+  """Counts the devices splitting a row."""
   return partitioner.ways("T") if partitioner else 1
 
 
 def _queries(partitioner: Partitioner | None, T: int) -> int:
-  """How many of a row's T queries a device's kernel is given at once."""
+  """Counts a row's queries, of T, in one kernel call on a device."""
   row_devices = _row_devices(partitioner)
-  # Of a row that several devices split each has two pieces, one after the other.
+  # If several devices split a row, each has two pieces, one after the other.
   return T // (2 * row_devices) if row_devices > 1 else T
 
 
 def _fault(
   kernel: str, device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int
 ) -> str:
-  """What a kernel needs and does not have; "" where it runs."""
+  """Returns the kernel's missing requirement; "" if it runs."""
   if kernel == "splash":
     if device.platform != "tpu":
       return f"a TPU, not a {device.platform.upper()}"
@@ -217,7 +217,7 @@ def _fault(
     if length % 128:
       return f"rows of a multiple of 128 tokens on every device, not {length}"
     return ""
-  # As jax's own check, which comes as late as the program's compilation.
+  # Same as jax's own check, which runs only during compilation.
   major = int(str(getattr(device, "compute_capability", "0")).split(".")[0])
   most = 256 if major >= 9 else 128
   if head_dim % 8 or head_dim > most:
@@ -240,7 +240,7 @@ def _xla(
 
 
 def _visible(segment_BS: jax.Array, T: int) -> jax.Array:
-  """mask_BTS of queries at the last T of S places: True where one sees a place."""
+  """mask_BTS of queries at the last T of S places: True if one reads a place."""
   S = segment_BS.shape[1]
   segment_BT = segment_BS[:, S - T :]
   place_T = jnp.arange(S - T, S)
@@ -269,7 +269,7 @@ def _triton(
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
 ) -> jax.Array:
-  """The GPU's for long rows; see `kernels.triton`."""
+  """The GPU kernel for long rows; see `kernels.triton`."""
   return triton.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
 
 
@@ -279,7 +279,7 @@ def _splash(
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
 ) -> jax.Array:
-  """The TPU's; see `kernels.splash`."""
+  """The TPU kernel; see `kernels.splash`."""
   return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
 
 

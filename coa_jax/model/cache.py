@@ -1,13 +1,13 @@
-"""The cache of keys and values: the one type that knows how they are laid out.
+"""The cache of keys and values: the only type that knows their layout.
 
-A replica has one pool of pages for all its rows. Which pages a row has, and in which
-order, is said with every call: the pool itself knows no rows. A page may be several
-rows' (a group's prompt), and is anybody's again once they have ended; who has which is
-decided on the host (`rollout.pages`).
+A replica has one pool of pages for all its rows. Every call passes each row's pages in
+their order: the pool itself knows no rows. Several rows may share a page (a group's
+prompt), and it is free once they have ended; the host allocates pages
+(`rollout.pages`).
 
 Letters of its own: J pages of P places each; C blocks, the pages of one row.
 
-budget: three layouts, and all that is done to them.
+budget: three layouts, and their operations.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from coa_jax.model.kernels import paged, ragged, triton
 from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.sharding import Partitioner
 
-# The most places of a page.
+# Maximum places per page.
 PAGE_SIZE = 256
-# Pages that one call moves between device and host: what it takes on the device beside
-# the pool is small.
+# Pages moved between device and host by one call, so that it uses little device memory
+# beside the pool.
 _MOVED = 8
 
 
 @flax.struct.dataclass
 class CacheWrite:
-  """Where the tokens of a call stand; the same for every layer.
+  """Positions and pages of a call's tokens; the same for every layer.
 
   Attributes:
-    rows: the pages that each row reads.
-    position_BT: the position of each token in its own sequence.
-    page_BT: the page that its key and value are written to; past the last one for a
-      token that is not to be written.
+    rows: the pages read by each row.
+    position_BT: each token's position in its own sequence.
+    page_BT: the page for its key and value; past the last page if the token is not
+      written.
     place_BT: the place in that page.
   """
 
@@ -54,19 +54,19 @@ class CacheWrite:
 class KVCache:
   """Keys and values of every layer in J pages.
 
-  The place of a token is its position in its own sequence. What stands in places that
-  nothing reads changes no bit of what is computed (float32, CPU); nor does it which
-  pages a row has, how many there are, or who else reads them.
+  A token's place is its position in its own sequence. Results are bit-identical
+  (float32, CPU) whatever is in unread places, whichever pages a row has, however many
+  there are, and whoever else reads them.
 
   Attributes:
-    layers: of each its keys and values; see `layout`.
-    layout: how they lie.
+    layers: keys and values per layer; see `layout`.
+    layout: their layout.
       places_last: keys [J, K, H, P] and values [J, K, P, H], on a CPU: few queries'
         scores run along contiguous memory, and decoding takes half the time.
       heads_first: keys and values [K, J, P, H], as the GPU's kernel reads them
         (`kernels.triton`).
       joined: one array [J, P, 2 K, H], each head's key before its value, as the TPU's
-        kernel reads them (`kernels.ragged`); zeros fill H up to what it takes.
+        kernel reads them (`kernels.ragged`); zeros pad H to its size.
   """
 
   layers: tuple[tuple[jax.Array, ...], ...]
@@ -80,7 +80,7 @@ class KVCache:
     page_size: int,
     partitioner: Partitioner | None = None,
   ) -> KVCache:
-    """Makes a pool of so many empty pages, in the dtype of activations."""
+    """Makes a pool of N empty pages, in the activations' dtype."""
     layout = _layout(cfg, page_size, partitioner)
     K, H, P = cfg.kv_heads, cfg.head_dim, page_size
     axes = {
@@ -88,7 +88,7 @@ class KVCache:
       "heads_first": [(K, pages, P, H)] * 2,
       "joined": [(pages, P, 2 * K, ragged.head_size(H))],
     }
-    # Each an array of its own: their memory is donated and freed one by one.
+    # Separate arrays: their memory is donated and freed one by one.
     layers = []
     for _ in range(cfg.layers):
       layer = [_zeros(shape, cfg.dtype, layout, partitioner) for shape in axes[layout]]
@@ -102,20 +102,20 @@ class KVCache:
 
   @property
   def page_size(self) -> int:
-    """Counts the places of a page: P."""
+    """Counts the places per page: P."""
     return self.layers[0][-1].shape[1 if self.layout == "joined" else 2]
 
   @property
   def shared(self) -> bool:
-    """Whether a page may have several readers; else each needs a copy of its own."""
+    """Whether a page may have several readers; otherwise each needs its own copy."""
     return self.layout != "places_last"
 
   def decoding_rows(self, table_BC: jax.Array, active_B: jax.Array) -> RowPages:
     """Prepares rows for calls of one token each; once for all calls of a window.
 
     Args:
-      table_BC: int page of each block of a row; -1 where it has none.
-      active_B: True for rows that will read; others compute garbage.
+      table_BC: int page of each block of a row; -1 for none.
+      active_B: True for reading rows; others compute garbage.
     """
     if self.layout == "places_last":
       return paged.decoding_rows(table_BC, active_B, self.pages)
@@ -124,7 +124,7 @@ class KVCache:
   def write(
     self, rows: RowPages, position_BT: jax.Array, valid_BT: jax.Array
   ) -> CacheWrite:
-    """Says where a call's tokens go: what `append` and `attend` of every layer take.
+    """Returns the places of a call's tokens, for every layer's `append` and `attend`.
 
     Args:
       rows: `RowPages(table_BC)`, or for one token of each row `decoding_rows`.
@@ -152,7 +152,7 @@ class KVCache:
   ) -> KVCache:
     """Writes a call's keys and values into one layer; returns the new cache."""
     B, T, K, H = k_BTKH.shape
-    # Tokens that are not to be written point past the last page, and are dropped.
+    # Unwritten tokens point past the last page, and are dropped.
     if self.layout == "joined":
       (pool,) = self.layers[layer]
       kv = jnp.stack([k_BTKH, v_BTKH], axis=3).reshape(B, T, 2 * K, H)
@@ -197,7 +197,7 @@ class KVCache:
     rows = write.rows
     position_BT = write.position_BT
     pools = self.layers[layer]
-    # --- The device's kernel, where it has one that reads these pages; else plain XLA.
+    # --- The device's kernel, if it has one for these pages; otherwise plain XLA.
     if self.layout == "joined":
       kernel = ragged.attend
     elif self.layout == "heads_first" and triton.takes_pages(*pools):
@@ -205,7 +205,7 @@ class KVCache:
     else:
       places_last = self.layout == "places_last"
       return paged.attend(q_BTNH, *pools, rows, position_BT, places_last)
-    # --- XLA can not split a kernel: each device runs it on the heads that it holds.
+    # --- XLA can not split a kernel: each device runs it on its own heads.
     args = (q_BTNH, *pools, rows.table_BC, position_BT)
     if partitioner is None:
       return kernel(*args)
@@ -222,26 +222,26 @@ class KVCache:
   def copy(
     self, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner | None = None
   ) -> KVCache:
-    """Copies pages onto other pages; the arrays of this cache are gone.
+    """Copies pages onto other pages; this cache's arrays are deleted.
 
     Args:
       from_X: pages to read, all before any is written.
-      to_X: pages to write; what points past the last page is dropped.
+      to_X: pages to write; those past the last page are dropped.
       partitioner: of the sampler, on several devices.
     """
     return _copy(self, from_X, to_X, partitioner)
 
   def grow(self, pages: int, partitioner: Partitioner | None = None) -> KVCache:
-    """Makes room for so many pages; the arrays of this cache are gone."""
+    """Grows the pool to N pages; this cache's arrays are deleted."""
     layers = []
     for layer in self.layers:
       layers.append(_grow(layer, pages, self.layout, partitioner))
-      for x in layer:  # so that one layer at a time is there twice
+      for x in layer:  # so that only one layer at a time exists twice
         x.delete()
     return self.replace(layers=tuple(layers))
 
   def to_host(self, pages: Sequence[int]) -> list[list[np.ndarray]]:
-    """Returns what stands in pages, for `from_host`: of every few all arrays."""
+    """Returns the pages' contents for `from_host`: all arrays of every few pages."""
     out = []
     for i in range(0, len(pages), _MOVED):
       arrays = _read(self, _padded(pages[i : i + _MOVED], 0))
@@ -254,7 +254,7 @@ class KVCache:
     contents: Sequence[Sequence[np.ndarray]],
     partitioner: Partitioner | None = None,
   ) -> KVCache:
-    """Writes what `to_host` read into as many pages; this one's arrays are gone."""
+    """Writes `to_host`'s result into as many pages; this cache's arrays are deleted."""
     cache = self
     for i, arrays in enumerate(contents):
       to_X = _padded(pages[i * _MOVED : (i + 1) * _MOVED], self.pages)
@@ -263,17 +263,17 @@ class KVCache:
 
 
 def page_size(max_len: int) -> int:
-  """Returns the places of a page for rows of at most so many."""
+  """Returns the places per page for rows of at most N places."""
   return min(max_len, PAGE_SIZE)
 
 
 def num_blocks(places: int, max_len: int) -> int:
-  """Counts the pages that a row's first places take."""
+  """Counts the pages of a row's first places."""
   return -(-places // page_size(max_len))
 
 
 def row_bytes(cfg: ModelConfig, size: int) -> int:
-  """Counts the bytes of so many places of one row, in all layers."""
+  """Counts the bytes of N places of one row, in all layers."""
   scalars = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
   return size * scalars * jnp.dtype(cfg.dtype).itemsize
 
@@ -281,14 +281,14 @@ def row_bytes(cfg: ModelConfig, size: int) -> int:
 def page_bytes(
   cfg: ModelConfig, page_size: int, partitioner: Partitioner | None
 ) -> int:
-  """Counts the bytes that a page takes on each device, as it lies there."""
+  """Counts a page's bytes on each device, in its layout."""
   page = jax.eval_shape(lambda: KVCache.empty(cfg, 1, page_size, partitioner))
   ways = partitioner.ways("K") if partitioner else 1
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) // ways
 
 
 def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner | None) -> str:
-  """How keys and values lie on the devices at hand."""
+  """Returns the layout of keys and values on the current devices."""
   device = partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
   if device.platform == "cpu":
     return "places_last"
@@ -313,7 +313,7 @@ def _pages_of(x: jax.Array, page_X: jax.Array, layout: str) -> jax.Array:
 def _with_pages(
   x: jax.Array, page_X: jax.Array, new: jax.Array, layout: str
 ) -> jax.Array:
-  """A pool with other contents in some pages; what points past the last is dropped."""
+  """Returns a pool with new contents in some pages; those past the last are dropped."""
   where = (slice(None), page_X) if layout == "heads_first" else page_X
   return x.at[where].set(new, mode="drop")
 
@@ -329,12 +329,12 @@ def _zeros(
 
 
 def _shard(x: jax.Array, layout: str, partitioner: Partitioner | None) -> jax.Array:
-  """Constrains a pool to the mesh, where there is one; inside a jit."""
+  """Constrains a pool to the mesh, if any; inside a jit."""
   return partitioner.shard(x, letters(layout)) if partitioner else x
 
 
 def _padded(pages: Sequence[int], filler: int) -> np.ndarray:
-  """As many pages as a call moves."""
+  """Pads to the number of pages moved by a call."""
   out = np.full(_MOVED, filler, np.int32)
   out[: len(pages)] = pages
   return out
@@ -361,7 +361,7 @@ def _grow(
   layout: str,
   partitioner: Partitioner | None,
 ) -> tuple[jax.Array, ...]:
-  """One layer with so many pages, the new ones empty."""
+  """Returns one layer with N pages, the new ones empty."""
 
   def grown(x: jax.Array) -> jax.Array:
     axis = _page_axis(layout)

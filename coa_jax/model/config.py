@@ -1,4 +1,4 @@
-"""What a dense decoder is, in numbers: its sizes and its options.
+"""A dense decoder's sizes and options.
 
 `hf.config` reads and writes them as Hugging Face's `config.json`. Sources: Qwen2 (arXiv
 2407.10671), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv
@@ -19,10 +19,10 @@ class Yarn:
   """YaRN: rotary frequencies stretched to more positions (arXiv 2309.00071).
 
   Attributes:
-    factor: how many times more positions than `positions`.
-    positions: the positions that the model was trained on.
-    beta_fast: dimensions that turn more often than this are left alone.
-    beta_slow: dimensions that turn less often are divided by `factor`.
+    factor: ratio of the stretched positions to `positions`.
+    positions: positions in training.
+    beta_fast: dimensions turning more often than this are left alone.
+    beta_slow: dimensions turning less often than this are divided by `factor`.
     attention_factor: scales cosines and sines; 0 for 0.1 ln(factor) + 1.
     truncate: True rounds the bounds of the ramp between the two to whole dimensions.
   """
@@ -42,14 +42,14 @@ class Yarn:
 class Llama3Rope:
   """Llama 3.1's stretching of rotary frequencies to more positions.
 
-  A dimension is judged by how often it turns over the positions of before.
+  A dimension is judged by its number of turns over the original positions.
 
   Attributes:
-    factor: dimensions that turn seldom are divided by it.
-    positions: the positions that the model was trained on before it was stretched.
-    low_freq_factor: dimensions that turn less often than this are divided by `factor`.
-    high_freq_factor: those that turn more often than this are left alone; between the
-      two the frequency is interpolated.
+    factor: the divisor of slowly turning dimensions.
+    positions: positions in training, before stretching.
+    low_freq_factor: dimensions turning less often than this are divided by `factor`.
+    high_freq_factor: dimensions turning more often than this are left alone; between
+      the two the frequency is interpolated.
   """
 
   factor: float = bounded(least=1)
@@ -66,34 +66,34 @@ class Llama3Rope:
       )
 
 
-# The deepest published model has as many (DeepNet, arXiv 2203.00555). More would be
+# The deepest published model has this many (DeepNet, arXiv 2203.00555). More would be
 # laid out and compiled for minutes before the machine's memory refuses them.
 MOST_LAYERS = 1_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-  """How a model is computed, whatever its sizes.
+  """Options of a model's computation, for any sizes.
 
   Attributes:
-    dtype: of activations; norms, softmax and log-probs are float32 whatever it is.
-    param_dtype: of the parameters, whatever dtype a file has.
-    weight_dtype: what parameters are rounded to where they are used; dtype where empty.
-      bfloat16 under a dtype of float32 is a model whose sampler holds half-precision
-      weights, and whose sampler and learner agree to float32's precision.
+    dtype: the activations' dtype; norms, softmax and log-probs are always float32.
+    param_dtype: the parameters' dtype, for any file dtype.
+    weight_dtype: the rounding of parameters in use; dtype if empty. With bfloat16 under
+      a float32 dtype the sampler holds half-precision weights, and sampler and learner
+      agree to float32's precision.
     scan: True if layers are stacked and scanned (training many layers): one layer is
-      compiled, whatever their number.
-    remat: what of a layer the backward pass recomputes: none, full (all of it),
+      compiled, for any number.
+    remat: the part recomputed by a layer's backward pass: none, full (everything),
       attention (all but the attention's output), dots (all but matrix products),
-      offload (as attention, and what it keeps lies in the host's memory meanwhile).
+      offload (as attention, and stores the kept output in host memory meanwhile).
     attention: the kernel over packed rows: xla, cudnn or triton (GPU), splash (TPU), or
       auto, which takes splash on TPU, on GPU in bfloat16 cudnn for rows of up to 4,096
-      tokens on a device and triton for longer ones, and xla elsewhere and where those
-      do not take the model's head_dim or the rows' length.
-    logit_chunk: tokens of a row whose logits exist at once in a loss, above 128 rounded
-      down to a multiple of it; 0 for those that half a gigabyte of a device holds (SFT,
-      where devices split rows alone: at most a quarter of its tokens). With a whole row
-      at once RL makes no logits twice.
+      tokens on a device and triton for longer ones, and xla elsewhere and if those do
+      not support the model's head_dim or the row length.
+    logit_chunk: tokens per row with logits in memory at once in a loss, above 128
+      rounded down to a multiple of it; 0 for half a gigabyte of logits per device (SFT,
+      if devices split rows alone: at most a quarter of its tokens). With a whole row at
+      once RL computes no logits twice.
   """
 
   dtype: str = choice("float32", of=_FLOATS)
@@ -110,7 +110,7 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadConfig(RunOptions):
-  """Config section `model` of a run that starts from a model folder.
+  """Config section `model` for a run from a model folder.
 
   The folder decides all else; see RunOptions.
   """
@@ -129,14 +129,14 @@ class ModelConfig(RunOptions):
     head_dim: H; independent of D / N, even.
     ff: F, the SwiGLU's hidden width.
     rope_theta: base of the rotary frequencies.
-    yarn: how they are stretched to more positions, if they are.
+    yarn: their stretching to more positions, if any.
     llama3: the same, as Llama 3.1 does it; one of the two.
     norm_eps: added to the mean square in RMSNorm.
     tie_embeddings: True if the output matrix is the embedding.
     attention_bias: True for biases on q, k, v (Qwen2).
     qk_norm: True for RMSNorm on each query and key head (Qwen3). Llama has neither.
-    product_dtype: what matrix products of a decoder round both factors to, with float32
-      sums; dtype where empty. `decode_params.architecture` sets it.
+    product_dtype: rounding of both factors in a decoder's matrix products, with float32
+      sums; dtype if empty. `decode_params.architecture` sets it.
   """
 
   vocab_size: int = bounded(least=1)
@@ -168,7 +168,7 @@ class ModelConfig(RunOptions):
 
   @property
   def axes(self) -> dict[str, int]:
-    """Sizes of the axes that a mesh may divide, by letter."""
+    """Sizes of the divisible axes, by letter."""
     return {
       "D": self.width,
       "N": self.heads,

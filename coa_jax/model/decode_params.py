@@ -1,4 +1,4 @@
-"""The parameters as a decoder wants them, and the model as it runs there."""
+"""Parameters and architecture for decoding."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner, inputs_of, name_of, platform
 
-# The least width at which half-precision products pay on a CPU, for a single row too.
+# Minimum width at which half-precision products are faster on a CPU, even for one row.
 WIDE = 640
 
 
 def architecture(
   cfg: ModelConfig, partitioner: Partitioner | None = None
 ) -> ModelConfig:
-  """Makes what samplers run: layers unrolled; on a CPU with float32 activations.
+  """Returns the samplers' architecture: unrolled layers; float32 activations on a CPU.
 
-  A CPU would convert half precision before and after every operation. Weights are
-  rounded all the same: `weight_dtype` becomes what `dtype` was. A CPU that multiplies
-  half precision (AMX) has the factors of its matrix products in it where the model has
-  WIDE units or more; smaller ones are no faster so, and other CPUs multiply in float32.
+  A CPU would convert half precision before and after every operation. Weights are still
+  rounded: `weight_dtype` takes `dtype`'s old value. A CPU with half-precision products
+  (AMX) takes their factors in it if the model has WIDE units or more; smaller models
+  gain nothing, and other CPUs multiply in float32.
   """
   cfg = dataclasses.replace(cfg, scan=False, remat="none")
   if cfg.dtype == "float32" or platform(partitioner) != "cpu":
@@ -54,15 +54,15 @@ def has_amx() -> bool:
 def decoding_views(
   cfg: ModelConfig, params: dict[str, Any], partitioner: Partitioner | None = None
 ) -> list[dict[str, Any]]:
-  """Makes the parameters that samplers want; called once per policy update.
+  """Makes the samplers' parameters; called once per policy update.
 
-  Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
-  would do so at every step), and resharded to `partitioner.decoding()`, on its devices
-  whatever devices `params` are on. With a `product_dtype` matrices are held in it,
-  outputs first. Every process calls it. With a partitioner there is a tree for each of
+  Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (otherwise
+  the model would at every step), and resharded to `partitioner.decoding()`, on its
+  devices, wherever `params` is. With a `product_dtype` matrices are held in it, outputs
+  first. Every process calls it. With a partitioner there is a tree for each of
   `partitioner.decoding().replicas()`.
   """
-  # --- One device: nothing to do where the arrays are as a sampler wants them.
+  # --- One device: nothing to do if the arrays already suit the sampler.
   kind = cfg.weight_dtype or cfg.dtype
   as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
   if partitioner is None and as_is:
@@ -83,7 +83,7 @@ def decoding_views(
   for name in filter(is_layer, list(view)):
     view[name] = reshard(view[name])
 
-  # --- Each replica's arrays are made of its own devices' shards, in place.
+  # --- Each replica's arrays are made from its own devices' shards, in place.
   def of_replica(replica: Partitioner) -> Any:
     devices = list(replica.mesh.devices.flat)
 
@@ -100,7 +100,7 @@ def decoding_views(
 def decoding_shapes(
   cfg: ModelConfig, partitioner: Partitioner | None = None
 ) -> dict[str, Any]:
-  """Returns the shapes of `decoding_views`, with shardings where there is a mesh."""
+  """Returns the shapes of `decoding_views`, with shardings on a mesh."""
   convert = converter(cfg, platform(partitioner))
   shapes = jax.eval_shape(convert, transformer.param_shapes(cfg))
   if partitioner is None:
@@ -122,12 +122,12 @@ def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
 def _sent(
   view: dict[str, Any], replicas: list[Partitioner], outputs_first: bool
 ) -> list[dict[str, Any]]:
-  """Parameters on the devices of replicas, which hold none of them yet."""
+  """Sends parameters to the replicas' devices, which have none yet."""
   views: list[dict[str, Any]] = [{} for _ in replicas]
   trained_on = jax.tree.leaves(view)[0].sharding
   for name, part in view.items():
-    # A layer at a time is whole on every device that trains: so each process sends
-    # from its own devices to its own.
+    # One layer at a time is whole on every training device: so each process sends from
+    # its own devices to its own.
     if trained_on.num_devices > 1:
       part = gatherer(trained_on.mesh)(part)
     part = jax.tree.map(lambda x: x.addressable_data(0), part)
@@ -139,14 +139,14 @@ def _sent(
 
 @functools.lru_cache(maxsize=8)
 def gatherer(mesh: Mesh) -> Any:
-  """Returns the jitted function that gives all of some arrays to each device."""
+  """Returns the jitted function that replicates arrays on each device."""
   whole = NamedSharding(mesh, PartitionSpec())
   return jax.jit(lambda arrays: arrays, out_shardings=whole)
 
 
 @functools.lru_cache(maxsize=8)
 def converter(cfg: ModelConfig, on: str) -> Any:
-  """Returns the jitted function that unstacks and rounds; what is split stays so.
+  """Returns the jitted function that unstacks and rounds; splits are kept.
 
   Cached, or every update would compile it. `on` is the devices' platform.
   """

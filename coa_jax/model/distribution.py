@@ -17,29 +17,29 @@ import jax.numpy as jnp
 
 from coa_jax.runtime.fields import bounded, check_fields
 
-# In place of minus infinity: a probability of 0 whose product with its log is 0.
+# In place of minus infinity: a probability of 0, whose product with its log is 0.
 _NEVER = -1e30
 # A temperature below this is greedy, as 0 is, to sampler and learner alike: logits over
 # it would be so large that float32 rounds log-probs by tenths, and soon by infinity.
 GREEDY_BELOW = 1e-5
 # The bits of float32's infinity.
 _INFINITY = 0x7F800000
-# Tokens that are looked at together when one is drawn.
+# Tokens grouped in a draw.
 _WIDTH = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-  """Which tokens may be drawn, by their rank or probability at the temperature.
+  """Truncation by a token's rank or probability at the temperature.
 
-  Each applies to what the one before left, as in transformers.
+  Each applies to the result of the previous one, as in transformers.
 
   Attributes:
     top_k: the most likely ones; 0 for all.
-    top_p: the fewest most likely ones whose probabilities reach this; 1 for all
+    top_p: the smallest set of most likely tokens reaching this probability; 1 for all
       (Holtzman et al. 2019, arXiv 1904.09751).
-    min_p: those at least this share as likely as the most likely one; 0 for all
-      (Nguyen et al. 2024, arXiv 2407.01082).
+    min_p: minimum probability as a share of the most likely token's; 0 for all (Nguyen
+      et al. 2024, arXiv 2407.01082).
   """
 
   top_k: int = bounded(0, least=0)
@@ -55,13 +55,13 @@ NO_TRUNCATION = Truncation()
 
 @flax.struct.dataclass
 class TokenMask:
-  """Which tokens a grammar allows: `automaton.Constraint` on a device."""
+  """A grammar's allowed tokens: `automaton.Constraint` on a device."""
 
   class_V: jax.Array
   next_SC: jax.Array
 
   def allowed(self, state: jax.Array) -> jax.Array:
-    """Masks [..., V] the tokens that a state [...] allows; a state of -1 allows all."""
+    """Masks [..., V] the tokens allowed by a state [...]; state -1 allows all."""
     row = self.next_SC[jnp.maximum(state, 0)] >= 0
     return jnp.take(row, self.class_V, axis=-1) | (state < 0)[..., None]
 
@@ -81,10 +81,10 @@ def log_probs(
 
   Args:
     logits: [..., V].
-    temperature: scalar, or of shape logits.shape[:-1]; where it is greedy (0, or below
-      `GREEDY_BELOW`) the distribution reported is that of temperature 1.
+    temperature: scalar, or of shape logits.shape[:-1]; if greedy (0, or below
+      `GREEDY_BELOW`) the reported distribution has temperature 1.
     truncation: leaves out unlikely tokens.
-    allowed: bool [..., V], tokens that the grammar allows; all where None.
+    allowed: bool [..., V], the grammar's allowed tokens; all if None.
     top_p: of shape logits.shape[:-1], in place of the truncation's; 1 for all.
   """
   return jax.nn.log_softmax(
@@ -99,12 +99,12 @@ def taken_log_probs(
   truncation: Truncation = NO_TRUNCATION,
   allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes what `log_probs` has for tokens that were drawn, without the rest.
+  """Computes `log_probs` of the drawn tokens alone.
 
   Args:
     logits: [..., V].
-    token: [...], those that were drawn. Truncation never leaves them out, where
-      rounding in another program could.
+    token: [...], the drawn tokens. Truncation never excludes them, though rounding in
+      another program could.
     temperature: as for `log_probs`.
     truncation: as for `log_probs`.
     allowed: as for `log_probs`.
@@ -117,7 +117,7 @@ def taken_log_probs(
   shifted = jax.lax.stop_gradient(scores - scores.max(-1, keepdims=True))
   e = jnp.exp(shifted)
   total = e.sum(-1)
-  # Where the probability is 0, so is its product with a very negative score.
+  # If the probability is 0, so is its product with a very negative score.
   entropy = jnp.log(total) - jnp.sum(e * shifted, -1) / total
   return _log_prob(scores, token), entropy
 
@@ -127,7 +127,7 @@ def _log_prob(scores: jax.Array, token: jax.Array) -> jax.Array:
   """log softmax(scores) at `token`, [...], from two sums over the scores.
 
   Its gradient, one-hot - softmax, is computed from the scores again: neither direction
-  writes an array of the scores' size but the gradient itself.
+  writes an array as large as the scores except the gradient.
   """
   return _log_prob_forward(scores, token)[0]
 
@@ -162,14 +162,14 @@ def _scores(
   token: jax.Array | None = None,
   top_p: jax.Array | None = None,
 ) -> jax.Array:
-  """What the sampling distribution is the softmax of, float32 [..., V]."""
+  """Returns the scores under the sampling softmax, float32 [..., V]."""
   # --- The temperature, then the grammar; greedy rows are left at temperature 1.
   t = jnp.asarray(temperature, jnp.float32)[..., None]
   logits = logits.astype(jnp.float32) / jnp.where(t >= GREEDY_BELOW, t, 1.0)
   if allowed is not None:
     logits = jnp.where(allowed, logits, _NEVER)
   if truncation == NO_TRUNCATION and top_p is not None:
-    # Rows that ask for no truncation keep their scores, whatever others ask for.
+    # Rows without truncation keep their scores, whatever other rows have.
     asks = top_p < 1
     return jax.lax.cond(
       jnp.any(asks),
@@ -189,7 +189,7 @@ def _truncated(
   token: jax.Array | None,
   top_p: jax.Array | None,
 ) -> jax.Array:
-  """Log-probs of these scores, -1e30 where truncation leaves a token out."""
+  """Returns the scores' log-probs, -1e30 for truncated tokens."""
   logp = jax.nn.log_softmax(logits)
   mask = _truncation_mask(jax.lax.stop_gradient(logp), truncation, top_p)
   if token is not None:
@@ -200,20 +200,20 @@ def _truncated(
 def _truncation_mask(
   logp: jax.Array, truncation: Truncation, top_p: jax.Array | None = None
 ) -> jax.Array:
-  """True for tokens that truncation leaves; equally likely ones stay or go together."""
+  """Masks the tokens kept by truncation; equally likely tokens stay or go together."""
   tr = truncation
   mask = jnp.ones(logp.shape, bool)
-  # --- By rank: what is as likely as the last of the top k stays with it.
+  # --- By rank: tokens as likely as the k-th stay with it.
   if 0 < tr.top_k < logp.shape[-1]:
     mask = _most_likely(logp, jnp.ones_like(logp), tr.top_k)
-  # --- By cumulative probability, of what is left.
+  # --- By cumulative probability, among the rest.
   if tr.top_p < 1 or top_p is not None:
     limit: Any = tr.top_p
     if top_p is not None:  # rounding must not reach 1 and leave out the last ones
       limit = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]
     rest = jax.nn.log_softmax(jnp.where(mask, logp, _NEVER))
     mask &= _most_likely(rest, jnp.exp(rest), limit)
-  # --- By probability beside the most likely token's.
+  # --- By probability relative to the most likely token's.
   if tr.min_p > 0:
     mask &= logp >= logp.max(-1, keepdims=True) + jnp.log(tr.min_p)
   return mask
@@ -222,16 +222,16 @@ def _truncation_mask(
 def _most_likely(
   logp: jax.Array, weight: jax.Array, limit: float | jax.Array
 ) -> jax.Array:
-  """True for tokens such that those more likely together weigh less than a limit.
+  """Masks tokens if the more likely ones together weigh less than a limit.
 
-  The weight of what is more likely than a bound falls as the bound rises, in float32
-  too, since every partial sum does. So the lowest bound that holds is found by halving
-  an interval: 31 sums over the row, where sorting it would take far longer.
+  The weight above a bound falls as the bound rises, in float32 too, since every partial
+  sum does. So bisection finds the lowest valid bound: 31 sums over the row; sorting it
+  would take far longer.
 
   Args:
     logp: [..., V], at most 0.
     weight: [..., V], at least 0; whole numbers are summed exactly up to 2^24.
-    limit: above 0, so that the most likely token stays; may be [..., 1].
+    limit: above 0, to keep the most likely token; may be [..., 1].
   """
   # The bits of floats of one sign are in the floats' order: of -logp, rising as tokens
   # get less likely.
@@ -244,7 +244,7 @@ def _most_likely(
     stays = before < limit
     return jnp.where(stays, middle, low), jnp.where(stays, high, middle - 1)
 
-  # --- The least likely value that stays, between those of probabilities 1 and 0.
+  # --- The least likely kept value, between probabilities 1 and 0.
   low = jnp.zeros((*logp.shape[:-1], 1), jnp.int32)
   high = jnp.full_like(low, _INFINITY)
   last, _ = jax.lax.fori_loop(0, 31, halve, (low, high))
@@ -254,12 +254,12 @@ def _most_likely(
 def removed_mass(
   logits: jax.Array, temperature: jax.Array | float, allowed: jax.Array | None
 ) -> jax.Array:
-  """Sums the probability of the tokens that the grammar does not allow, float32.
+  """Sums the probability of tokens outside the grammar, float32.
 
   Args:
     logits: [..., V].
     temperature: as for `log_probs`.
-    allowed: bool [..., V]; all are where None.
+    allowed: bool [..., V]; all if None.
 
   Returns:
     [...]; no gradient passes through it.
@@ -299,13 +299,13 @@ def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> ja
   p_BW = jnp.take_along_axis(p_BCW, c_B1[..., None], axis=1)[:, 0]
   w_B1 = _reached(before_B1 + jnp.cumsum(p_BW, axis=-1), target_B1, p_BW)
   drawn_B = (c_B1 * _WIDTH + w_B1)[:, 0]
-  # Rows that are greedy were drawn for as well: one program for every temperature.
+  # Greedy rows are sampled as well: one program for every temperature.
   draws_B = temperature_B >= GREEDY_BELOW
   return jnp.where(draws_B, drawn_B, _likeliest(logp_BV)).astype(jnp.int32)
 
 
 def _likeliest(logp_BV: jax.Array) -> jax.Array:
-  """argmax over V, by way of groups: XLA's own costs a CPU four times all the rest."""
+  """Computes argmax over V in groups: XLA's own costs a CPU four times all the rest."""
   pad = ((0, 0), (0, -logp_BV.shape[1] % _WIDTH))
   padded_BV = jnp.pad(logp_BV, pad, constant_values=-jnp.inf)
   logp_BCW = padded_BV.reshape(len(padded_BV), -1, _WIDTH)

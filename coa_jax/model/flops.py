@@ -1,8 +1,7 @@
-"""Arithmetic that a model needs, for utilisation and rooflines.
+"""A model's arithmetic, for utilisation and rooflines.
 
-A product of [m, k] and [k, n] is 2 m k n operations. What is computed again (remat) and
-what is masked is not the model's need and does not count, as in PaLM's MFU
-(arXiv 2204.02311, appendix B).
+A product of [m, k] and [k, n] is 2 m k n operations. Recomputed (remat) and masked
+products do not count, as in PaLM's MFU (arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ PEAKS = {
 
 
 def peak_flops(kind: str) -> float | None:
-  """Returns operations per second of a kind of device; None where we do not know.
+  """Returns operations per second of a kind of device; None if unknown.
 
-  A part of a card (MIG) has a part of its peak, which its name does not tell.
+  A part of a card (MIG) has an unknown part of its peak.
   """
   words = re.split(r"[ -]", kind)
   if "MIG" in words:
     return None
   for name, peak in PEAKS.items():
-    # Whole words: an H1000 is no H100.
+    # Whole words: an H1000 is not an H100.
     if words[: len(name.split())] == name.split():
       return peak
   return None
@@ -57,12 +56,12 @@ def utilisation(
   frozen: bool = False,
   devices: int = 1,
 ) -> dict[str, float]:
-  """Computes `mfu`, the share of the devices' peak that updates had, if it is known.
+  """Computes `mfu`, the updates' share of the devices' peak, if known.
 
   Args:
     cfg, segments, frozen: as for `train_flops`.
-    seconds: that the updates took.
-    devices: that they ran on.
+    seconds: duration of the updates.
+    devices: their devices.
   """
   peak = peak_flops(jax.devices()[0].device_kind)
   if not peak or seconds <= 0:

@@ -1,8 +1,8 @@
 """LoRA: low-rank adapters beside frozen matrices (arXiv 2106.09685).
 
-Adapters are arrays of their own: `q_a` [inputs, r] and `q_b` [r, outputs] beside `q`.
-The model adds x A B wherever its parameters hold them (`join`); `merge` folds them into
-the matrices for decoding and export; `hf.folder.save_adapter` writes them as peft does.
+Adapters are separate arrays: `q_a` [inputs, r] and `q_b` [r, outputs] beside `q`. The
+model adds x A B if its parameters hold adapters (`join`); `merge` folds them into the
+matrices for decoding and export; `hf.folder.save_adapter` writes them as peft does.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class LoraConfig:
   """Config section `lora`; without it all parameters are trained.
 
   With model.dtype or model.param_dtype "bfloat16" the decoder's matrix is rounded after
-  its adapter is added: of changes below half a last place a part is lost, which the
-  learner computes with. For RL at small learning rates prefer float32.
+  its adapter is added: changes below half a last place are partly lost, but the learner
+  computes with them. For RL at small learning rates prefer float32.
 
   Attributes:
-    rank: r, of every adapter.
+    rank: r, for every adapter.
     alpha: adapters count alpha / r times.
-    matrices: which matrices of a layer get one.
+    matrices: a layer's matrices with an adapter.
   """
 
   rank: int = bounded(16, least=1)
@@ -51,10 +51,10 @@ class LoraConfig:
 
 
 def check(cfg: ModelConfig, config: LoraConfig | None) -> None:
-  """Refuses a rank that no matrix of the model can have; None has none.
+  """Refuses a rank too large for every matrix; None has none.
 
   Raises:
-    ValueError: naming the rank and the largest that adds anything.
+    ValueError: naming the rank and the largest useful one.
   """
   if config is None:
     return
@@ -86,7 +86,7 @@ def init_adapters(
     for i, (where, leaf) in enumerate(_matrices(cfg, config)):
       layer, name = where
       stacked, inputs, outputs = _split_shape(name, leaf.shape)
-      # By its place in the list, so that no two matrices have the same A.
+      # By its index in the list, so that every matrix has another A.
       normal = jax.random.normal(
         jax.random.fold_in(key, i), (*stacked, *inputs, config.rank)
       )
@@ -102,7 +102,7 @@ def init_adapters(
 
 
 def _matrices(cfg: ModelConfig, config: LoraConfig) -> list[tuple[list[str], Any]]:
-  """The matrices that get an adapter, as shapes: ([layer, name], shape)."""
+  """Lists the adapted matrices, as shapes: ([layer, name], shape)."""
   out = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(cfg)):
     where = [key.key for key in path]
@@ -112,7 +112,7 @@ def _matrices(cfg: ModelConfig, config: LoraConfig) -> list[tuple[list[str], Any
 
 
 def _rank(name: str) -> int:
-  """The number of a parameter's axes, a stacked layer axis left out."""
+  """Counts a parameter's axes, without a stacked layer axis."""
   return len(PARAMETERS[name].replace(">", ""))
 
 

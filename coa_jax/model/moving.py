@@ -1,6 +1,6 @@
-"""How arrays of a mesh go from one split to another, and rows over several devices.
+"""Resharding of a mesh's arrays, and the order of rows split over devices.
 
-Which array is split how is in `sharding.py`.
+`sharding.py` holds each array's split.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-# By kind of device: over how many of a mesh axis a gather goes at once, and over how
-# many it goes first where there are more. Over 64 chips or more libtpu 0.0.42 makes
-# all-reduces of the whole array. TPU7x's compiler makes more of them in two steps; on
-# GPUs the second gather would send between hosts what NCCL sends within them.
+# By kind of device: the longest mesh axis gathered at once, and the size of the first
+# step on a longer one. Over 64 chips or more libtpu 0.0.42 makes all-reduces of the
+# whole array. TPU7x's compiler makes more of them in two steps; on GPUs the second
+# gather would send data between hosts that NCCL sends within them.
 _GATHERED_OVER = dict.fromkeys(
   ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), (32, 8)
 )
 
 
 def mesh_over(grid: np.ndarray, axes: tuple[str, ...]) -> Mesh:
-  """Makes a mesh of a grid of devices; XLA finds the shardings that nobody states."""
+  """Makes a mesh of a grid of devices; XLA infers unstated shardings."""
   kinds = (jax.sharding.AxisType.Auto,) * len(axes)
   return Mesh(grid, axes, axis_types=kinds)
 
@@ -30,15 +30,15 @@ def mesh_over(grid: np.ndarray, axes: tuple[str, ...]) -> Mesh:
 def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
   """Takes an array from one split to another, and its gradient back; inside a jit.
 
-  Of a sum over devices each receives its own part of `after` alone. What was split over
-  several mesh axes is gathered over one after the other, and over a long one in two
-  steps: at once a TPU's compiler makes an all-reduce of the whole array, there and
+  From a sum over devices each receives only its own part of `after`. An array split
+  over several mesh axes is gathered over one after the other, and over a long one in
+  two steps: at once a TPU's compiler makes an all-reduce of the whole array, there and
   back.
 
   Args:
-    x: an array, or what devices have yet to add up to one.
-    before: how it is split.
-    after: how it shall be.
+    x: an array, or unreduced parts of one.
+    before: its split.
+    after: its new split.
   """
   for stage in _stages(before, after):
     x = _moved_once(x, before, stage)
@@ -47,13 +47,13 @@ def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Arra
 
 
 def _stages(before: NamedSharding, after: NamedSharding) -> list[NamedSharding]:
-  """Lists the splits on the way: each gives up one more axis that `after` lacks."""
+  """Lists the intermediate splits: each drops one more axis missing in `after`."""
   mesh, parts = _in_parts(before.mesh)
   split = [_mesh_axes(entry, parts) for entry in before.spec]
   stages = []
   for axis, entry in enumerate(after.spec):
     kept = _mesh_axes(entry, parts)
-    # Where nothing is gathered, or something else as well, `after` is the only stage.
+    # Without a gather, or with another change too, `after` is the only stage.
     while split[axis] != kept and split[axis][: len(kept)] == kept:
       given_up = split[axis][-1]
       split[axis] = split[axis][:-1]
@@ -63,12 +63,12 @@ def _stages(before: NamedSharding, after: NamedSharding) -> list[NamedSharding]:
 
 
 def _in_parts(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
-  """The same devices in the same order, with two axes for each that is long.
+  """Returns the same devices in the same order, with two axes for each long one.
 
   Returns:
-    The mesh, and the names that it has for each axis.
+    The mesh, and its names for each axis.
   """
-  if isinstance(mesh, AbstractMesh):  # of no devices in particular
+  if isinstance(mesh, AbstractMesh):  # an abstract mesh
     return mesh, {axis: (axis,) for axis in mesh.shape}
   kind = mesh.devices.flat[0].device_kind
   most, first = _GATHERED_OVER.get(kind, (mesh.size, 1))
@@ -116,8 +116,8 @@ def zigzag(x_BT: jax.Array, row_devices: int) -> jax.Array:
   """Orders the tokens of rows so that causal attention is equal work for all devices.
 
   A row is cut into two pieces for each device. Device i gets the i-th from the front
-  and the i-th from the back: what its queries see is as much as any other's do (Llama
-  3, arXiv 2407.21783, section 3.3.2).
+  and the i-th from the back: its queries see as much as any other device's (Llama 3,
+  arXiv 2407.21783, section 3.3.2).
 
   Args:
     x_BT: [B, T, ...], rows in their order.

@@ -1,8 +1,8 @@
-"""Which device stands where in a mesh: closest together those that talk the most.
+"""Placement of devices in a mesh: the most communicating ones are closest.
 
-A team is a run of devices, in the mesh's order, that split every matrix between them
-(`tensor`). It decodes as one replica, which one process drives, so it has to be within
-that process's own devices: on a TPU slice those of one host.
+A team is a run of devices, in the mesh's order, splitting every matrix (`tensor`). It
+decodes as one replica, driven by one process, so it must be within that process's own
+devices: one host's on a TPU slice.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from jax.experimental import mesh_utils
 def device_grid(
   sizes: Sequence[int], devices: Sequence[jax.Device], team: int
 ) -> np.ndarray:
-  """Places devices in a grid whose last axis is `tensor` and whose first is `data`.
+  """Places devices in a grid from axis `data` (first) to `tensor` (last).
 
   JAX follows the sides of the torus. A host of four chips is a square of it, so a side
-  leads through several hosts; where that would split a team between hosts, every host
-  is made a block of the grid. Several slices work together over `data` alone.
+  leads through several hosts; if that would split a team between hosts, every host
+  becomes a block of the grid. Several slices work together over `data` alone.
 
   Args:
-    sizes: of the axes; they multiply to the number of devices.
-    devices: of one kind.
-    team: devices that decode together. They, and those of the last axis, are within
-      one host where the number of its devices allows it.
+    sizes: the axes' sizes; they multiply to the number of devices.
+    devices: all of one kind.
+    team: devices decoding together. They, and the last axis's, are within one host if
+      its number of devices allows it.
 
   Raises:
-    ValueError: there are several TPU slices, and `data` is no multiple of them, or not
-      all of their devices are there.
+    ValueError: there are several TPU slices, and `data` is not a multiple of their
+      number, or some of their devices are missing.
   """
   # --- Several slices, whose network is slow: whole copies of the state on each.
   slices = _grouped(devices, "slice_index")
@@ -52,8 +52,8 @@ def device_grid(
     inner = (sizes[0] // len(slices), *sizes[1:])
     return np.concatenate([device_grid(inner, part, team) for part in slices])
 
-  # --- As JAX would have it, which refuses an axis that is no product of a torus's
-  # sides, such as tensor=2 on 4x4x8, unless it may take a part of a side.
+  # --- JAX's own order; it refuses an axis that is not a product of a torus's sides,
+  # such as tensor=2 on 4x4x8, unless it may take a part of a side.
   hosts = _grouped(devices, "process_index")
   if not _is_box(devices):  # a part of every host: JAX makes no mesh of that
     return _blocks_of_hosts(sizes, hosts)
@@ -70,16 +70,16 @@ def device_grid(
 def _blocks_of_hosts(
   sizes: Sequence[int], hosts: Sequence[Sequence[jax.Device]]
 ) -> np.ndarray:
-  """A grid in which the devices of each host fill the last axes first."""
+  """Returns a grid in which each host's devices fill the last axes first."""
   local = len(hosts[0])
   inner = [1] * len(sizes)
   for axis in reversed(range(len(sizes))):
     inner[axis] = math.gcd(sizes[axis], local)
     local //= inner[axis]
   outer = [size // part for size, part in zip(sizes, inner, strict=True)]
-  # All hosts in one order of places. JAX has the chips of v5e's and v6e's first host in
-  # another than the others', and for groups of v5e chips that do not lie alike libtpu
-  # 0.0.42 finds no route.
+  # All hosts in one order of places. JAX orders the chips of v5e's and v6e's first host
+  # differently, and libtpu 0.0.42 finds no route for groups of v5e chips in unequal
+  # positions.
   blocks = np.array([sorted(host, key=_place) for host in hosts])
   blocks = blocks.reshape(*outer, *inner)
   # Each axis of the grid: first its hosts, then the devices within one.
@@ -96,13 +96,13 @@ def _is_box(devices: Sequence[jax.Device]) -> bool:
 
 
 def _place(device: jax.Device) -> tuple[int, ...]:
-  """Where a device is in a TPU slice; elsewhere its number."""
+  """Returns a device's place in a TPU slice; elsewhere its number."""
   core = getattr(device, "core_on_chip", 0)
   return (*getattr(device, "coords", ()), core, device.id)
 
 
 def num_split(grid: np.ndarray, ways: int) -> int:
-  """Counts the teams of `ways` devices that are of several processes."""
+  """Counts the teams of `ways` devices spanning several processes."""
   count = 0
   for team in grid.reshape(-1, ways):
     if len({device.process_index for device in team}) > 1:
@@ -111,16 +111,16 @@ def num_split(grid: np.ndarray, ways: int) -> int:
 
 
 def team_sizes(grid: np.ndarray) -> list[int]:
-  """Returns the sizes of teams that can all be within one process each."""
+  """Returns the team sizes that fit within one process each."""
   local = min(map(len, _grouped(list(grid.flat), "process_index")))
   return [ways for ways in range(1, local + 1) if local % ways == 0]
 
 
 def check_leaving_out(field: str, devices: Sequence[jax.Device]) -> None:
-  """Refuses a field that leaves out some of these devices, where no program can.
+  """Refuses a field that leaves out some of these devices, if no program can.
 
   Raises:
-    ValueError: they are of slices whose compiler has no such program of several hosts.
+    ValueError: their slices' compiler has no such program for several hosts.
   """
   largest = max(map(len, _grouped(devices, "slice_index")))
   if devices[0].device_kind in ("TPU v5 lite", "TPU v5e") and largest >= 32:

@@ -36,15 +36,15 @@ def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def _yarn_slowing(cfg: ModelConfig, yarn: Yarn) -> np.ndarray:
-  """What YaRN multiplies each frequency by (arXiv 2309.00071, section 3.2).
+  """Returns YaRN's factor per frequency (arXiv 2309.00071, section 3.2).
 
-  Dimensions that turn often keep their frequency, those that turn seldom are slowed
-  down by the factor, with a ramp between that is linear in the dimension.
+  Fast dimensions keep their frequency, slow ones are divided by the factor, with a ramp
+  between, linear in the dimension.
   """
   half = cfg.head_dim // 2
 
   def dimension(turns: float) -> float:
-    """The dimension that turns so many times over the trained positions."""
+    """Returns the dimension with N turns over the trained positions."""
     wavelength = yarn.positions / (turns * 2 * math.pi)
     return half * math.log(wavelength) / math.log(cfg.rope_theta)
 
@@ -62,9 +62,9 @@ def _yarn_slowing(cfg: ModelConfig, yarn: Yarn) -> np.ndarray:
 
 
 def _llama3_slowing(frequency: np.ndarray, llama3: Llama3Rope) -> np.ndarray:
-  """What Llama 3.1 multiplies each frequency by.
+  """Returns Llama 3.1's factor per frequency.
 
-  As YaRN, but with a ramp that is linear in how often a dimension turns. Source:
+  As YaRN, but with a ramp linear in a dimension's number of turns. Source:
   `apply_scaling` in github.com/meta-llama/llama-models.
   """
   low = llama3.low_freq_factor

@@ -1,10 +1,10 @@
-"""Where arrays live: one table from axes to mesh axes.
+"""Sharding of arrays: one table from axes to mesh axes.
 
 Every axis of a parameter or an activation has a letter (the alphabet of the README);
-the table says over which mesh axes a letter is split. Parameters, optimizer state and
+the table maps a letter to the mesh axes that split it. Parameters, optimizer state and
 batches follow from it, and so do the constraints inside the model.
 
-budget: the table, and all that follows from it.
+budget: the table, and all its uses.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from coa_jax.model import placement
 from coa_jax.model.moving import mesh_over, moved
 
 AXES = ("data", "fsdp", "context", "tensor")
-# B, T and R are of activations, D of parameters: an activation's D is never split. R is
-# tokens between matrices, where `tensor` has no other axis to split (sequence
+# B, T and R are activations' axes, D is parameters': an activation's D is never split.
+# R is tokens between matrices, as `tensor` has no other axis to split there (sequence
 # parallelism of Megatron, arXiv 2205.05198).
 RULES: dict[str, tuple[str, ...]] = {
   "B": ("data", "fsdp"),
@@ -38,9 +38,9 @@ RULES: dict[str, tuple[str, ...]] = {
   "F": ("tensor",),
   "V": ("tensor",),
 }
-# The letters of each parameter, by its name; "." is an axis that is never split (norms,
-# head dim, adapter rank), ">" stands between a matrix's inputs and its outputs. A
-# stacked layer axis, if any, stands in front.
+# The letters of each parameter, by its name; "." is a never split axis (norms, head
+# dim, adapter rank), ">" separates a matrix's inputs from its outputs. A stacked layer
+# axis, if any, comes first.
 PARAMETERS = {
   "embed": "VD",
   "head": "D>V",
@@ -61,10 +61,10 @@ PARAMETERS = {
   "down": "F>D",
   "value_head": "D>.",  # of a critic
 }
-# The letters of activations that are constrained: attention's, the SwiGLU's, logits,
-# and what goes from layer to layer.
+# The letters of constrained activations: attention's, the SwiGLU's, logits, and the
+# layers' inputs and outputs.
 _ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV", "BR.")
-# The field of `ModelConfig` that gives an axis its size, for messages.
+# `ModelConfig`'s field with an axis's size, for messages.
 _FIELDS = {
   "D": "width",
   "N": "heads",
@@ -79,16 +79,15 @@ class MeshConfig:
   """Config section `mesh`.
 
   Attributes:
-    data: devices that hold whole copies of the state and split the batch.
-    fsdp: devices that split both; -1 takes all devices that the others leave.
-    context: devices that split the tokens of a row.
-    tensor: devices that split heads, hidden units and the vocabulary.
-    devices: how many are used, the first of them; 0 for all.
-    rollout: how many of them RL gives to rollouts alone, the last ones of each process;
-      the other axes share what is left to the learner. 0: all do both, by turns or side
-      by side.
-    rules: lines that replace those of `RULES`, e.g. {"K": ()} keeps all key-value
-      heads on every device.
+    data: devices with whole copies of the state, splitting the batch.
+    fsdp: devices splitting both; -1 takes all remaining devices.
+    context: devices splitting a row's tokens.
+    tensor: devices splitting heads, hidden units and the vocabulary.
+    devices: number of devices used, from the first; 0 for all.
+    rollout: number of devices for RL's rollouts alone, each process's last ones; the
+      other axes share the learner's rest. 0: all do both, interleaved or concurrently.
+    rules: replacements for lines of `RULES`, e.g. {"K": ()} keeps all key-value heads
+      on every device.
   """
 
   data: int = 1
@@ -151,15 +150,15 @@ class Partitioner:
     return jax.lax.with_sharding_constraint(x, self.sharding(letters))
 
   def gathered(self, w: jax.Array, name: str) -> jax.Array:
-    """Makes the parameter `name` whole in D where it is used; inside a jit.
+    """Gathers the parameter `name` in D for use; inside a jit.
 
-    Unasked, XLA multiplies by one device's part of D at a time and adds the products
-    up in w's dtype: slower, and the rounding of a sum depends on the mesh. The gradient
-    is constrained to where the parameter is kept, so every device receives the sum of
-    its own part alone (ZeRO, arXiv 1910.02054).
+    By default XLA multiplies by one device's part of D at a time and sums the products
+    in w's dtype: slower, and the rounding of a sum depends on the mesh. The gradient is
+    constrained to the parameter's split, so every device receives only its own part's
+    sum (ZeRO, arXiv 1910.02054).
 
     Args:
-      w: as it is multiplied with: what is gathered has its dtype.
+      w: in its dtype for products: the gather has the same.
       name: in `PARAMETERS`, or an adapter's, as `q_a`.
     """
     kept = letters_of_name(name)
@@ -174,7 +173,7 @@ class Partitioner:
     """Returns shardings of a tree of parameters, or of a state that mirrors one.
 
     Args:
-      tree: arrays or shapes; leaves that are no parameter's (counters) are replicated.
+      tree: arrays or shapes; leaves of no parameter (counters) are replicated.
       outputs_first: the inputs of matrices are their last axes.
     """
 
@@ -183,7 +182,7 @@ class Partitioner:
       if outputs_first:
         n = inputs_of(name_of(path))
         letters = letters[n:] + letters[:n]
-      # One axis more is that of stacked layers; whatever else differs is no parameter.
+      # One axis more is the stacked layers'; any other shape is not a parameter.
       extra = np.ndim(x) - len(letters)
       if extra not in (0, 1):
         return self.sharding("")
@@ -225,12 +224,12 @@ class Partitioner:
     return out_BT[self.rows(B)]
 
   def rows(self, B: int) -> np.ndarray:
-    """Marks which of B rows `put` puts on devices of this process; [B] bool."""
+    """Marks the rows, of B, that `put` places on this process's devices; [B] bool."""
     me = jax.process_index()
     return np.array([me in processes for processes in self.processes(B)], bool)
 
   def processes(self, B: int) -> list[set[int]]:
-    """Lists for each of B rows the processes on whose devices `put` puts it."""
+    """Lists, for each of B rows, the processes that `put` places it on."""
     out: list[set[int]] = [set() for _ in range(B)]
     for device, (rows,) in self.sharding("B").devices_indices_map((B,)).items():
       for processes in out[rows]:
@@ -238,13 +237,13 @@ class Partitioner:
     return out
 
   def decoding(self, tensor: int = 0) -> Partitioner:
-    """Returns the sampler's: whole matrices but for `tensor`, rows over the rest.
+    """Returns the sampler's mesh: `tensor` splits matrices, the rest splits rows.
 
-    A step of decoding is too short to gather parameters in it, whatever axes the rules
-    of training split them over. The devices are the same, in the same order.
+    A decoding step is too short to gather parameters, whatever axes training splits
+    them over. The devices are the same, in the same order.
 
     Args:
-      tensor: ways to split matrices; 0 for those of this mesh.
+      tensor: parts per matrix; 0 for this mesh's.
 
     Raises:
       ValueError: `tensor` does not divide the number of devices.
@@ -265,14 +264,14 @@ class Partitioner:
     return Partitioner(mesh, self.rules).replacing(rules)
 
   def replicas(self) -> list[Partitioner]:
-    """Returns one for each copy of the model that `tensor` splits, of this process.
+    """Returns one for each of this process's model copies, split by `tensor`.
 
     Copies decode side by side and none waits for another, in this process or others.
 
     Raises:
-      ValueError: devices that split a matrix are of several processes.
+      ValueError: devices splitting a matrix span several processes.
     """
-    # `tensor` is the last axis: devices that stand together hold one copy.
+    # `tensor` is the last axis: adjacent devices hold one copy.
     ways = self.mesh.shape["tensor"]
     grid = self.mesh.devices
     if placement.num_split(grid, ways):
@@ -291,14 +290,14 @@ class Partitioner:
     return out
 
   def over_vocabulary(self, V: int) -> Partitioner:
-    """Returns the same mesh for logits: what splits parameters splits the vocabulary.
+    """Returns the same mesh for logits: the parameters' axes split the vocabulary.
 
     A device then makes the logits of many devices' tokens for its part of the
     vocabulary: hidden states move, and neither the output matrix nor its gradient is
     ever whole (as in Megatron, arXiv 1909.08053, over all axes that split parameters).
 
     Args:
-      V: size of the vocabulary; this mesh is returned where it does not divide.
+      V: size of the vocabulary; if it does not divide, this mesh is returned.
     """
     axes = (*self.axes("D"), *self.axes("V"))
     if V % math.prod(self.mesh.shape[a] for a in axes):
@@ -313,15 +312,15 @@ class Partitioner:
     return Partitioner(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
   def check(self, sizes: Mapping[str, int], section: str = "") -> None:
-    """Refuses what this mesh does not divide, and rules that contradict each other.
+    """Refuses sizes that this mesh does not divide, and contradictory rules.
 
     Args:
       sizes: of axes by letter: `ModelConfig.axes`, and others, as B for rows.
-      section: of the config, whose `rows` is B and whose `length` is T.
+      section: config section with `rows` B and `length` T.
 
     Raises:
-      ValueError: listing every axis that does not divide; or two rules split the same
-        array over the same mesh axis.
+      ValueError: listing every indivisible axis; or two rules split the same array over
+        the same mesh axis.
     """
     self._check_rules()
     fields = {letter: f"model.{field}" for letter, field in _FIELDS.items()}
@@ -368,17 +367,17 @@ def make_partitioner(
   devices: list[jax.Device] | None = None,
   rollout_tensor: int = 0,
 ) -> Partitioner | None:
-  """Builds what a config asks for; None on one device, where nothing is split.
+  """Builds a config's partitioner; None on one device.
 
   Args:
     config: sizes of the mesh axes and lines of the table.
-    devices: all devices of all processes where None.
-    rollout_tensor: devices that decode together; 0 for those of `config.tensor`.
+    devices: None for all devices of all processes.
+    rollout_tensor: devices decoding together; 0 for `config.tensor`.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices, there are fewer than
-      asked for, some would be left out by one of several processes, or some are kept
-      for the rollouts of RL.
+      requested, one of several processes would leave some out, or some are reserved for
+      RL's rollouts.
   """
   if config.rollout:
     raise ValueError(
@@ -393,15 +392,15 @@ def make_partitioners(
   devices: list[jax.Device] | None = None,
   rollout_tensor: int = 0,
 ) -> tuple[Partitioner | None, Partitioner | None]:
-  """Builds the learner's, as `make_partitioner` does, and that of its rollouts.
+  """Builds the learner's partitioner, like `make_partitioner`, and its rollouts'.
 
-  They are one where `config.rollout` is 0; else they have no device in common: of each
-  process the last ones roll out.
+  They are one if `config.rollout` is 0; otherwise they share no device: each process's
+  last ones roll out.
 
   Raises:
     ValueError: as `make_partitioner`; or `config.rollout` leaves nothing to the
-      learner, or is no multiple of what decodes together in every process, or the
-      devices are of a slice whose programs leave none out.
+      learner, or is not a multiple of the devices decoding together in every process,
+      or the slice's programs need all its devices.
   """
   devices = _used(config, devices)
   count = config.rollout
@@ -409,7 +408,7 @@ def make_partitioners(
     both = _over(config, devices, rollout_tensor)
     return both, both
 
-  # --- Refuse what can not be shared out.
+  # --- Refuse indivisible numbers.
   processes: dict[int, list[jax.Device]] = {}
   for device in devices:
     processes.setdefault(device.process_index, []).append(device)
@@ -428,7 +427,7 @@ def make_partitioners(
   placement.check_leaving_out(f"mesh.rollout={count}", devices)
   own = count // len(processes)
 
-  # --- Of each process the first devices learn, and the last ones roll out.
+  # --- Each process's first devices learn, and its last ones roll out.
   learning: list[jax.Device] = []
   grids = []
   for local in processes.values():
@@ -440,7 +439,7 @@ def make_partitioners(
 
 
 def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Device]:
-  """The devices that a config takes; all of all processes where there are none."""
+  """Returns a config's devices; if None, from all devices of all processes."""
   devices = jax.devices() if devices is None else devices
   if not config.devices:
     return devices
@@ -460,8 +459,8 @@ def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Devi
 def _over(
   config: MeshConfig, devices: list[jax.Device], rollout_tensor: int = 0
 ) -> Partitioner | None:
-  """Builds what a config asks for over all of these devices; see `make_partitioner`."""
-  # --- How many of them each axis has.
+  """Builds a config's partitioner over all these devices; see `make_partitioner`."""
+  # --- The size of each axis.
   sizes = [getattr(config, axis) for axis in AXES]
   if config.fsdp == -1:
     rest = config.data * config.context * config.tensor
@@ -491,31 +490,31 @@ def _over(
 
 
 def _rules_of(config: MeshConfig) -> dict[str, tuple[str, ...]]:
-  """The config's lines of the table, which may have come as lists."""
+  """Returns the config's lines of the table, which may be lists."""
   return {letter: tuple(axes) for letter, axes in config.rules.items()}
 
 
 def platform(partitioner: Partitioner | None) -> str:
-  """Names the devices that arrays live on: cpu, gpu or tpu."""
+  """Returns the arrays' platform: cpu, gpu or tpu."""
   if partitioner:
     return partitioner.mesh.devices.flat[0].platform
   return jax.default_backend()
 
 
 def count_devices(*partitioners: Partitioner | None) -> int:
-  """Counts the devices of all these meshes together; None is one device alone."""
+  """Counts all these meshes' devices; None is one device."""
   meshes = [partitioner.mesh for partitioner in partitioners if partitioner]
   return max(1, len({device for mesh in meshes for device in mesh.devices.flat}))
 
 
 def is_first_process() -> bool:
-  """Tells whether this process is the one of several that speaks for all."""
-  # One process alone need not wake its devices up to know that it is the first.
+  """Tells whether this process is the one that reports for all."""
+  # A single process need not start its devices to know that it is the first.
   return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def process_dir(workdir: str) -> str:
-  """Returns where this process writes what several must not write into one file.
+  """Returns this process's directory for files that processes must not share.
 
   The first of several processes writes into the workdir itself.
   """
@@ -525,9 +524,9 @@ def process_dir(workdir: str) -> str:
 
 
 def other_process_dirs(workdir: str) -> list[str]:
-  """Lists where other processes write or wrote, those of earlier starts among them.
+  """Lists the other processes' directories, including earlier starts'.
 
-  A run may have had another number of processes before.
+  A run may have had another number of processes.
   """
   own = process_dir(workdir)
   names = []
@@ -538,7 +537,7 @@ def other_process_dirs(workdir: str) -> list[str]:
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-  """Returns the last key of a tree path; "" where it has none."""
+  """Returns the last key of a tree path; "" if none."""
   # An optimizer's state has other keys too, before and after a parameter's.
   for key in reversed(path):
     if isinstance(key, jax.tree_util.DictKey):
@@ -547,12 +546,12 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 
 def letters_of(path: tuple[Any, ...]) -> str:
-  """Returns the axes of the parameter at a tree path, a stacked layer axis left out."""
+  """Returns the axes of the parameter at a tree path, without a stacked layer axis."""
   return letters_of_name(name_of(path))
 
 
 def letters_of_name(name: str) -> str:
-  """Returns the axes of a parameter by its name; "" where it is none.
+  """Returns a parameter's axes by its name; "" if it is not one.
 
   An adapter's `q_a` and `q_b` split the inputs and the outputs of `q` as `q` does, and
   leave their rank whole.
@@ -568,10 +567,9 @@ def letters_of_name(name: str) -> str:
 
 
 def inputs_of(name: str) -> int:
-  """Counts the leading axes of a parameter that are inputs; 0 where it is no matrix.
+  """Counts a parameter's leading input axes; 0 if it is not a matrix.
 
-  An adapter's halves have one axis of their rank: the last of `q_a`, the first of
-  `q_b`.
+  An adapter's halves have one rank axis: `q_a`'s last, `q_b`'s first.
   """
   if name in PARAMETERS:
     return max(0, PARAMETERS[name].find(">"))

@@ -1,6 +1,6 @@
-"""What a model, a batch and the slots of rollouts take on the devices, at the least.
+"""Minimum device memory of a model, a batch and the rollouts' slots.
 
-Compared with what the devices have before anything is allocated; see `capacity.check`.
+Compared with the devices' memory before any allocation; see `capacity.check`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRAINED = 3  # a trained parameter, its gradient, and one number of the optimiz
 
 
 def check_device(needs: Mapping[str, int], partitioner: Partitioner | None) -> None:
-  """Refuses what the devices can not hold.
+  """Refuses needs beyond the devices' memory.
 
   Args:
     needs: fields with their values -> bytes over all devices, at least.
@@ -37,10 +37,10 @@ def check_device(needs: Mapping[str, int], partitioner: Partitioner | None) -> N
 
 
 def check_model(cfg: ModelConfig, file: str) -> None:
-  """Refuses an architecture that all devices together can not hold.
+  """Refuses an architecture too large for all devices together.
 
   Raises:
-    ValueError: naming the file that it is of.
+    ValueError: naming its file.
   """
   try:
     capacity.check(parameter_needs(cfg), _bytes_of(jax.devices()), "the devices have")
@@ -49,25 +49,25 @@ def check_model(cfg: ModelConfig, file: str) -> None:
 
 
 def _bytes_of(devices: list[jax.Device]) -> float:
-  """Memory of all of them; infinite where they do not tell."""
-  # A machine's CPU devices share its memory; each process is taken for a machine.
+  """Sums their memory; infinite if unknown."""
+  # A machine's CPU devices share its memory; each process counts as a machine.
   if devices[0].platform == "cpu":
     return capacity.host_bytes() * len({d.process_index for d in devices})
-  # Only one's own devices tell; the others are taken to be like them.
+  # Only local devices report it; the others are assumed alike.
   mine = next(d for d in devices if d.process_index == jax.process_index())
   limit = (mine.memory_stats() or {}).get("bytes_limit", math.inf)
   return limit * len(devices)
 
 
 def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
-  """Counts what parameters take, and where they are trained what that keeps."""
+  """Counts the bytes of parameters and, if trained, of their training state."""
   # --- Scalars; norms and biases are too few to count.
   attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
   layer = attention + 3 * cfg.width * cfg.ff
   embeddings = cfg.vocab_size * cfg.width * (1 if cfg.tie_embeddings else 2)
   count = cfg.layers * layer + embeddings
 
-  # --- Their bytes, under the sizes that they follow from.
+  # --- Their bytes, by the sizes that determine them.
   sizes = ("layers", "width", "heads", "kv_heads", "head_dim", "ff", "vocab_size")
   shape = ", ".join(f"{name}={getattr(cfg, name)}" for name in sizes)
   each = jnp.dtype(cfg.param_dtype).itemsize
@@ -79,7 +79,7 @@ def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
 def batch_needs(
   cfg: ModelConfig, section: str, rows: int, length: int
 ) -> dict[str, int]:
-  """Counts what a micro-batch takes: its columns, and what enters every layer."""
+  """Counts a micro-batch's bytes: its columns, and every layer's input."""
   token = TOKEN + cfg.layers * cfg.width * jnp.dtype(cfg.dtype).itemsize
   return {f"{section}.rows={rows} of {section}.length={length}": rows * length * token}
 
@@ -92,14 +92,14 @@ def check_training(
   frozen: bool,
   partitioner: Partitioner | None,
 ) -> None:
-  """Refuses a model and a micro-batch that the devices can not hold to train.
+  """Refuses a model and a micro-batch too large to train on the devices.
 
   Args:
     cfg: the architecture.
-    section: of the config, where `rows` and `length` stand.
-    rows: rows of a micro-batch.
-    length: tokens of a row.
-    frozen: whether the parameters stay as they are, and adapters are trained.
+    section: config section with `rows` and `length`.
+    rows: rows per micro-batch.
+    length: tokens per row.
+    frozen: whether only adapters are trained.
     partitioner: the devices; None for one.
 
   Raises:
@@ -112,7 +112,7 @@ def check_training(
 def rollout_needs(
   cfg: ModelConfig, slots: int, max_len: int, window: int, replicas: int
 ) -> dict[str, int]:
-  """Counts what slots take: a page, logits and a window's tokens each."""
+  """Counts the slots' bytes: a page, logits and a window's tokens each."""
   # A slot's part of the cache, its logits in float32, an id and a log-prob a step.
   row = cache.row_bytes(cfg, cache.page_size(max_len))
   least = row + 4 * cfg.vocab_size + 8 * window

@@ -27,7 +27,7 @@ from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.rotary import Rotation, rotate, rotation
 from coa_jax.model.sharding import Partitioner, inputs_of
 
-# The name under which a checkpoint policy may keep what enters a layer.
+# The layer inputs' name for checkpoint policies.
 _INPUT = "layer_input"
 
 
@@ -41,8 +41,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   """Contracts the last `inputs` axes of x with the first of w.
 
-  As one matrix product of two-dimensional operands: XLA's CPU back-end computes the
-  weight gradient of the equivalent einsum three times slower. In x's dtype.
+  As one product of two-dimensional operands: XLA's CPU back-end computes the equivalent
+  einsum's weight gradient three times slower. In x's dtype.
   """
   batch = x.shape[: x.ndim - inputs]
   outer = w.shape[inputs:]
@@ -54,8 +54,8 @@ def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
 def linear_bf16(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   """Projects with both factors in w's dtype and sums in x's; w's outputs are first.
 
-  On a CPU both matter: a product of half precision is several times faster than one of
-  float32 if its sums are float32, and twice as fast again with the outputs first.
+  On a CPU both matter: a half-precision product is several times faster than float32 if
+  its sums are float32, and twice as fast again with the outputs first.
   """
   split = w.ndim - inputs
   outer = w.shape[:split]
@@ -82,9 +82,9 @@ def embed_bf16(embed_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
 
 
 def used(cfg: ModelConfig, w: jax.Array) -> jax.Array:
-  """Makes of a parameter what training computes with: rounded, in the compute dtype.
+  """Rounds a parameter and casts it to the compute dtype, for training.
 
-  The gradient passes through the rounding as if there were none.
+  The gradient ignores the rounding.
   """
   if cfg.weight_dtype:
     w = w + jax.lax.stop_gradient(rounded(w, cfg.weight_dtype) - w)
@@ -98,26 +98,26 @@ def rounded(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def _shard(partitioner: Partitioner | None, x: jax.Array, letters: str) -> jax.Array:
-  """Constrains x to the mesh, where there is one."""
+  """Constrains x to the mesh, if any."""
   return partitioner.shard(x, letters) if partitioner else x
 
 
 def _moved(
   partitioner: Partitioner | None, x: jax.Array, before: str, after: str
 ) -> jax.Array:
-  """Takes x from one split to another, where there is a mesh."""
+  """Reshards x from one split to another, on a mesh."""
   return partitioner.moved(x, before, after) if partitioner else x
 
 
 def _gathered(partitioner: Partitioner | None, w: jax.Array, name: str) -> jax.Array:
-  """Makes the parameter `name` whole in D, where a mesh splits it."""
+  """Gathers the parameter `name` in D, if a mesh splits it."""
   return partitioner.gathered(w, name) if partitioner else w
 
 
 class Block(nn.Module):
   """One layer: attention, then SwiGLU, each behind RMSNorm and a residual.
 
-  Matrices have an adapter where the parameters hold one (see `lora.py`).
+  Matrices have an adapter if the parameters hold one (see `lora.py`).
   """
 
   cfg: ModelConfig
@@ -139,14 +139,14 @@ class Block(nn.Module):
     budget: a whole layer, read top to bottom.
 
     Args:
-      x_BTD: what enters it.
+      x_BTD: its input.
       rope: rotary cosines and sines of the tokens' positions.
       segment_BT: packed rows: the segment of each token.
-      cache_write: with a cache: where the call's tokens stand in it.
+      cache_write: with a cache: the places of the call's tokens.
       cache: of all layers; this one's keys and values are appended.
 
     Returns:
-      What leaves the layer, and the cache.
+      The layer's output, and the cache.
     """
     c = self.cfg
     D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
@@ -200,7 +200,7 @@ class Block(nn.Module):
     if self.decode and c.product_dtype:
       # Decoding parameters in half precision have their outputs first.
       return linear_bf16(x, self.get_variable("params", name), inputs)
-    # Outputs of unit size from inputs of unit size, whatever their number.
+    # Outputs of unit size from any number of unit-size inputs.
     init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
     w = self.param(name, init, shape, c.param_dtype)
     if not self.decode:
@@ -213,12 +213,12 @@ class Block(nn.Module):
     return y
 
   def _adapter(self, name: str) -> jax.Array:
-    """A half of a matrix's adapter, as it is used."""
+    """Returns half of a matrix's adapter, ready for use."""
     w = self.get_variable("params", name).astype(self.cfg.dtype)
     return _gathered(self.partitioner, w, name)
 
   def _vector(self, name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
-    """A bias or a norm's scale, as it is used."""
+    """Returns a bias or a norm's scale, ready for use."""
     w = self.param(name, init, shape, self.cfg.param_dtype)
     if self.decode:
       return w.astype(self.cfg.dtype)
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
   """Token ids to final hidden states; `logits` maps those to the vocabulary.
 
   With a partitioner, activations are constrained to its mesh. With `decode` the
-  parameters are those of `decoding_views`, and matrices are used as they are.
+  parameters come from `decoding_views`, and matrices are used directly.
   """
 
   cfg: ModelConfig
@@ -244,7 +244,7 @@ class Transformer(nn.Module):
     """Declares the embedding, the layers and the final norm."""
     c = self.cfg
 
-    # --- What stands before and after the layers.
+    # --- The embedding, the final norm and the head.
     init = nn.initializers.normal(0.02)
     self.embed = self.param("embed", init, (c.vocab_size, c.width), c.param_dtype)
     self.final_norm = self.param(
@@ -256,7 +256,7 @@ class Transformer(nn.Module):
         shape = (c.vocab_size, c.width)  # outputs first, as `linear_bf16` wants them
       self.head = self.param("head", init, shape, c.param_dtype)
 
-    # --- A layer, and what of it the backward pass recomputes.
+    # --- A layer, and the part recomputed by the backward pass.
     block = Block
     if c.remat != "none":
       policies = {
@@ -272,7 +272,7 @@ class Transformer(nn.Module):
       }
       block = nn.remat(Block, prevent_cse=not c.scan, policy=policies[c.remat])
 
-    # --- All layers: one scanned program over stacked parameters, or each its own.
+    # --- All layers: one scanned program over stacked parameters, or one each.
     if c.scan:
       self.stack = nn.scan(
         block,
@@ -301,10 +301,10 @@ class Transformer(nn.Module):
     Args:
       tokens_BT: int token ids.
       position_BT: int position of each token in its own sequence.
-      segment_BT: packed rows: the segment of each token, 0 for padding. Without a
-        cache only. Rows that a mesh splits are in the order of `moving.zigzag`.
-      cache: keys and values; those of this call's tokens are appended at their
-        positions, and tokens read places up to their own.
+      segment_BT: packed rows: the segment of each token, 0 for padding. Without a cache
+        only. Rows split by a mesh are in the order of `moving.zigzag`.
+      cache: keys and values; this call's are appended at their positions, and tokens
+        read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
         that nothing reads.
       rows: with a cache: the pages of each row; no two rows write to one page.
@@ -322,7 +322,7 @@ class Transformer(nn.Module):
       x_BTD = jnp.take(embed_VD, tokens_BT, axis=0).astype(c.dtype)
     x_BTD = _moved(self.partitioner, x_BTD, "BT.", "BR.")
 
-    # --- The layers; what all of them share is computed once.
+    # --- The layers; shared values are computed once.
     rope = rotation(c, position_BT)
     if c.scan:
       if cache is not None:
@@ -339,11 +339,11 @@ class Transformer(nn.Module):
     return _moved(self.partitioner, hidden_BTD, "BR.", "BT."), cache
 
   def _used(self, w: jax.Array) -> jax.Array:
-    """A parameter as it is used: a decoder's is made ready once, by its view."""
+    """Returns a parameter ready for use; a decoder's is converted once, by its view."""
     return w if self.decode else used(self.cfg, w)
 
   def output(self) -> jax.Array:
-    """Returns the output matrix [D, V] as it is used, whole in D on every device."""
+    """Returns the output matrix [D, V] for use, whole in D on every device."""
     if self.cfg.tie_embeddings:
       return _gathered(self.partitioner, self._used(self.embed), "embed").T
     return _gathered(self.partitioner, self._used(self.head), "head")
@@ -351,7 +351,7 @@ class Transformer(nn.Module):
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """Maps final hidden states to logits_BTV in float32; `head` is `output()`."""
     if self.decode and self.cfg.product_dtype:
-      # A head of its own has its outputs first here too: see `setup`.
+      # A separate head has its outputs first here too: see `setup`.
       head_VD = self.embed if self.cfg.tie_embeddings else self.head
       head_VD = _shard(self.partitioner, head_VD, "V.")
       logits_BTV = linear_bf16(hidden_BTD, head_VD)
@@ -374,7 +374,7 @@ def init_params(
 
 def param_shapes(cfg: ModelConfig) -> dict[str, Any]:
   """Builds the parameters' tree with shapes and dtypes in place of arrays."""
-  # One layer is traced, whatever their number.
+  # One layer is traced, for any number.
   stacked = dataclasses.replace(cfg, scan=True)
   shapes = jax.eval_shape(lambda key: _init(stacked, key), jax.random.key(0))
   if cfg.scan:

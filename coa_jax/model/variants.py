@@ -68,8 +68,8 @@ def _llama3(
   )
 
 
-# The published dense models. Qwen2's sizes are those of Qwen2.5. Base models of 14B and
-# more have norm_eps 1e-5, instructed ones 1e-6: a folder's config.json decides.
+# The published dense models. Qwen2 has Qwen2.5's sizes. Base models of 14B and more
+# have norm_eps 1e-5, instructed ones 1e-6: a folder's config.json decides.
 VARIANTS = {
   "qwen2.5-0.5b": _qwen25(151_936, 896, 24, 14, 2, 4_864, True),
   "qwen2.5-1.5b": _qwen25(151_936, 1_536, 28, 12, 2, 8_960, True),

@@ -1,20 +1,20 @@
-"""Collects what each step of RL learns from: on-policy, or ahead of the learner.
+"""Collects each RL step's batch: on-policy, or ahead of the learner.
 
 Groups (attempts at one task) are numbered; a step takes them in the order of their
 numbers, so no short trajectory overtakes a long one.
 
-* `staleness=0`, on-policy: a step submits a round of groups under the policy that
-  learns from them, and waits for all of it; with dynamic sampling (DAPO, arXiv
-  2503.14476) it may take several rounds.
-* `staleness=n`, asynchronous: groups go on being played while the learner learns. A
-  newer policy is taken up in the middle of running trajectories, and every token keeps
-  the version that sampled it (PipelineRL, arXiv 2509.19128). A group is submitted only
-  when it will be learnt from in time, however slow it is: no token is then older than n
-  updates, nothing is played in vain, and nothing is thrown away.
+* `staleness=0`, on-policy: a step submits a round of groups under its own policy, and
+  waits for all of them; with dynamic sampling (DAPO, arXiv 2503.14476) it may take
+  several rounds.
+* `staleness=n`, asynchronous: groups are played while the learner learns. Running
+  trajectories switch to a newer policy, and every token records its sampling version
+  (PipelineRL, arXiv 2509.19128). A group is submitted only if it will be learnt in
+  time, however slow it is: no token is then older than n updates, and nothing played is
+  discarded.
 
-Of P processes each plays every P-th group; then all get all trajectories.
+Of P processes each plays every P-th group; then all exchange their trajectories.
 
-budget: what may start, what is taken and where a resumed run goes on are one invariant.
+budget: start, take and resume of groups are one invariant.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Future = concurrent.futures.Future[Trajectory]
 
 @dataclasses.dataclass
 class _Submitted:
-  """A group that is being played."""
+  """A running group."""
 
   episodes: list[CoAEpisode]
   futures: list[Future]
@@ -71,24 +71,24 @@ class RolloutCollector:
   ):
     """Nothing is played before there is a policy.
 
-    budget: every argument is said.
+    budget: every argument is documented.
 
     Args:
       worker: plays; nobody else may use it until this is closed.
-      task_sampler: says what each group's task is.
+      task_sampler: chooses each group's task.
       toolbox: answers the calls.
       config: what a step takes.
-      has_reward_variance: keep_G of groups: whether what each was rewarded for,
-        before penalties, differs.
-      steps: of the whole run; no group is started that none of them takes.
+      has_reward_variance: keep_G of groups: whether the rewards, before penalties,
+        differ.
+      steps: the whole run's; no group beyond the last step starts.
       seed: of all sampling.
       step: updates made so far.
       cursor: of the last step's batch; empty at a run's beginning.
-      until_done: waits for what this process plays, or ends the run; all processes call
+      until_done: waits for this process's groups, or ends the run; all processes call
         it before each exchange.
 
     Raises:
-      ValueError: a task of the run that is continued is not there any more.
+      ValueError: a task of the resumed run is missing.
     """
     self._worker = worker
     self._task_sampler = task_sampler
@@ -114,15 +114,15 @@ class RolloutCollector:
     task_sampler.restore(cursor["draw"])
 
     self._step = step  # which takes next, or takes now
-    self._num_kept = 0  # groups that this step has kept so far
-    self._num_taken = 0  # groups that it has taken
+    self._num_kept = 0  # groups kept by this step so far
+    self._num_taken = 0  # groups taken
     self._head = cursor["group"]  # the number of the group to be taken next
     self._processes = jax.process_count()
     self._process = jax.process_index()
     # The number to be submitted next: of this process's own, every P-th.
     self._next = self._head + (self._process - self._head) % self._processes
     self._groups: dict[int, _Submitted] = {}  # submitted, and not taken yet
-    self._version = -1  # of the policy that the engine has
+    self._version = -1  # the engine's policy version
 
   def __enter__(self) -> RolloutCollector:
     return self
@@ -131,7 +131,7 @@ class RolloutCollector:
     self.close()
 
   def close(self) -> None:
-    """Drops what is being played."""
+    """Drops the running groups."""
     # Cancelled, not awaited: a tool may hang.
     for group in self._groups.values():
       for episode in group.episodes:
@@ -144,7 +144,7 @@ class RolloutCollector:
     return self._config.staleness > 0
 
   def set_policy(self, params: Any, version: int) -> None:
-    """Gives the engine the policy after `version` updates, and submits what it allows.
+    """Gives the engine the policy after `version` updates, and submits due groups.
 
     Asynchronous rollouts get a copy, for the learner may donate its own.
     """
@@ -158,17 +158,17 @@ class RolloutCollector:
 
   @functools.partial(jax.profiler.annotate_function, name="rollout")
   def next(self, params: Any, step: int) -> RolloutBatch:
-    """Returns what a step learns from; waits for it.
+    """Waits for a step's batch and returns it.
 
-    On-policy, which tasks are played and every sampled token depend on (seed, number of
-    the round, params) alone, and on the state of the task sampler.
+    On-policy, tasks and sampled tokens depend only on (seed, round number, params) and
+    the task sampler's state.
 
     Args:
       params: the policy.
       step: updates made so far; the version of the policy.
 
     Raises:
-      RuntimeError: a token is older than allowed, which can not be.
+      RuntimeError: a token is older than allowed (an internal error).
       BaseException: a failure of the engine, a tool or a grader.
     """
     began = time.monotonic()
@@ -177,13 +177,13 @@ class RolloutCollector:
     config = self._config
     batch = RolloutBatch()
 
-    # --- Take groups until enough of them have rewards that differ.
+    # --- Take groups until enough have differing rewards.
     while self._num_kept < config.prompts and self._num_taken < self._most:
       self._submit_allowed()
       groups, own = self._take()
       batch.own += own
       for group in groups:
-        # Kept or not: what a task sampler learns from must not depend on the filter.
+        # Kept or not: the task sampler's data must not depend on the filter.
         self._task_sampler.learn(group)
         batch.played += group
       keep_G = self._has_reward_variance(groups)
@@ -194,14 +194,14 @@ class RolloutCollector:
       batch.groups += groups
       self._num_kept += len(groups)
       self._num_taken = batch.num_groups
-    # On-policy the last round may have brought more than were missing.
+    # On-policy the last round may have brought too many.
     batch.groups = batch.groups[: config.prompts]
 
     # --- The next step's groups may start, and the policy's memory may be freed.
     self._step = step + 1
     self._num_kept = 0
     self._num_taken = 0
-    # Before more is submitted: what starts later, a resumed run starts itself.
+    # Before submitting more: a resumed run starts later groups itself.
     batch.cursor = self._cursor()
     if self.asynchronous:
       self._submit_allowed()
@@ -209,7 +209,7 @@ class RolloutCollector:
       self._worker.engine.set_policy(None, step)
       self._version = -1
 
-    # --- What to log.
+    # --- Metrics.
     waited = time.monotonic() - began
     batch.spent = self._worker.engine.timings.since(before)
     idle = batch.spent.pop("idle")
@@ -224,7 +224,7 @@ class RolloutCollector:
   ) -> list[Trajectory]:
     """Returns a greedy attempt at each task, by the policy after `step` updates.
 
-    Asynchronous rollouts go on beside it; what it plays goes before what waits.
+    Asynchronous rollouts continue meanwhile; these attempts precede waiting ones.
     """
     self.set_policy(params, step)
     futures = {}
@@ -240,18 +240,18 @@ class RolloutCollector:
     return [everywhere[i] for i in range(len(tasks))]
 
   def _submit_allowed(self) -> None:
-    """Submits this process's groups that may start now."""
+    """Submits this process's due groups."""
     with self._worker.engine.batch():
       while self._may_start(self._next - self._head):
         self._submit(self._next)
         self._next += self._processes
 
   def _may_start(self, ahead: int) -> bool:
-    """Whether a group may start that is taken after `ahead` others."""
-    # On-policy a round waits for the policy that learns from it.
+    """Whether a group taken after `ahead` others may start."""
+    # On-policy a round waits for its policy.
     if not self.asynchronous:
       return self._version == self._step and ahead < self._round
-    # The worst case: the step by which it is learnt from, whatever is kept till then.
+    # The worst case: its last possible step, for any number kept until then.
     step = self._step + steps_until(
       ahead,
       kept_left=self._config.prompts - self._num_kept,
@@ -274,7 +274,7 @@ class RolloutCollector:
       mixed = np.random.SeedSequence((self._seed, number_of_round))
       seed = int(mixed.generate_state(1)[0])
       first = number_in_round * config.samples
-    # --- The attempts: made first, so that the engine gets them one after the other.
+    # --- The attempts: made first, so that the engine gets them consecutively.
     episodes = []
     for k in range(config.samples):
       attempt = Attempt(
@@ -291,7 +291,7 @@ class RolloutCollector:
     """Waits for the next groups, a round or one of each process.
 
     Returns:
-      The groups; and the trajectories of them that this process played.
+      The groups; and this process's trajectories in them.
     """
     if self.asynchronous:
       left = min(self._config.prompts - self._num_kept, self._most - self._num_taken)
@@ -313,8 +313,8 @@ class RolloutCollector:
     return [groups[n] for n in sorted(groups)], [t for _, t in own]
 
   def _cursor(self) -> dict[str, Any]:
-    """Where the next step goes on; see `RolloutBatch`."""
-    # --- Begun here: what is played, and what an earlier process had begun.
+    """Returns the next step's cursor; see `RolloutBatch`."""
+    # --- Begun here: running groups, and those begun by an earlier process.
     task_ids = [(n, group.episodes[0].task.id) for n, group in self._groups.items()]
     for n, task in self._resumed.items():
       if n >= self._head:  # else another process has played it since
@@ -331,7 +331,7 @@ class RolloutCollector:
     }
 
   def _off_policy_figures(self, groups: list[Group], step: int) -> dict[str, float]:
-    """How old the tokens are that a step learns from, in updates."""
+    """Returns metrics of the tokens' age in a step, in updates."""
     tokens_by_age = ages(groups, step) or {0: 1}
     oldest = max(tokens_by_age)
     if oldest > self._config.staleness:
@@ -349,19 +349,19 @@ def steps_until(
 ) -> int:
   """Returns how many steps from now a group is taken, at the latest.
 
-  Nothing that happens later makes it more: a step that takes groups which it does not
-  keep only brings the others forward.
+  Later events never increase it: a step that drops groups only brings the others
+  forward.
 
   Args:
-    ahead: groups to be taken before it.
-    kept_left: groups that this step still wants to keep.
-    taken_left: groups that it may still take.
+    ahead: groups taken before it.
+    kept_left: groups still to be kept by this step.
+    taken_left: groups it may still take.
     config: what a step takes.
   """
   left = min(kept_left, taken_left)
   if ahead < left:
     return 0
-  # A later step takes at least so many: it ends with `prompts` kept or `most` taken.
+  # A later step takes at least this many: it ends with `prompts` kept or `most` taken.
   most = config.rounds * (config.round_prompts or config.prompts)
   return 1 + (ahead - left) // min(config.prompts, most)
 
@@ -370,7 +370,7 @@ def ages(groups: Sequence[Group], step: int) -> dict[int, int]:
   """Counts sampled tokens of graded trajectories by updates since, at this step."""
   out: collections.Counter[int] = collections.Counter()
   for t in itertools.chain.from_iterable(groups):
-    if t.reward is None:  # it has left its group: nothing is learnt from it
+    if t.reward is None:  # it has left its group: not trained on
       continue
     for version, count in t.versions:
       out[step - version] += count

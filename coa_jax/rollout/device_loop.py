@@ -1,8 +1,8 @@
 """The device loop of one replica: prefill and windows, dispatched and read.
 
-An accelerator is given the next window before the last one is read, so that it never
-waits for Python. Slots that go on do so without the host; those that stopped in the
-last window miss the one that is in flight. The scheduler says who is in a window.
+An accelerator gets the next window before the last one is read, so that it never waits
+for Python. Continuing slots need no host; slots stopped in the last window miss the one
+in flight. The scheduler chooses a window's slots.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from coa_jax.runtime import compiling
 
 @dataclasses.dataclass
 class Window:
-  """A window that the device was given, until its episodes know of it.
+  """A dispatched window, until its episodes are updated.
 
   Attributes:
-    slots: those that may sample in it, as far as the host knows.
+    slots: slots that may sample in it, as far as the host knows.
     version: of the policy.
-    dispatched: when the device got it, in monotonic seconds.
+    dispatched: time of dispatch, monotonic seconds.
     state: of all slots after it; on the device until it is read.
     out: the sampled tokens; likewise.
-    is_read: whether the device is done with it, and `DeviceLoop.state` includes it.
+    is_read: whether the device has finished it, and `DeviceLoop.state` includes it.
   """
 
   slots: set[int]
@@ -48,13 +48,13 @@ class Window:
 
 
 class DeviceLoop:
-  """What the device of a replica has, and the programs that run on it.
+  """A replica's device state, and its programs.
 
   Attributes:
-    cache: of the slots; None until there is a policy.
-    state: of the slots as the host knows them: after the last window that was read.
-    windows: those whose episodes do not know of them yet, the oldest first.
-    timings: what its seconds went into.
+    cache: the slots' cache; None until there is a policy.
+    state: the slots' state as known to the host: after the last read window.
+    windows: windows not yet delivered to their episodes, the oldest first.
+    timings: its seconds by phase.
     compiles_ahead: whether all programs are compiled before the first episode.
   """
 
@@ -70,23 +70,23 @@ class DeviceLoop:
     """Puts the tables on the device; the cache is allocated with the first policy.
 
     Args:
-      model: the architecture as it decodes, its layers unrolled.
-      automaton: where decoding stops.
+      model: the decoding architecture, with unrolled layers.
+      automaton: the stop conditions.
       config: slots, window and limits.
       partitioner: the replica's, one of `Partitioner.replicas`; None on one device.
-      constraint: what may be sampled; everything where None.
-      own_top_p: whether episodes may have a top_p of their own, in other programs.
+      constraint: the allowed tokens; all if None.
+      own_top_p: whether episodes may have their own top_p, in other programs.
     """
     self.model = model
     self.config = config
     self.timings = Timings()
     self._partitioner = partitioner
-    # A CPU computes with the very cores that Python needs: nothing is gained there, and
-    # a slot that stopped would miss a window.
+    # A CPU computes on Python's own cores: it gains nothing, and a stopped slot would
+    # miss a window.
     self._on = platform(partitioner)
     on_cpu = self._on == "cpu"
     self._most_in_flight = config.in_flight or (1 if on_cpu else 2)
-    # A CPU's cache grows: of programs for all of its sizes few come to be used.
+    # A CPU's cache grows: few of the programs for all its sizes are used.
     self.compiles_ahead = not on_cpu
     self._page_counts: list[int] = []
     self._own_top_p = own_top_p
@@ -99,7 +99,7 @@ class DeviceLoop:
       automaton.stop_SC,
       constraint=on_device(constraint),
     )
-    # Small, and looked into at every token: each device of the replica has all of them.
+    # Small, and read at every token: replicated on the replica's devices.
     self._whole = partitioner.sharding("") if partitioner else None
     self._tables = jax.device_put(tables, self._whole)
     self._join = jax.jit(sampler.join, out_shardings=self._whole)
@@ -124,31 +124,31 @@ class DeviceLoop:
     )
     self._params: Any = None
     self._version = 0
-    self._window_seconds = 0.0  # of the last window that was read
-    self._window_ended = 0.0  # when it had ended
-    self._waited_until = 0.0  # when the last wait for tools had ended
-    # Since when the device is known to have nothing to do.
+    self._window_seconds = 0.0  # of the last read window
+    self._window_ended = 0.0  # its end
+    self._waited_until = 0.0  # end of the last wait for tools
+    # Start of the device's known idle time.
     self._idle_since: float | None = None
 
   def set_policy(self, policy: Any, version: int) -> None:
-    """Samples with this policy from the next window; what is in the cache stays."""
+    """Samples with this policy from the next window; the cache stays."""
     if self.cache is None:
       self._make_cache(policy)
     if policy is not self._params:
       self._params = policy
-      # The older policy has read what is there: who runs goes on from it, but no new
-      # episode starts with it.
+      # The older policy filled the cache: running episodes continue with it, but no new
+      # one starts with it.
       self.cache.forget_prompts()
     self._version = version
 
   def _make_cache(self, policy: Any) -> None:
-    """Allocates the pages; before the first time compiles what will run on them."""
+    """Allocates the pages; compiles their programs before the first time."""
     config = self.config
     counts = slot_cache.page_counts(
       self.model, config.slots, config.max_len, config.memory, self._partitioner
     )
-    # Another number of pages would be other programs. What a device has left differs a
-    # little from step to step: as long as there is room, it stays what it was.
+    # Another number of pages needs other programs. A device's free memory varies a
+    # little from step to step: the number is kept if there is room.
     if self._page_counts and self._page_counts[-1] <= counts[-1]:
       counts = self._page_counts
     self.cache = SlotCache(
@@ -161,7 +161,7 @@ class DeviceLoop:
     self._page_counts = counts
 
   def _lower(self, call: programs.DeviceCall, policy: Any) -> jax.stages.Lowered:
-    """Traces a program with arguments as it gets them later."""
+    """Traces a program with its later arguments."""
     table_BC = np.full((call.rows, call.blocks), -1, np.int32)
     token_BT = np.zeros((call.rows, call.tokens), np.int32)
     model = (self.model, policy, self.cache.kv)
@@ -209,12 +209,12 @@ class DeviceLoop:
     self.timings.decode += time.monotonic() - began
 
   def _prefill_batch(self, pieces: list[Prefill], length: int, rows: int) -> None:
-    """Runs pieces, each filled up to a length, as rows of a call that may have more."""
+    """Runs pieces, padded to a length, as rows of one call, padded with unused rows."""
     R = programs.row_bucket(len(pieces), rows, self._on)
     end = max(piece.start + len(piece.ids) for piece in pieces)
     blocks = programs.block_bucket(end, self.config.max_len, self._on)
     table_BC = self.cache.table_BC[:, :blocks]
-    # Rows that are not used have no pages: they are written nowhere.
+    # Unused rows have no pages: they are not written.
     table_RC = np.full((R, table_BC.shape[1]), -1, np.int32)
     token_RT = np.zeros((R, length), np.int32)
     start_R = np.zeros(R, np.int32)
@@ -240,8 +240,8 @@ class DeviceLoop:
     """Gives the device a window.
 
     Args:
-      slots: those that may sample in it; they have pages for all of it.
-      forced_BW: ids that slots take instead of sampling; -1 where they sample.
+      slots: its sampling slots; they have pages for all of it.
+      forced_BW: ids taken instead of sampling; -1 to sample.
     """
     self._count_idle()
     began = time.monotonic()
@@ -261,10 +261,10 @@ class DeviceLoop:
     self.timings.decode += time.monotonic() - began
 
   def _after_last(self) -> sampler.SamplerState:
-    """The slots for the device: as the last window leaves those that are in it."""
+    """Returns the slots for the device: as left by the last window, for those in it."""
     if self._most_in_flight == 1:
       return self.state
-    # A copy: the host goes on while the device reads it.
+    # A copy: the host continues while the device reads it.
     host = jax.device_put(jax.tree.map(np.copy, self.state), self._whole)
     last = host
     goes_on_B = np.zeros(self.config.slots, bool)
@@ -274,11 +274,12 @@ class DeviceLoop:
     return self._join(last, host, goes_on_B)
 
   def _count_idle(self) -> None:
-    """Counts the seconds that end now, in which the device had nothing to do."""
+    """Counts the device's idle seconds up to now."""
     now = time.monotonic()
     last = self.windows[-1] if self.windows else None
     if last and not last.is_read and last.out.count_B.is_ready():
-      # It ended unseen: the one before took about as long. Tools were waited for since.
+      # It ended unobserved: the previous one took about as long. Then came waits for
+      # tools.
       self._idle_since = max(
         self._window_ended + self._window_seconds, self._waited_until
       )
@@ -291,7 +292,7 @@ class DeviceLoop:
     return sum(not w.is_read and slot in w.slots for w in self.windows)
 
   def read(self, most: int | None = None) -> None:
-    """Waits for windows in flight; the state of their slots is that after the last."""
+    """Waits for windows in flight; their slots have the state after the last."""
     for i, window in enumerate(self.windows[:most]):
       if window.is_read:
         continue
@@ -314,10 +315,10 @@ class DeviceLoop:
         later.slots -= stopped
 
   def is_due(self, sampling: bool) -> bool:
-    """Whether the episodes are to know of the oldest window now.
+    """Whether to deliver the oldest window to its episodes now.
 
     Args:
-      sampling: whether the device was given a window in this round.
+      sampling: whether this round dispatched a window.
     """
     if not self.windows:
       return False
@@ -330,16 +331,16 @@ class DeviceLoop:
     return self.windows.pop(0)
 
   def patience(self) -> float:
-    """Seconds that a round with active slots may wait for tools."""
-    # Most tools answer in far less time than a window takes, and a slot that just
-    # misses one idles for all of it: a short wait for them is well spent.
-    if self.windows:  # the device has work meanwhile
+    """Returns a round's maximum wait for tools with active slots, in seconds."""
+    # Most tools answer in far less than a window's time, and a slot that just misses
+    # one idles through it: a short wait pays.
+    if self.windows:  # the device is busy meanwhile
       until = self._window_ended + self._window_seconds / 2
       return max(0.0, until - time.monotonic())
     return self._window_seconds / 8
 
   def waited_for_tools(self, began: float) -> None:
-    """Counts the seconds since `began`: they are the tools', not the host's."""
+    """Counts the seconds since `began` as the tools', not the host's."""
     self._waited_until = time.monotonic()
     waited = self._waited_until - began
     self.timings.tools += waited
@@ -348,7 +349,7 @@ class DeviceLoop:
 
 
 def on_device(constraint: Constraint | None) -> TokenMask | None:
-  """The tables that the sampler and the learner look into."""
+  """Returns the sampler's and learner's tables."""
   if constraint is None:
     return None
   return TokenMask(*jax.device_put((constraint.class_V, constraint.next_SC)))

@@ -1,7 +1,7 @@
-"""One trajectory being made: prompt, sampled spans, tool calls, observations.
+"""A running trajectory: prompt, sampled spans, tool calls, observations.
 
-An episode turns what the sampler yields into protocol objects and back; it is the only
-place where tokens meet tools.
+An episode converts sampled tokens to protocol objects and back; only here tokens meet
+tools.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from coa_jax.tools.types import Tools
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeConfig:
-  """What all episodes of a run share.
+  """Settings shared by a run's episodes.
 
   Attributes:
-    variant: the dialect, left with this run's tools.
-    style: of the prompt (`prompts.STYLES`).
-    max_calls: tool calls a trajectory may make.
-    tool_seconds: seconds of tool time a trajectory may spend.
-    observation_tokens: tokens one observation may have, its tags included.
-    same_calls: times one and the same call may be made; 0 for any number.
+    variant: the dialect, reduced to this run's tools.
+    style: the prompt's style (`prompts.STYLES`).
+    max_calls: maximum tool calls per trajectory.
+    tool_seconds: maximum tool time per trajectory, seconds.
+    observation_tokens: maximum tokens per observation, tags included.
+    same_calls: maximum repetitions of one call; 0 for any number.
   """
 
   variant: Variant
@@ -47,7 +47,7 @@ class EpisodeConfig:
 
 
 class CoAEpisode(Episode):
-  """One attempt at one task, as an engine drives it."""
+  """One attempt at one task, driven by an engine."""
 
   def __init__(
     self,
@@ -60,9 +60,9 @@ class CoAEpisode(Episode):
 
     Args:
       attempt: the task, and the key of the sampling.
-      tokenizer: of the model.
+      tokenizer: the model's.
       toolbox: answers the calls.
-      config: what all episodes share.
+      config: the episodes' common settings.
     """
     self.task = task = attempt.task
     self.seed = attempt.seed
@@ -71,14 +71,14 @@ class CoAEpisode(Episode):
     self.tokenizer = tokenizer
     self.toolbox = toolbox
     self.config = config
-    self._versions: list[int] = []  # of what was sampled in this turn
+    self._versions: list[int] = []  # sampled in this turn
     self._turn = ""  # policy text since the last observation
     self._began = time.monotonic()
     self._tool_seconds = 0.0
     self._code_session = toolbox.code_session()
-    if self._code_session is not None:  # of an episode that is dropped in the middle
+    if self._code_session is not None:  # of an episode dropped midway
       weakref.finalize(self, self._code_session.close).atexit = False
-    # What readers of trajectories need of the task.
+    # The task's fields for readers of trajectories.
     meta = {
       "question": task.question,
       "answers": list(task.answers),
@@ -100,17 +100,17 @@ class CoAEpisode(Episode):
     return ids
 
   def progress(self, ids: list[int]) -> None:
-    """Notes which policy sampled a window. See `Episode`."""
+    """Records a window's policy version. See `Episode`."""
     self._date(ids)
 
   def _date(self, ids: list[int]) -> None:
-    # Of those ids only that came since the last look: the policy may be newer now.
+    # Only the ids since the last call: the policy may be newer now.
     self._versions += [self.version] * (len(ids) - len(self._versions))
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[ToolCall] | None:
-    """Appends sampled ids; starts the call that `tag` closes. See `Episode`."""
+    """Appends sampled ids; starts the call closed by `tag`. See `Episode`."""
     t = self.trajectory
     # --- Tokens become segments, each token with the version that sampled it.
     self._date(ids)
@@ -126,7 +126,8 @@ class CoAEpisode(Episode):
       return self._finish(Status.ENDED)
     if len(t.calls) >= self.config.max_calls:
       return self._finish(Status.TURN_LIMIT)
-    # --- A call: `tag` is </NAME>. What can not be run is answered, not an end.
+    # --- A call: `tag` is </NAME>. An invalid call gets an answer, and does not end the
+    # episode.
     name = tag[2:-1]
     # The last opening tag of this turn: the policy may have left others open.
     before, opening, content = self._turn.rpartition(roles.open_tag(name))
@@ -140,7 +141,7 @@ class CoAEpisode(Episode):
     return self.toolbox.submit(name, content, left, self._code_session)
 
   def _made_before(self, name: str, content: str) -> bool:
-    """Whether the call was made as often as it may be; a tool's own failure is none."""
+    """Whether the call reached its limit; tool failures do not count."""
     times = 0
     for call in self.trajectory.calls:
       is_same = call.name == name and call.arguments.strip() == content.strip()
@@ -152,18 +153,18 @@ class CoAEpisode(Episode):
     """Appends the observation of a finished call. See `Episode`."""
     t = self.trajectory
     text = self.tokenizer.cut_observation(result.result, self.config.observation_tokens)
-    result = dataclasses.replace(result, result=text)  # on record is what was read
+    result = dataclasses.replace(result, result=text)  # the record has the text as read
     t.calls.append(result)
     t.usage.tool_calls += 1
-    # Of all calls, failed ones too: what is bounded is the time that a slot idles.
+    # All calls count, failed ones too: the limit bounds a slot's idle time.
     self._tool_seconds += result.seconds
-    # Nobody's fault here: the attempt says nothing about the policy.
+    # Not the policy's fault: the attempt is not evidence about it.
     if result.status == CallStatus.INFRASTRUCTURE:
       return self._finish(Status.INFRASTRUCTURE)
     if self._tool_seconds >= self.config.tool_seconds:
       return self._finish(Status.TOOL_FAILED)
-    # The only place where a tool's words become tokens; their author is the tool, so
-    # that nothing in them is trained on or can end the episode.
+    # A tool's words become tokens only here; their author is the tool, so that they are
+    # never trained on and never end the episode.
     segment = self.tokenizer.encode_observation(text)
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)
@@ -171,13 +172,13 @@ class CoAEpisode(Episode):
     return segment.ids
 
   def out_of_room(self) -> None:
-    """Ends the episode whose last observation does not fit any more."""
+    """Ends the episode because its last observation does not fit."""
     segment = self.trajectory.segments.pop()
     self.trajectory.usage.observation -= len(segment.ids)
     self._finish(Status.TRUNCATED)
 
   def lost(self) -> None:
-    """Ends the episode that the engine failed; it leaves its group."""
+    """Ends the episode after an engine failure; it leaves its group."""
     self._finish(Status.INFRASTRUCTURE)
 
   def _finish(self, status: Status) -> None:
@@ -192,7 +193,7 @@ class CoAEpisode(Episode):
 def _refused(
   name: str, arguments: str, reason: str
 ) -> concurrent.futures.Future[ToolCall]:
-  """A call that is answered without any tool."""
+  """A call answered without a tool."""
   call = ToolCall(name, arguments, f"error: {reason}", CallStatus.MODEL)
   future: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
   future.set_result(call)
@@ -209,20 +210,20 @@ class Replay(Episode):
     self.sequence = sequence
     self.temperature = temperature
     self.logps: list[float] = []
-    # What was given and what was sampled, by turns.
+    # Prefilled and sampled tokens, interleaved.
     self._turns: list[tuple[list[int], list[int]]] = []
     for s in trajectory.segments:
       sampled = s.author == Author.POLICY
       if not self._turns or (not sampled and self._turns[-1][1]):
         self._turns.append(([], []))
-      self._turns[-1][sampled].extend(s.ids)  # 0 what was given, 1 what was sampled
+      self._turns[-1][sampled].extend(s.ids)  # 0 prefilled, 1 sampled
 
   def start(self) -> list[int]:
     """The prompt's ids."""
     return self._turns[0][0]
 
   def forced(self) -> list[int]:
-    """What was sampled in this turn."""
+    """Returns the ids sampled in this turn."""
     return self._turns[0][1]
 
   def sampled(
@@ -231,12 +232,12 @@ class Replay(Episode):
     """Keeps the log-probs.
 
     Raises:
-      ValueError: other tokens than the trajectory's came out: it stops elsewhere.
+      ValueError: the tokens differ from the trajectory's: it stops elsewhere.
     """
     if ids != self._turns.pop(0)[1]:
       raise self._elsewhere()
     self.logps += logps
-    # Over where nothing was sampled after this, whatever was given.
+    # Over if no sampled token follows, whatever is prefilled.
     if not self._turns or not self._turns[0][1]:
       return None
     future: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
@@ -244,7 +245,7 @@ class Replay(Episode):
     return future
 
   def observed(self, result: list[int]) -> list[int]:
-    """The ids that were given then."""
+    """Returns the originally prefilled ids."""
     return result
 
   def out_of_room(self) -> None:

@@ -1,4 +1,4 @@
-"""Gives every process the trajectories that any of them has played."""
+"""Exchanges trajectories among all processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.runtime.processes import gather_bytes
 
-# Lists of a segment that travel as arrays, and their types; a log-prob keeps every bit.
+# A segment's lists sent as arrays, and their types; log-probs stay bit-identical.
 _LISTS = {"ids": np.int32, "versions": np.int32, "logps": np.float64}
 
 Numbered = list[tuple[int, Trajectory]]
@@ -22,8 +22,7 @@ def gather_trajectories(own: Sequence[tuple[int, Trajectory]]) -> Numbered:
   """Returns the trajectories of all processes, by process; all have to call this.
 
   Args:
-    own: played by this process: (a number, a trajectory). These are returned as they
-      are, not copied.
+    own: played by this process: (a number, a trajectory). These are returned uncopied.
   """
   if jax.process_count() == 1:
     return list(own)
@@ -34,7 +33,7 @@ def gather_trajectories(own: Sequence[tuple[int, Trajectory]]) -> Numbered:
 
 
 def to_bytes(numbered: Sequence[tuple[int, Trajectory]]) -> bytes:
-  """Writes trajectories: JSON, and compact arrays of what each token has."""
+  """Serializes trajectories: JSON, and compact arrays of per-token values."""
   rows = []
   lengths = []
   values: dict[str, list[int | float]] = {name: [] for name in _LISTS}
@@ -53,7 +52,7 @@ def to_bytes(numbered: Sequence[tuple[int, Trajectory]]) -> bytes:
 
 
 def from_bytes(data: bytes) -> Numbered:
-  """Reads what `to_bytes` wrote."""
+  """Reads `to_bytes`' output."""
   with np.load(io.BytesIO(data), allow_pickle=False) as file:
     rows = json.loads(file["rows"].tobytes())
     lengths = iter(file["lengths"].tolist())

@@ -1,4 +1,4 @@
-"""What a step of RL rolled out, in numbers: the metrics of its trajectories.
+"""Metrics of an RL step's trajectories.
 
 Each is a sum over trajectories, or the ratio of two.
 """
@@ -16,7 +16,7 @@ from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory
 from coa_jax.rewards import shaping
 from coa_jax.rollout.types import RolloutBatch
 
-# A tool call, think or plan that is written twice.
+# A tool call, think or plan written twice.
 _TWICE = shaping.RepetitionConfig(weight=1.0)
 # Sums over the tokens of a role, before its name.
 _LOGP = "logp_"
@@ -25,7 +25,7 @@ _FAILED = "failed_calls_"
 
 
 def _sums_of(t: Trajectory) -> dict[str, float]:
-  """Returns what metrics add up of a trajectory, by name."""
+  """Returns a trajectory's summands of the metrics, by name."""
   sums = {
     "generated": t.usage.generated,
     "total": t.usage.total,
@@ -57,7 +57,7 @@ def describe(rollouts: RolloutBatch) -> dict[str, float]:
   played = rollouts.played
   count = len(played)
 
-  # --- Sums over the trajectories; in their order, whoever played them.
+  # --- Sums over the trajectories, in their order, whichever process played them.
   sums: collections.Counter[str] = collections.Counter()
   for t in played:
     sums.update(_sums_of(t))
@@ -77,7 +77,7 @@ def describe(rollouts: RolloutBatch) -> dict[str, float]:
     **rollouts.figures,
   }
 
-  # --- The parts of the reward; these two are there where nothing was graded, too.
+  # --- The reward's parts; these two exist even if nothing was graded.
   parts = {"answer", "format"}
   for t in played:
     parts.update(t.reward_parts)
@@ -87,13 +87,13 @@ def describe(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def mean_graded(values: Iterable[float | None]) -> float:
-  """Returns the mean of what was graded: a failure of infrastructure is no 0."""
+  """Returns the mean of graded values: an infrastructure failure is not a 0."""
   graded = [value for value in values if value is not None]
   return float(np.mean(graded)) if graded else float("nan")
 
 
 def _entropies(sums: dict[str, float]) -> dict[str, float]:
-  """`entropy_ROLE`: nats per token, estimated by -log p of what was sampled.
+  """`entropy_ROLE`: nats per token, estimated by -log p of sampled tokens.
 
   Collapse shows in one role first, and the mean over all tokens hides it.
   """
@@ -106,7 +106,7 @@ def _entropies(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _failures(sums: dict[str, float]) -> dict[str, float]:
-  """`failed_calls_OWNER`: the share of all tool calls that failed by its fault."""
+  """`failed_calls_OWNER`: the share of all tool calls failed by its fault."""
   if not sums["calls"]:
     return {}
   out = {}

@@ -1,9 +1,8 @@
-"""How much of a device's memory rollouts have for their caches, and what that holds.
+"""Device memory for the rollouts' caches, and their capacity.
 
-It is counted ahead, also for a slice that is not at hand; `slot_cache.page_counts` then
-asks the device. Counted are arrays that stay while rollouts go on. The programs' own
-temporaries are not known before they are compiled; a share of the memory is kept for
-them.
+It is counted ahead, also for an unavailable slice; `slot_cache.page_counts` then asks
+the device. It counts arrays kept during rollouts. The programs' temporaries are unknown
+before compilation; a share of the memory is reserved for them.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from coa_jax.rollout.types import RolloutConfig
 
 @dataclasses.dataclass(frozen=True)
 class CacheBudget:
-  """Bytes of one device that decodes, by what they go to.
+  """A decoding device's bytes, by use.
 
   Attributes:
-    total: of the device.
-    state: what learning keeps there.
-    weights: decode parameters, those of two policies where rollouts go on meanwhile.
-    logits: of one token of every slot, in float32.
-    token: keys and values of a token in all layers.
+    total: all of the device.
+    state: the learner's.
+    weights: decode parameters, two policies' if rollouts continue meanwhile.
+    logits: one token's per slot, in float32.
+    token: one token's keys and values in all layers.
   """
 
   total: int
@@ -41,24 +40,24 @@ class CacheBudget:
 
   @property
   def caches(self) -> int:
-    """Bytes that are left for keys and values."""
+    """Bytes left for keys and values."""
     taken = self.state + self.weights + self.logits
     return max(0, int(self.total * (1 - KEPT)) - taken)
 
   @property
   def tokens(self) -> int:
-    """Tokens that the cache of a replica can hold."""
+    """Capacity of a replica's cache, in tokens."""
     return self.caches // self.token
 
   def pages(self, config: RolloutConfig) -> int:
-    """Counts the pages of a replica's cache: what fits, or what the slots can need."""
+    """Counts a replica's cache pages: limited by memory or the slots' need."""
     blocks = cache.num_blocks(config.max_len, config.max_len)
     room = int(config.memory * 1e9) or self.caches
     page = self.token * cache.page_size(config.max_len)
     return min(room // page, config.slots * blocks)
 
   def describe(self, config: RolloutConfig) -> str:
-    """Says in a line what goes where, and what the slots could ask for."""
+    """Formats the memory's uses and the slots' maximum need in one line."""
     asked = config.slots * config.max_len
     return (
       f"memory of a device that decodes: {_gb(self.total)}; learner's state "
@@ -77,16 +76,16 @@ def cache_budget(
   policies: int,
   total: int,
 ) -> CacheBudget:
-  """Counts what a device that decodes holds besides caches; allocates nothing.
+  """Counts a decoding device's bytes besides caches; allocates nothing.
 
   Args:
-    model: the architecture, as it is trained.
+    model: the training architecture.
     config: section `rollout`.
-    partitioner: of the devices that decode; None for the only one.
-    state: arrays, or shapes with shardings, that stay while rollouts go on; those on
-      other devices do not count.
-    policies: decode parameters that are there at once: 2 where a newer policy comes
-      while the older one decodes.
+    partitioner: the decoding devices'; None for the only one.
+    state: arrays, or shapes with shardings, kept during rollouts; other devices' do not
+      count.
+    policies: copies of decode parameters at once: 2 if a newer policy comes while the
+      older one decodes.
     total: bytes of the device.
   """
   if partitioner:
@@ -111,11 +110,11 @@ def budget_line(
   state: Any,
   policies: int,
 ) -> str:
-  """Says what `cache_budget` counts; "" where devices do not tell their memory.
+  """Formats `cache_budget`'s counts; "" if the devices' memory is unknown.
 
   Raises:
-    ValueError: `rollout.memory` is more than that, or is to be all of it though the
-      learner's step needs room beside it.
+    ValueError: `rollout.memory` is more than that, or all of it although the learner's
+      step needs room too.
   """
   device = jax.local_devices()[0]
   if partitioner:
@@ -141,7 +140,7 @@ def budget_line(
 
 
 def _bytes_on_device(tree: Any, partitioner: Partitioner | None) -> int:
-  """Sums the parts of arrays that one device of a mesh holds."""
+  """Sums the arrays' parts on one device of a mesh."""
   count = 0
   for x in jax.tree.leaves(tree):
     shape = x.shape

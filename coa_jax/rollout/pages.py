@@ -1,8 +1,8 @@
-"""Which pages of a replica's cache are whose; on the host, and numbers only.
+"""Page ownership in a replica's cache; on the host, numbers only.
 
-A page belongs to as many rows as read it, and to nobody once they have ended. What was
-prefilled into it is remembered under the tokens that it came from until the page is
-given away: who starts with the same tokens reads the same pages.
+A page belongs to all rows that read it, and is free once they have ended. Its prefilled
+tokens stay registered until the page is allocated again: rows with the same first
+tokens read the same pages.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-# Tokens of a slot that one prefill runs, at most: its activations grow with them, and
-# each length is a program of its own.
+# Maximum tokens per slot in one prefill: its activations grow with them, and each
+# length is a separate program.
 PIECE = 512
 
 
 class PagePool:
-  """Counts who reads each page, and remembers what pages hold."""
+  """Counts each page's readers, and registers pages' contents."""
 
   def __init__(self, pages: int):
-    """Begins with so many pages, all free."""
+    """Starts with N pages, all free."""
     self._readers: list[int] = []
-    # In the order in which they are given away: those that hold nothing first, then
-    # those whose row ended longest ago.
+    # In allocation order: empty pages first, then those with the longest ended row.
     self._free: collections.OrderedDict[int, None] = collections.OrderedDict()
     self._pages_of: dict[bytes, list[int]] = {}
     self._key_of: dict[int, bytes] = {}
@@ -38,7 +37,7 @@ class PagePool:
 
   @property
   def free(self) -> int:
-    """Counts the pages that nobody reads."""
+    """Counts the pages without readers."""
     return len(self._free)
 
   def readers(self, page: int) -> int:
@@ -46,13 +45,13 @@ class PagePool:
     return self._readers[page]
 
   def grow(self, pages: int) -> None:
-    """Makes it so many pages."""
+    """Resizes to N pages."""
     for page in range(self.size, pages):
       self._readers.append(0)
       self._free[page] = None
 
   def take(self, count: int) -> list[int]:
-    """Gives away free pages to one reader; what they held is forgotten."""
+    """Allocates free pages to one reader; their contents are forgotten."""
     out = []
     for _ in range(count):
       page, _ = self._free.popitem(last=False)
@@ -62,7 +61,7 @@ class PagePool:
     return out
 
   def find(self, key: bytes) -> list[int] | None:
-    """Returns the pages that hold what is remembered so, with one more reader each."""
+    """Returns the pages registered under these keys, with one more reader each."""
     pages = self._pages_of.get(key)
     if pages is None:
       return None
@@ -72,7 +71,7 @@ class PagePool:
     return list(pages)
 
   def remember(self, key: bytes, pages: Iterable[int]) -> None:
-    """Notes what pages hold; what they were remembered for before is forgotten."""
+    """Registers pages' contents; earlier keys are forgotten."""
     pages = list(pages)
     for page in pages:
       self._forget_key(self._key_of.get(page))
@@ -82,8 +81,8 @@ class PagePool:
       self._key_of[page] = key
 
   def release(self, pages: Sequence[int]) -> None:
-    """Takes one reader off each of a row's pages."""
-    # The last first: what a prompt begins with is of use to more, and is kept longest.
+    """Removes one reader from each of a row's pages."""
+    # The last first: more prompts share a beginning, so it is kept longest.
     for page in reversed(pages):
       self._readers[page] -= 1
       if self._readers[page] == 0:
@@ -92,7 +91,7 @@ class PagePool:
           self._free.move_to_end(page, last=False)
 
   def forget(self) -> None:
-    """Forgets what pages hold: another policy has read it."""
+    """Forgets pages' contents: another policy wrote them."""
     self._pages_of.clear()
     self._key_of.clear()
 
@@ -104,13 +103,13 @@ class PagePool:
 def prefix_keys(ids: Sequence[int], piece: int) -> list[bytes]:
   """Returns a key for each piece of a prompt: all tokens up to its end, in 16 bytes.
 
-  Pieces, not pages, since a piece is what is prefilled at once: equal pieces after
-  equal tokens are computed by one program in one shape, so whoever reads them gets the
-  bits that prefilling would have given.
+  Pieces, not pages, since one call prefills a piece: equal pieces after equal tokens
+  are computed by one program in one shape, so reading them is bit-identical to
+  prefilling.
 
   Args:
-    ids: tokens that are prefilled.
-    piece: tokens of a piece; the last one may have fewer.
+    ids: tokens to prefill.
+    piece: tokens per piece; the last one may have fewer.
   """
   keys = []
   key = b""
@@ -122,14 +121,14 @@ def prefix_keys(ids: Sequence[int], piece: int) -> list[bytes]:
 
 
 def pool_sizes(slots: int, blocks: int) -> list[int]:
-  """Lists the pages that a pool may have that grows as its rows do.
+  """Lists the sizes of a pool that grows with its rows, in pages.
 
-  Powers of two times the slots, and one in between: few sizes are ever compiled, and at
-  most a third of the pages is in vain.
+  Powers of two times the slots, and one in between: few sizes are compiled, and at most
+  a third of the pages is wasted.
 
   Args:
     slots: rows at once; a pool has a page for each at least.
-    blocks: pages that a row may have.
+    blocks: maximum pages per row.
   """
   most = slots * blocks
   out = [slots]

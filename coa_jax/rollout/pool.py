@@ -1,9 +1,9 @@
-"""Threads that play episodes: one for each replica, each with a queue of its own.
+"""Threads for playing episodes: one per replica, each with its own queue.
 
 `ReplicaThreads` is what the JAX engine (`replicas.ReplicaPool`) and the vLLM engine
 share: queues, futures, cancelling, and the life of the threads. A replica plays a few
 episodes at once, round by round. Its thread is the only one that touches its device; it
-starts with the first episode and ends when there is none left.
+starts with the first episode and ends with the last.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from coa_jax.runtime import heartbeat
 
 
 class Replica(Protocol):
-  """What a thread drives; only that thread calls it.
+  """A replica driven by one thread, its only caller.
 
   Attributes:
-    slots: episodes that it plays at once.
-    counters: what it did so far.
-    timings: what its seconds went into.
+    slots: episodes played at once.
+    counters: its work so far.
+    timings: its seconds by phase.
   """
 
   slots: int
@@ -37,19 +37,19 @@ class Replica(Protocol):
   def round(
     self, policy: Any, version: int, new: Sequence[Episode]
   ) -> Sequence[Episode]:
-    """Starts the new episodes, samples once for all that run, handles who stopped.
+    """Starts new episodes, samples once for all running ones, handles stopped ones.
 
     Args:
-      policy: this replica's entry of what was given to `ReplicaThreads.publish`.
+      policy: this replica's entry from `ReplicaThreads.publish`.
       version: of the policy.
-      new: as many as there are free slots, at most.
+      new: at most as many as free slots.
 
     Returns:
-      The episodes that ended.
+      The ended episodes.
     """
 
   def drop(self, episode: Episode) -> None:
-    """Frees the slot of an episode that nobody wants any more."""
+    """Frees the slot of a dropped episode."""
 
   def clear(self) -> None:
     """Forgets all episodes, and the policy."""
@@ -57,7 +57,7 @@ class Replica(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-  """An episode and who waits for it; jobs of lower rank are taken first."""
+  """An episode and its future; jobs of lower rank are taken first."""
 
   episode: Episode
   future: concurrent.futures.Future[Episode]
@@ -69,12 +69,12 @@ class _Lane:
   """A replica, its episodes and its thread.
 
   Attributes:
-    replica: what the thread drives.
-    queue: jobs that wait, the first to be taken first.
+    replica: the thread's replica.
+    queue: waiting jobs, in order.
     running: jobs by their episodes.
-    dropped: episodes whose slots the thread frees before its next round.
+    dropped: episodes to be freed before the thread's next round.
     thread: None while the replica rests.
-    rested: when the last thread ended, in monotonic seconds; None before the first.
+    rested: end of the last thread, monotonic seconds; None before the first.
   """
 
   replica: Replica
@@ -86,25 +86,25 @@ class _Lane:
 
   @property
   def load(self) -> int:
-    """Episodes that the replica has, or will have."""
+    """Counts the replica's episodes, waiting ones included."""
     return len(self.queue) + len(self.running)
 
   @property
   def is_full(self) -> bool:
-    """Whether all of its slots have an episode, or will have one."""
+    """Whether all its slots have an episode, or will have one."""
     return self.load >= self.replica.slots
 
 
 class ReplicaThreads:
-  """Queues in front of replicas and the threads that drive them: `types.Engine`."""
+  """Queues for replicas, and the replicas' threads: `types.Engine`."""
 
   def __init__(self, config: RolloutConfig, replicas: Sequence[Replica], name: str):
     """Starts no thread yet.
 
     Args:
       config: slots, limits and the sampling distribution.
-      replicas: what the threads drive, one each.
-      name: of the threads.
+      replicas: one per thread.
+      name: the threads' name.
     """
     self.config = config
     self._lanes = [_Lane(replica) for replica in replicas]
@@ -114,24 +114,24 @@ class ReplicaThreads:
     self._version = 0
     self._sync_seconds = 0.0
     self._submitted = 0
-    self._batches = 0  # blocks of `batch` that are being filled
+    self._batches = 0  # open blocks of `batch`
     self._last_group: int | None = None
     self._last_lane = self._lanes[0]  # the last group's
     self._closed = False
 
   @property
   def capacity(self) -> int:
-    """Episodes that can run at once."""
+    """Counts the episodes that can run at once."""
     return sum(lane.replica.slots for lane in self._lanes)
 
   @property
   def counters(self) -> Counters:
-    """What all devices were asked to do so far."""
+    """Returns all devices' work so far."""
     return Counters.total(lane.replica.counters for lane in self._lanes)
 
   @property
   def timings(self) -> Timings:
-    """What the seconds so far went into."""
+    """Returns the seconds so far, by phase."""
     mean = Timings.mean(lane.replica.timings for lane in self._lanes)
     mean.sync += self._sync_seconds
     return mean
@@ -140,7 +140,7 @@ class ReplicaThreads:
     """Makes a policy the newest: its form for each replica; None for no policy.
 
     Raises:
-      RuntimeError: there is to be no policy while episodes are left.
+      RuntimeError: None is published while episodes are left.
     """
     with self._lock:
       if policies is None and any(lane.load for lane in self._lanes):
@@ -168,7 +168,7 @@ class ReplicaThreads:
 
   @contextlib.contextmanager
   def batch(self) -> Iterator[None]:
-    """Has idle replicas wait for all that the block submits; see `types.Engine`."""
+    """Delays idle replicas until the block has submitted; see `types.Engine`."""
     with self._lock:
       self._batches += 1
     try:
@@ -179,7 +179,7 @@ class ReplicaThreads:
         self._start_threads()
 
   def cancel(self, episode: Episode) -> None:
-    """Drops an episode; one that is over, or was never submitted, changes nothing."""
+    """Drops an episode; no effect if it is over or was never submitted."""
     job = None
     with self._lock:
       # Running, its replica's thread drops it before the next round, for only that
@@ -194,7 +194,7 @@ class ReplicaThreads:
           job = waiting[0]
           lane.queue.remove(job)
           break
-    if job:  # without the lock: who waits may submit again at once
+    if job:  # without the lock: a waiter may submit again at once
       job.future.set_exception(concurrent.futures.CancelledError())
 
   def close(self) -> None:
@@ -214,15 +214,15 @@ class ReplicaThreads:
       job.future.set_exception(concurrent.futures.CancelledError())
 
   def _join_threads(self) -> None:
-    """Waits until the threads that run have ended."""
+    """Waits for the running threads to end."""
     with self._lock:
       threads = [lane.thread for lane in self._lanes if lane.thread]
-    # Without the lock, which the threads need to end.
+    # Without the lock: the threads need it to end.
     for thread in threads:
       thread.join()
 
   def _lane_for(self, group: int | None) -> _Lane:
-    """Where a new episode goes: beside its group if there is room."""
+    """Chooses a new episode's replica: its group's, if there is room."""
     # A group's episodes share their prompt's cache, but only within one replica.
     beside = group is not None and group == self._last_group
     if not beside or self._last_lane.is_full:
@@ -231,7 +231,7 @@ class ReplicaThreads:
     return self._last_lane
 
   def _start_threads(self) -> None:
-    """Starts the idle replicas that have jobs, with the lock; not within a batch."""
+    """Starts idle replicas with jobs, holding the lock; not within a batch."""
     if self._batches or self._closed:
       return
     for lane in self._lanes:
@@ -251,7 +251,7 @@ class ReplicaThreads:
     finished: list[tuple[_Job, Episode]] = []  # in the last round
     try:
       while True:
-        # --- With the lock: what this round plays, and under which policy.
+        # --- With the lock: this round's episodes and policy.
         with self._lock:
           new = [] if self._closed else self._take(lane)
           for job in new:
@@ -262,12 +262,12 @@ class ReplicaThreads:
           over = self._closed or not lane.running
           if over:
             self._rest(lane)
-          # Read after the episodes were taken: none starts under an older policy than
-          # was the newest when it was submitted.
+          # Read after the episodes were taken: none starts under a policy older than
+          # the newest at its submission.
           policy = self._policies[place] if not over else None
           version = self._version
-        # --- Without it: who waits is told only now, so that whoever gets the last
-        # episode finds the device's memory given back.
+        # --- Without it: waiters are notified only now, so that the last episode's
+        # waiter finds the device memory free.
         for job, episode in finished:
           job.future.set_result(episode)
         finished = []
@@ -300,15 +300,15 @@ class ReplicaThreads:
     lane.rested = time.monotonic()
 
   def _take(self, lane: _Lane) -> list[_Job]:
-    """Jobs for the free slots: the replica's own, else what others can not start."""
+    """Jobs for the free slots: the replica's own, else others' surplus."""
     out: list[_Job] = []
     free = lane.replica.slots - len(lane.running)
     while len(out) < free:
       if lane.queue:
         out.append(lane.queue.pop(0))
         continue
-      # Its own queue is empty: help who has more than it has slots, from the end of the
-      # queue, so that what waits longest stays where its group is.
+      # Its own queue is empty: take from overfull replicas, from the queue's end, so
+      # that the longest waiting jobs stay with their group.
       other = max(self._lanes, key=lambda lane: lane.load)
       if other.load <= other.replica.slots or not other.queue:
         break

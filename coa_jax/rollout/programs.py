@@ -1,10 +1,9 @@
-"""Which programs a replica compiles, known from the config alone.
+"""A replica's compiled programs, determined by the config alone.
 
-Every shape that the scheduler gives to a function of the device is a program of its
-own, minutes to compile for a large model. They are few because numbers are rounded up:
-given tokens to a power of two, the rows that they are given to to one of four (on a CPU
-to one number for each number of tokens), and the pages of a cache that grows to one in
-every half of a doubling.
+Every shape passed by the scheduler to a device function is a separate program, minutes
+to compile for a large model. Rounding up keeps them few: prefill tokens to a power of
+two, prefill rows to a power of four (on a CPU to one number per number of tokens), and
+a growing cache's pages to two sizes per doubling.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
 from coa_jax.rollout import pages as paging
 
-# That a call gives to all rows together, where a row has no more. On a GPU what a call
-# needs for a 7B model then stays under half a gigabyte.
+# Prefill tokens per call over all rows, if no row has more. On a GPU a call for a 7B
+# model then stays under half a gigabyte.
 _CPU_TOKENS = 256
 _GPU_TOKENS = 4096
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class DeviceCall:
-  """A function of the device and the shapes that it is compiled for.
+  """A device function and its compiled shapes.
 
   Attributes:
     function: window or extend.
-    pages: of the cache.
-    blocks: pages that a row may read.
-    rows: slots that it works on.
-    tokens: sampled at most (window), or given to a row at most (extend).
+    pages: the cache's pages.
+    blocks: maximum pages read by a row.
+    rows: its slots.
+    tokens: maximum sampled (window) or prefilled per row (extend).
   """
 
   function: str
@@ -48,7 +47,7 @@ class DeviceCall:
 
 
 class Sizes(Protocol):
-  """The fields of `RolloutConfig` that make the shapes."""
+  """Returns the shapes from `RolloutConfig`."""
 
   slots: int
   inject_rows: int
@@ -59,20 +58,19 @@ class Sizes(Protocol):
 def device_calls(
   config: Sizes, on: str, page_counts: Sequence[int]
 ) -> list[DeviceCall]:
-  """Lists every program that decoding may compile, the smallest cache's first.
+  """Lists every program for decoding, the smallest cache's first.
 
-  Left out are those that copy within the cache, or into a larger one: they are compiled
-  in no time.
+  Copies within the cache or into a larger one are left out: they compile quickly.
 
   Args:
-    config: of the rollouts.
+    config: section `rollout`.
     on: the kind of device: cpu, gpu or tpu.
-    page_counts: pages that the cache may have (`slot_cache.page_counts`).
+    page_counts: the cache's possible pages (`slot_cache.page_counts`).
   """
-  # --- Rows, tokens and pages that a call with given tokens may have. The last token of
-  # a text stays pending, and one more place is left to sample.
+  # --- Possible rows, tokens and pages of a prefill. A text's last token stays pending,
+  # and one more place is left to sample.
   most = config.max_len - 2
-  fewest: dict[int, int] = {}  # of each length bucket the fewest tokens
+  fewest: dict[int, int] = {}  # the fewest tokens of each length bucket
   for given in range(1, min(most, paging.PIECE) + 1):
     fewest.setdefault(token_bucket(given), given)
   shapes: set[tuple[int, int, int]] = set()
@@ -81,7 +79,7 @@ def device_calls(
     blocks = block_bucket(end, config.max_len, on)
     shapes.update((t, blocks, needed) for t, given in fewest.items() if given <= end)
 
-  # --- Of each size of the cache those that it can hold.
+  # --- For each cache size, the programs that fit.
   out: set[DeviceCall] = set()
   whole = num_blocks(config.max_len, config.max_len)
   for pages in page_counts:
@@ -96,7 +94,7 @@ def device_calls(
 
 
 def token_bucket(length: int) -> int:
-  """Rounds the length of given tokens up: a power of two, at least 16."""
+  """Rounds a prefill's length up: a power of two, at least 16."""
   bucket = 16
   while bucket < length:
     bucket *= 2
@@ -104,14 +102,13 @@ def token_bucket(length: int) -> int:
 
 
 def block_bucket(places: int, max_len: int, on: str) -> int:
-  """Rounds the pages of a row up that a call reads: on a CPU to a power of two.
+  """Rounds up a row's pages read by a call: on a CPU to a power of two.
 
-  Long rows, and those of other devices, are read page by page, as many as are there:
-  they have one program.
+  Long rows, and other devices' rows, are read page by page: they have one program.
 
   Args:
-    places: that the call reads.
-    max_len: of a row.
+    places: places read by the call.
+    max_len: a row's maximum length.
     on: the kind of device: cpu, gpu or tpu.
   """
   blocks = num_blocks(max_len, max_len)
@@ -124,11 +121,11 @@ def block_bucket(places: int, max_len: int, on: str) -> int:
 
 
 def most_rows(tokens: int, inject_rows: int, on: str) -> int:
-  """Returns how many rows a call may have that gives so many tokens to each.
+  """Returns the maximum rows of a prefill with N tokens per row.
 
   Args:
-    tokens: given to a row, as `token_bucket` rounds them.
-    inject_rows: of the config, or slots where they are fewer.
+    tokens: prefill tokens per row, rounded by `token_bucket`.
+    inject_rows: the config's, or slots if fewer.
     on: the kind of device: cpu, gpu or tpu.
   """
   if on == "tpu":
@@ -140,14 +137,14 @@ def most_rows(tokens: int, inject_rows: int, on: str) -> int:
 
 
 def row_bucket(rows: int, most: int, on: str) -> int:
-  """Rounds the rows of a call up: a power of four, or the most.
+  """Rounds a call's rows up: a power of four, or the limit.
 
-  On a CPU always to the most: products of other numbers of rows have other bits there,
-  and a slot's may not depend on its neighbours.
+  On a CPU always to the limit: products with other numbers of rows round differently
+  there, and a slot's may not depend on its neighbours.
 
   Args:
-    rows: how many are given tokens.
-    most: of `most_rows`.
+    rows: rows to prefill.
+    most: from `most_rows`.
     on: the kind of device: cpu, gpu or tpu.
   """
   if on == "cpu":

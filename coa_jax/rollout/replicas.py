@@ -1,8 +1,7 @@
-"""The JAX engine: every replica of the model that a process holds, behind one queue.
+"""The JAX engine: all of a process's model replicas, behind one queue.
 
-Each replica (a device, or as many as `rollout.tensor` says) decodes in a thread of its
-own: none waits for another's windows, nor for its tools. What an episode samples does
-not depend on which of them plays it.
+Each replica (`rollout.tensor` devices) decodes in its own thread: none waits for
+another's windows or tools. An episode's samples do not depend on its replica.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from coa_jax.rollout.types import RolloutConfig
 class ReplicaPool(ReplicaThreads):
   """Our own sampler as an engine; see `types.Engine`.
 
-  An episode's tokens depend on (its seed, its sequence, the parameters, what its tools
-  answered) alone.
+  An episode's tokens depend only on (its seed, its sequence, the parameters, its tools'
+  answers).
   """
 
   takes_tokens = True
@@ -43,13 +42,13 @@ class ReplicaPool(ReplicaThreads):
     """Prepares the slots of every replica.
 
     Args:
-      model: the architecture; it decodes as `decode_params.architecture` says.
-      automaton: where decoding stops.
+      model: the architecture; `decode_params.architecture` makes the decoder's.
+      automaton: the stop conditions.
       config: slots of a replica, window and limits.
-      partitioner: of the devices that decode, the learner's or others; None for the
-        only one. Of several processes each decodes on its own.
-      constraint: what may be sampled; everything where None.
-      own_top_p: whether episodes may have a top_p of their own.
+      partitioner: the decoding devices', the learner's or others; None for the only
+        one. Each process decodes on its own devices.
+      constraint: the allowed tokens; all if None.
+      own_top_p: whether episodes may have their own top_p.
 
     Raises:
       ValueError: the mesh does not divide the model, or splits it over processes.
@@ -73,8 +72,8 @@ class ReplicaPool(ReplicaThreads):
   def set_policy(self, params: Any, version: int) -> None:
     """Samples with these parameters from now on; see `types.Engine`.
 
-    They must not be donated while episodes run: decoding reads them in place where it
-    can (`decode_params.decoding_views`).
+    They must not be donated while episodes run: decoding reads them in place if
+    possible (`decode_params.decoding_views`).
     """
     views = None
     if params is not None:

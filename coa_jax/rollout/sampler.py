@@ -1,13 +1,12 @@
 """Decoding on the device: one primitive, extend, and a window that samples.
 
-`extend` appends given tokens to slots at their own lengths: prefill and observation
-injection are the same call. `window` samples until every slot needs Python (a closing
-tag that stops it, or its token limit) or the window is over. Neither knows text or
-tools.
+`extend` prefills slots at their own lengths: prompts and observations use the same
+call. `window` samples until every slot needs Python (a closing tag that stops it, or
+its token limit) or the window is over. Neither knows text or tools.
 
-Invariant: a slot's pages hold its first `length` tokens; `pending` is the one after,
-sampled or given but not yet run. Randomness is keyed by (seed, sequence id, position),
-so slots, neighbours and tool latency can not change a trajectory.
+Invariant: a slot's pages hold its first `length` tokens; `pending` is the next one,
+sampled or prefilled but not yet run. Randomness is keyed by (seed, sequence id,
+position), so slots, neighbours and tool latency can not change a trajectory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from coa_jax.model.transformer import Transformer
 class Tables:
   """The automaton's tables on the device: see `protocol.grammar.automaton.Automaton`.
 
-  With a `constraint` only tokens that its grammar allows are sampled.
+  With a `constraint` only its grammar's tokens are sampled.
   """
 
   class_V: jax.Array
@@ -46,16 +45,16 @@ class SamplerState:
   """One slot per live trajectory, B slots.
 
   Attributes:
-    length_B: tokens whose keys and values are in the cache.
+    length_B: tokens with keys and values in the cache.
     pending_B: the token after those.
-    limit_B: tokens a sequence may have in all, `pending` included.
+    limit_B: maximum tokens per sequence, `pending` included.
     seed_B: uint32; with `sequence` it keys the slot's randomness.
     sequence_B: uint32.
     temperature_B: 0 is greedy.
     automaton_B: the automaton's state.
     active_B: True while the slot samples; False when free, waiting or done.
-    grammar_B: the state of the constraint, where there is one.
-    top_p_B: in place of the truncation's top_p; None where no episode has its own.
+    grammar_B: the constraint's state, if there is one.
+    top_p_B: in place of the truncation's top_p; None if no episode has its own.
   """
 
   length_B: jax.Array
@@ -72,11 +71,11 @@ class SamplerState:
 
 @flax.struct.dataclass
 class Sampled:
-  """What a window sampled: slot b's first count_B[b] of W places.
+  """A window's samples: slot b's first count_B[b] of W places.
 
   Attributes:
     token_BW: ids.
-    logp_BW: log p of each under the distribution it was drawn from.
+    logp_BW: log p of each under its sampling distribution.
     count_B: tokens sampled.
     stop_B: 0, or 1 + the index of the closing tag that stopped the slot.
   """
@@ -100,22 +99,22 @@ def extend(
   count_R: jax.Array,
   partitioner: Partitioner | None = None,
 ) -> KVCache:
-  """Runs given tokens through the model and writes their keys and values.
+  """Prefills tokens: runs the model and writes their keys and values.
 
   Args:
     cfg: the model, unrolled (`scan=False`).
     params: its parameters, one of `decoding_views`.
     cache: of all slots; donated.
-    table_RC: the pages of each row; -1 where it has none.
+    table_RC: each row's pages; -1 for none.
     token_RT: tokens, padded on the right.
     start_R: position of each row's first token.
-    count_R: tokens of each row that count.
+    count_R: valid tokens per row.
     partitioner: of the sampler, on several devices.
 
   Returns:
     The cache. No logits: the first sampled token comes from running `pending`.
   """
-  # Places past a row's count are run in vain: `valid` keeps them out of the cache.
+  # Places past a row's count are wasted: `valid` keeps them out of the cache.
   step_T = jnp.arange(token_RT.shape[1])
   position_RT = start_R[:, None] + step_T
   valid_RT = step_T < count_R[:, None]
@@ -154,15 +153,15 @@ def window(
     cfg: the model, unrolled.
     params: the policy, one of `decoding_views`.
     cache: of all slots; donated.
-    table_BC: the pages of each slot, for all that it may sample; -1 where it has none.
+    table_BC: each slot's pages, for all its possible samples; -1 for none.
     state: the slots.
-    tables: where to stop.
-    forced_BW: ids to take instead of drawing them; -1 draws.
+    tables: the stop tables.
+    forced_BW: ids taken instead of draws; -1 draws.
     partitioner: of the sampler, on several devices.
     truncation: leaves out unlikely tokens.
 
   Returns:
-    The cache, the slots and what was sampled.
+    The cache, the slots and the samples.
   """
   model = Transformer(cfg, partitioner, decode=True)
   B, steps = forced_BW.shape
@@ -187,13 +186,13 @@ def window(
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
     logp_BV = _distribution(logits_B1V[:, 0], s, tables, truncation)
-    # --- Draw it, or take the one that is given. Idle slots draw too, into nothing.
-    # The key is that of the place where the token will stand.
+    # --- Draw it, or take the forced one. Idle slots draw too, without effect. The key
+    # belongs to the token's position.
     keys_B = _keys(s.seed_B, s.sequence_B, s.length_B + 1)
     drawn_B = distribution.sample(logp_BV, keys_B, s.temperature_B)
     token_B = jnp.where(forced_BW[:, i] < 0, drawn_B, forced_BW[:, i])
     logp_B = jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
-    # --- Record it, and see which slots stop.
+    # --- Record it, and stop slots.
     after, stop_B = _advance(s, tables, token_B)
     out = Sampled(
       token_BW=out.token_BW.at[:, i].set(token_B),
@@ -203,7 +202,7 @@ def window(
     )
     return i + 1, cache, after, out
 
-  # Not a scan of W steps: where all slots have stopped, the rest would be in vain.
+  # Not a scan of W steps: once all slots have stopped, the rest would be wasted.
   def goes_on(carry):
     i, _, s, _ = carry
     return (i < steps) & jnp.any(s.active_B)
@@ -214,7 +213,7 @@ def window(
 
 
 def join(last: SamplerState, host: SamplerState, goes_on_B: jax.Array) -> SamplerState:
-  """Returns the slots that go on as a window left them, the others as the host says.
+  """Returns continuing slots as left by a window, the others from the host.
 
   A limit is always the host's.
   """
@@ -225,8 +224,8 @@ def join(last: SamplerState, host: SamplerState, goes_on_B: jax.Array) -> Sample
 def _advance(
   s: SamplerState, tables: Tables, token_B: jax.Array
 ) -> tuple[SamplerState, jax.Array]:
-  """The slots after active ones have sampled these tokens, and who stopped at a tag."""
-  # Idle slots are computed too; the masks by `active` leave them what they were.
+  """Advances active slots by these tokens; returns them and the tags that stopped."""
+  # Idle slots are computed too; the masks by `active` leave them unchanged.
   class_B = tables.class_V[token_B]
   stop_B = jnp.where(s.active_B, tables.stop_SC[s.automaton_B, class_B], 0)
   next_B = tables.next_SC[s.automaton_B, class_B]
@@ -258,7 +257,7 @@ def _distribution(
 
 
 def _grammar_after(state: SamplerState, tables: Tables, token_B: jax.Array) -> Any:
-  """`grammar_B` after the tokens that active slots have sampled."""
+  """Returns `grammar_B` after the active slots' sampled tokens."""
   if tables.constraint is None:
     return state.grammar_B
   after_B = tables.constraint.after(state.grammar_B, token_B)

@@ -1,10 +1,10 @@
-"""Continuous batching: which episode sits in which slot, and what runs next.
+"""Continuous batching: assigns episodes to slots, and schedules their work.
 
 Host code only: it moves token ids between episodes and the device loop, and never
-touches a tensor of the model. A slot whose episode waits for a tool keeps its pages and
-stays idle; the others go on decoding. Prompts that begin alike share pages, and what
-they have in common is prefilled once. Where pages run out, the youngest trajectory is
-paused: what it holds waits on the host, and it goes on with the same bits.
+touches a tensor of the model. A slot waiting for a tool keeps its pages and stays idle;
+the others continue decoding. Prompts with a common prefix share pages, and the prefix
+is prefilled once. If pages run out, the youngest trajectory is paused: its cache waits
+on the host, and it resumes bit-identical.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _POLL_S = 0.05  # between two looks for new episodes while all others wait for t
 
 @dataclasses.dataclass(eq=False)
 class _Slot:
-  """A slot that has an episode.
+  """A slot with an episode.
 
   Attributes:
-    index: of the slot.
-    episode: that runs.
-    age: episodes that started before it.
-    ids: sampled since the last stop.
+    index: the slot's.
+    episode: the running one.
+    age: number of episodes started before it.
+    ids: ids sampled since the last stop.
     logps: of `ids`.
     forced: ids to take instead of sampling.
     forced_from: position of the first of them.
-    call: its tool call, while that runs.
+    call: its running tool call.
     observation: ids to append once there is room.
-    held: contents of its pages while it is paused.
-    goes_on: whether it samples again once it is resumed.
+    held: its pages' contents while paused.
+    goes_on: whether it samples again once resumed.
   """
 
   index: int
@@ -72,8 +72,8 @@ class Scheduler:
       config: slots, window and limits.
       device: the replica's `device_loop.DeviceLoop`, made with the same config,
         automaton and constraint.
-      automaton: where decoding stops.
-      constraint: what may be sampled; everything where None.
+      automaton: the stop conditions.
+      constraint: the allowed tokens; all if None.
     """
     self.config = config
     self.device = device
@@ -85,21 +85,21 @@ class Scheduler:
 
   @property
   def timings(self) -> Timings:
-    """What the device's seconds went into."""
+    """Returns the device's seconds by phase."""
     return self.device.timings
 
   def clear(self) -> None:
     """Forgets all episodes, the policy and the cache."""
     self.device.clear()
-    # New episodes that wait for pages, with their prompts.
+    # New episodes waiting for pages, with their prompts.
     self._waiting: list[tuple[Episode, list[int]]] = []
     self._slots: list[_Slot | None] = [None] * self.slots
     self._started = 0
-    # Tool calls that the last window made.
+    # Tool calls from the last window.
     self._new_calls: list[concurrent.futures.Future] = []
 
   def drop(self, episode: Episode) -> None:
-    """Frees the slot of an episode, if it has one; its tool call goes on for nobody."""
+    """Frees the slot of an episode, if it has one; its tool call is abandoned."""
     self._waiting = [each for each in self._waiting if each[0] is not episode]
     for slot in self._taken():
       if slot.episode is episode:
@@ -110,12 +110,12 @@ class Scheduler:
   ) -> Sequence[Episode]:
     """Starts new episodes, takes finished calls, samples a window, handles stops.
 
-    The stops are those of the window before where another one may be in flight.
+    The stops are the previous window's if another may be in flight.
 
     Args:
-      policy: one of `decoding_views`. Running episodes go on with a newer one from
-        this window; what is in the cache stays there, as in PipelineRL's in-flight
-        updates (arXiv 2509.19128).
+      policy: one of `decoding_views`. Running episodes continue with a newer one from
+        this window; the cache stays, as in PipelineRL's in-flight updates (arXiv
+        2509.19128).
       version: of the policy.
       new: episodes for free slots.
 
@@ -150,20 +150,20 @@ class Scheduler:
     return ids
 
   def _taken(self) -> list[_Slot]:
-    """Slots that have an episode, by their index."""
+    """Lists slots with an episode, by index."""
     return [slot for slot in self._slots if slot]
 
   def _live(self) -> list[_Slot]:
-    """Slots whose episodes are not paused, the oldest first."""
+    """Lists slots with unpaused episodes, the oldest first."""
     slots = [slot for slot in self._taken() if not slot.held]
     return sorted(slots, key=lambda slot: slot.age)
 
   def _start(self) -> None:
-    """Puts episodes into free slots; what prompts have in common is prefilled once."""
+    """Puts episodes into free slots; common prefixes are prefilled once."""
     prefills: list[Prefill] = []
     started: list[tuple[_Slot, list[int]]] = []
     free = [i for i, slot in enumerate(self._slots) if slot is None]
-    # Who was paused comes first.
+    # Paused episodes come first.
     if any(slot.held for slot in self._taken()):
       return
     for i in free[: len(self._waiting)]:
@@ -178,7 +178,7 @@ class Scheduler:
       self._set_state(slot)
       started.append((slot, ids))
       if known < len(prompt):
-        # Another slot may prefill what it begins with, here and now: after that.
+        # Another slot may be prefilling its prefix now: run after that.
         prefills.append(Prefill(i, prompt[known:], known, known // paging.PIECE))
         self.counters.copied_tokens += known
         self.counters.prefilled_tokens += len(ids) - known
@@ -190,7 +190,7 @@ class Scheduler:
       self._append(slot, ids)
 
   def _set_state(self, slot: _Slot) -> None:
-    """Notes how a slot's new episode samples; it is empty."""
+    """Records a new episode's sampling settings in its empty slot."""
     state = self.device.state
     episode = slot.episode
     state.seed_B[slot.index] = episode.seed
@@ -210,10 +210,10 @@ class Scheduler:
     """Gives a slot pages for its first places; younger episodes pause for it.
 
     Returns:
-      Whether it has them; where not, it is the youngest itself, and paused.
+      Whether it has them; if not, it is the youngest itself, and paused.
     """
     while not self.device.cache.reach(slot.index, places):
-      self.device.read()  # what somebody holds can only be taken as it is now
+      self.device.read()  # held pages can only be taken in their current state
       youngest = self._live()[-1]
       self._pause(youngest)
       if youngest is slot:
@@ -221,14 +221,14 @@ class Scheduler:
     return True
 
   def _pause(self, slot: _Slot) -> None:
-    """Takes an episode's pages; what they hold waits on the host."""
+    """Takes an episode's pages; their contents wait on the host."""
     slot.held = self.device.cache.to_host(slot.index, self._length(slot))
     slot.goes_on = bool(self.device.state.active_B[slot.index])
     self.device.state.active_B[slot.index] = False
     self.counters.pauses += 1
 
   def _resume(self) -> None:
-    """Has paused episodes go on, the oldest first, as far as there is room."""
+    """Resumes paused episodes, the oldest first, as far as there is room."""
     paused = [slot for slot in self._taken() if slot.held]
     for slot in sorted(paused, key=lambda slot: slot.age):
       if not self.device.cache.from_host(slot.index, slot.held):
@@ -239,11 +239,11 @@ class Scheduler:
   def _wait_for_tools(self) -> None:
     began = time.monotonic()
     if self.device.state.active_B.any():
-      # Once only, or one tool that hangs would delay every window of the others.
+      # Once only, or one hanging tool would delay all others' windows.
       concurrent.futures.wait(self._new_calls, timeout=self.device.patience())
       self._new_calls = []
-    elif not self.device.windows:  # one in flight tells who has stopped
-      # Not for as long as a tool takes: there may be new episodes for free slots.
+    elif not self.device.windows:  # one in flight shows the stopped slots
+      # Not until the tool ends: there may be new episodes for free slots.
       calls = [slot.call for slot in self._live() if slot.call]
       concurrent.futures.wait(
         calls, _POLL_S, return_when=concurrent.futures.FIRST_COMPLETED
@@ -251,8 +251,8 @@ class Scheduler:
     self.device.waited_for_tools(began)
 
   def _observe(self) -> list[Episode]:
-    """Appends the observations of calls that are done; returns who ended by one."""
-    # --- What episodes make of the results.
+    """Appends finished calls' observations; returns the episodes ended by them."""
+    # --- The episodes' observations.
     ended: list[Episode] = []
     for slot in self._taken():
       if slot.call is None or not slot.call.done():
@@ -268,7 +268,7 @@ class Scheduler:
       else:
         slot.observation = ids
 
-    # --- Where they go; one that is paused, or is now, keeps its own for later.
+    # --- Their pages; a paused episode keeps its observation for later.
     rows: list[Prefill] = []
     appended: list[tuple[_Slot, list[int]]] = []
     state = self.device.state
@@ -276,7 +276,7 @@ class Scheduler:
       if slot.observation is None or slot.held:
         continue
       length = self._length(slot)
-      # The token that was sampled last is not in the cache yet.
+      # The last sampled token is not in the cache yet.
       ids = [int(state.pending_B[slot.index]), *slot.observation]
       if not self._make_room(slot, length + len(ids) - 1):
         continue
@@ -284,7 +284,7 @@ class Scheduler:
       appended.append((slot, ids))
       self.counters.prefilled_tokens += len(slot.observation)
       slot.observation = None
-      # The grammar reads no observation: it goes on from where the call left it.
+      # The grammar reads no observation: it continues from its state after the call.
       if self._resume_S is not None:
         grammar = state.grammar_B[slot.index]
         state.grammar_B[slot.index] = self._resume_S[grammar]
@@ -294,13 +294,13 @@ class Scheduler:
     return ended
 
   def _append(self, slot: _Slot, ids: list[int]) -> None:
-    """Notes that ids have been appended, the last of them pending."""
+    """Records appended ids, the last one pending."""
     state = self.device.state
     state.length_B[slot.index] += len(ids) - 1
     state.pending_B[slot.index] = ids[-1]
     state.automaton_B[slot.index] = 0
     state.active_B[slot.index] = True
-    # Asked only now: what is forced may depend on what was appended.
+    # Asked only now: forced ids may depend on the appended ones.
     slot.forced = slot.episode.forced()
     slot.forced_from = self._length(slot)
 
@@ -308,27 +308,27 @@ class Scheduler:
     """Gives the device a window for all active slots."""
     state = self.device.state
     W = self.config.window
-    # --- Pages for all that the windows that are not read yet, and this one, may write.
+    # --- Pages for all possible writes of unread windows and this one.
     for slot in self._live():
       # A younger one may have been paused for an older one's pages by now.
       if state.active_B[slot.index]:
         end = self._length(slot) + W * (1 + self.device.unread(slot.index))
         self._make_room(slot, min(end, self.config.max_len))
-    # --- What each slot may do.
+    # --- Each slot's limits.
     active = set(np.flatnonzero(state.active_B).tolist())
     forced_BW = np.full((self.slots, W), -1, np.int32)
     for i in active:
       slot = self._slots[i]
-      # A limit may change while the episode runs: 0 is how it is called off.
+      # A limit may change while the episode runs: 0 cancels it.
       state.limit_B[i] = min(slot.episode.limit, self.config.max_len)
-      # A slot that is still active in a window that is not read samples all of it.
+      # A slot still active in an unread window samples all of it.
       length = self._length(slot) + W * self.device.unread(i)
       rest = slot.forced[length - slot.forced_from :][:W]
       forced_BW[i, : len(rest)] = rest
     self.device.dispatch(active, forced_BW)
 
   def _hand_out(self) -> list[Episode]:
-    """Gives episodes what the oldest window sampled; they say what happens at a stop.
+    """Delivers the oldest window's tokens to the episodes, which handle stops.
 
     Returns:
       The episodes that ended.

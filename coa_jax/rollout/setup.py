@@ -37,25 +37,24 @@ def make_worker(
 ) -> RolloutWorker:
   """Compiles the dialect and allocates the slots, or meets the vLLM server.
 
-  budget: every argument is said; the rest is in three steps.
+  budget: every argument is documented; the rest is three steps.
 
   Args:
     model: the architecture.
-    tokenizer: of the model.
+    tokenizer: the model's.
     config: section `rollout`.
-    tools: tags that the dialect has, and function tools with their descriptions.
-    partitioner: of the devices that decode; None for the only one.
-    vllm: the server that samples; None for our own engine.
+    tools: the dialect's tags, and function tools with their descriptions.
+    partitioner: the decoding devices'; None for the only one.
+    vllm: the sampling server; None for our own engine.
     grader: see `RolloutWorker`.
     journal: see `RolloutWorker`.
-    policy_changes: whether newer policies come while episodes run, which vLLM has to
-      know.
-    own_top_p: whether episodes may have a top_p of their own, with our own engine.
+    policy_changes: whether newer policies come while episodes run (for vLLM).
+    own_top_p: whether episodes may have their own top_p, with our own engine.
 
   Raises:
     ValueError: the tokenizer does not fit the model, the variant lacks a tool, the
-      model does not fit the device, or vLLM can not do what `config` asks for.
-    VllmError: there is no server at `vllm.url`, or not one that can be used.
+      model does not fit the device, or vLLM does not support `config`.
+    VllmError: there is no server at `vllm.url`, or not a usable one.
   """
   # --- The dialect.
   variant = roles.get_variant(config.variant).with_tools(tools)
@@ -67,7 +66,7 @@ def make_worker(
       f"rollout.tensor={config.tensor} is of our own sampler; with section vllm take 0"
     )
 
-  # --- What stops sampling, what may be sampled, and who samples.
+  # --- The stop conditions, the grammar, and the engine.
   automaton = compile_stops(variant, tokenizer, model.vocab_size)
   constraint = None
   if config.constrain:
@@ -89,7 +88,7 @@ def make_worker(
     )
     engine = VllmEngine(server)
 
-  # --- What all episodes share.
+  # --- The episodes' common settings.
   episode_config = EpisodeConfig(
     variant=variant,
     style=config.style,
@@ -104,7 +103,7 @@ def make_worker(
 def _check_memory(
   model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
 ) -> None:
-  """Refuses a model that will not fit beside its slots."""
+  """Refuses a model too large beside its slots."""
   replicas = 1
   if partitioner:
     mesh = partitioner.decoding(config.tensor).mesh
@@ -116,7 +115,7 @@ def _check_memory(
 
 
 def _probe(variant: roles.Variant, tokenizer: Tokenizer, style: str) -> list[int]:
-  """A row of text by which vLLM's log-probs are compared with ours; any will do."""
+  """Returns a text for comparing vLLM's log-probs with ours; any will do."""
   segments = prompts.prompt_segments(variant, "What is asked here?", style)
   tokenizer.encode_prompt(segments)
   ids: list[int] = []

@@ -1,7 +1,7 @@
-"""The cache of a replica as its slots see it: each has pages, and some have them alike.
+"""A replica's cache by slots: each has pages, some of them shared.
 
-It joins what lies on the device (`model.cache.KVCache`) and who has which page
-(`rollout.pages`), so that neither is changed without the other.
+It joins the device's pages (`model.cache.KVCache`) and their ownership
+(`rollout.pages`), so that both change together.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from coa_jax.model.sharding import Partitioner, platform
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout.pages import PagePool, pool_sizes, prefix_keys
 
-# Pages that one call copies, at most.
+# Maximum pages per copy.
 _COPIED = 16
-# Share of a device's memory that is kept for programs' temporaries and for gaps.
+# Share of device memory reserved for programs' temporaries and for gaps.
 KEPT = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-  """What the pages of a slot held, in the host's memory.
+  """A slot's page contents, in host memory.
 
   Attributes:
-    pages: how many there were.
+    pages: their number.
     contents: for `KVCache.from_host`.
   """
 
@@ -40,13 +40,13 @@ class OnHost:
 
 
 class Prefill(NamedTuple):
-  """Tokens to append to a slot that has pages for them.
+  """Tokens to append to a slot with pages for them.
 
   Attributes:
-    slot: whose they are.
+    slot: their slot.
     ids: the tokens.
     start: position of the first.
-    turn: among pieces of prompts; those of a lower one run first.
+    turn: order among prompts' pieces; lower ones run first.
   """
 
   slot: int
@@ -59,8 +59,8 @@ class SlotCache:
   """Keys and values of a fixed number of slots.
 
   Attributes:
-    kv: on the device; whoever gives it to a program puts back what it returns.
-    table_BC: the page of each block of every slot; -1 where it has none.
+    kv: on the device; a caller passing it to a program stores the result back.
+    table_BC: the page of each block of every slot; -1 for none.
   """
 
   def __init__(
@@ -71,13 +71,13 @@ class SlotCache:
     page_counts: Sequence[int],
     partitioner: Partitioner | None = None,
   ):
-    """Allocates the fewest pages that it may have.
+    """Allocates the minimum number of pages.
 
     Args:
       model: the architecture as it decodes.
       slots: trajectories at once.
       max_len: tokens that one may have.
-      page_counts: pages that it may have, from the fewest to the most.
+      page_counts: its possible numbers of pages, rising.
       partitioner: of the replica; None on one device.
     """
     self._max_len = max_len
@@ -89,25 +89,25 @@ class SlotCache:
     self.table_BC = np.full((slots, blocks), -1, np.int32)
     self._pool = PagePool(self._sizes[0])
     self._pages: list[list[int]] = [[] for _ in range(slots)]
-    # Copies that are to be made: the prompt's place that they reach, from, to.
+    # Pending copies: the end of their places in the prompt, from, to.
     self._copies: list[tuple[int, int, int]] = []
 
   def forget_prompts(self) -> None:
-    """Has no new prompt share pages with those that are there: the policy changed."""
+    """Stops sharing older pages with new prompts: the policy changed."""
     self._pool.forget()
 
   def place(self, slot: int, given: list[int]) -> int | None:
-    """Gives an empty slot pages for a prompt, those of others where they begin alike.
+    """Gives an empty slot pages for a prompt, sharing those of equal prefixes.
 
     Args:
-      slot: without pages.
-      given: the prompt's tokens that are to be prefilled.
+      slot: one without pages.
+      given: the prompt's tokens to prefill.
 
     Returns:
-      How many of the tokens need no prefill, once others are prefilled up to there and
-      `copy` has run; None where there is no room, and the slot has no pages.
+      The number of tokens that need no prefill, once others are prefilled up to there
+      and `copy` has run; None if there is no room, and the slot has no pages.
     """
-    # --- Pages that hold how the prompt begins, or all of it.
+    # --- Pages with the prompt's prefix, or all of it.
     piece = paging.PIECE
     if piece % self._page_size:
       piece = max(1, len(given))
@@ -121,13 +121,13 @@ class SlotCache:
       pages += found
       known = min(known + piece, len(given))
 
-    # --- Pages of its own. Another reader's are copied where a page may have one only,
-    # and so is the last one, into which it will write.
+    # --- Pages of its own. Another reader's are copied if a page may have only one, and
+    # so is the last one, because it will be written.
     shared = known // self._page_size if self.kv.shared else 0
     copied = [page for page in pages[shared:] if self._pool.readers(page) > 1]
     blocks = caching.num_blocks(len(given), self._max_len)
     needed = blocks - len(pages) + len(copied)
-    # What others will need soon is left for them; a pool that can grow does so then.
+    # Pages soon needed by others are left; a pool able to grow does so then.
     room = self._pool.free + self._sizes[-1] - self._pool.size
     if room < needed + self._spare() or not self._make_room(needed):
       self._pool.release(pages)
@@ -139,18 +139,17 @@ class SlotCache:
       pages[pages.index(page)] = onto
     self._give(slot, pages + own)
 
-    # --- Who comes next finds what is prefilled now.
+    # --- Later prompts find these prefilled pages.
     per_piece = -(-piece // self._page_size)
     for i in range(-(-known // piece), len(keys)):
       self._pool.remember(keys[i], self._pages[slot][i * per_piece :][:per_piece])
     return known
 
   def copy(self, prefilled: int) -> None:
-    """Makes the copies that `place` asked for of pages that could not be shared.
+    """Makes `place`'s copies of unsharable pages.
 
     Args:
-      prefilled: places of all prompts that are in the cache by now; copies that reach
-        further come later.
+      prefilled: places of all prompts now in the cache; copies beyond them come later.
     """
     due = [copy for copy in self._copies if copy[0] <= prefilled]
     self._copies = [copy for copy in self._copies if copy[0] > prefilled]
@@ -164,7 +163,7 @@ class SlotCache:
     self._pool.release([page for _, page, _ in due])
 
   def reach(self, slot: int, places: int) -> bool:
-    """Gives a slot pages for its first places; False where there are too few."""
+    """Gives a slot pages for its first places; False if there are too few."""
     more = caching.num_blocks(places, self._max_len) - len(self._pages[slot])
     if more > 0:
       if not self._make_room(more):
@@ -179,14 +178,14 @@ class SlotCache:
     self.table_BC[slot] = -1
 
   def to_host(self, slot: int, places: int) -> OnHost:
-    """Takes all pages of a slot away; returns what its first places held."""
+    """Takes all pages of a slot away; returns the contents of its first places."""
     pages = self._pages[slot][: caching.num_blocks(places, self._max_len)]
     contents = self.kv.to_host(pages)
     self.release(slot)
     return OnHost(len(pages), contents)
 
   def from_host(self, slot: int, held: OnHost) -> bool:
-    """Gives a slot back what it held; False where that leaves too few pages free."""
+    """Restores a slot's contents; False if that leaves too few free pages."""
     if not self._make_room(held.pages + self._spare()):
       return False
     self._give(slot, self._pool.take(held.pages))
@@ -194,12 +193,12 @@ class SlotCache:
     return True
 
   def _spare(self) -> int:
-    """Counts slots that may need another page soon: each is to find one."""
+    """Counts slots that may need another page soon."""
     most = self.table_BC.shape[1]
     return sum(0 < len(pages) < most for pages in self._pages)
 
   def _make_room(self, pages: int) -> bool:
-    """Grows as far as it may, until so many pages are free."""
+    """Grows within its limit, until N pages are free."""
     for size in self._sizes:
       if self._pool.free >= pages:
         break
@@ -221,25 +220,25 @@ def page_counts(
   memory: float,
   partitioner: Partitioner | None,
 ) -> list[int]:
-  """Lists the pages that a replica's cache may have: one number where it is fixed.
+  """Lists the possible numbers of pages in a replica's cache: one if fixed.
 
   Args:
     model: the architecture as it decodes.
     slots: trajectories at once.
     max_len: tokens that one may have.
-    memory: GB of a device that pages may take; see `RolloutConfig.memory`.
+    memory: maximum GB of a device for pages; see `RolloutConfig.memory`.
     partitioner: of the replica; None on one device.
 
   Raises:
     ValueError: there is no room for one trajectory of `rollout.max_len`.
   """
-  # --- Pages that the slots can come to need.
+  # --- The slots' maximum pages.
   blocks = caching.num_blocks(max_len, max_len)
   sizes = pool_sizes(slots, blocks)
   if not memory and platform(partitioner) == "cpu":
-    return sizes  # its memory is everybody's: none is taken before it is needed
+    return sizes  # its memory is shared: none is taken before it is needed
 
-  # --- Pages that there is room for.
+  # --- Pages that fit.
   page = caching.page_bytes(model, caching.page_size(max_len), partitioner)
   room = memory * 1e9
   if not memory:
@@ -247,7 +246,7 @@ def page_counts(
     if partitioner:
       device = partitioner.mesh.local_devices[0]
     stats = device.memory_stats()
-    if not stats:  # a device that does not tell
+    if not stats:  # a device with unknown memory
       return sizes[-1:]
     room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
     room -= 4 * slots * model.vocab_size  # logits

@@ -1,9 +1,9 @@
-"""Serves questions while others are played: text streams out as it is made.
+"""Serves concurrent questions: text is streamed as it is sampled.
 
-Every question is an episode of the engine, which plays as many at once as it has slots.
-Whoever sent it gets every window's text, every observation, and the end.
+Every question is an engine episode; the engine plays one per slot at once. Its sender
+gets every window's text, every observation, and the end.
 
-budget: what becomes a stream (spans, an episode), and who may send questions.
+budget: streams (spans, an episode), and admission of questions.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TextDelta:
   """New text of a trajectory; all its pieces, joined, are the trajectory's text.
 
   Attributes:
-    role: the tag of the span that the text belongs to; "" outside every span.
+    role: the tag of the text's span; "" outside every span.
     text: verbatim; never half a tag, never half a character.
-    is_tag: True where the text is the span's opening or closing tag.
+    is_tag: True if the text is the span's opening or closing tag.
   """
 
   role: str
@@ -45,8 +45,8 @@ class TextDelta:
 
 
 # Called in the engine's thread, so it must be quick and not raise: with text as it is
-# made, then the finished trajectory, or None where there will be none. Text that was on
-# its way when the episode was cancelled may come after None.
+# sampled, then the finished trajectory, or None if there is none. Text in transit when
+# the episode was cancelled may come after None.
 OnEvent = Callable[[TextDelta | Trajectory | None], None]
 
 
@@ -58,8 +58,8 @@ class InferenceRequest:
     question: the text put to the model.
     temperature: 0 is greedy.
     seed: of this attempt's sampling; any integer.
-    sample: which of several attempts under one seed this is.
-    max_tokens: tokens the model may write; None for as many as there is room for.
+    sample: the attempt's number under one seed.
+    max_tokens: maximum tokens written by the model; None for all that fit.
     top_p: of the sampling; None for the config's.
   """
 
@@ -72,18 +72,18 @@ class InferenceRequest:
 
   @property
   def sequence(self) -> int:
-    """What keys the randomness, a uint32.
+    """Returns the key of the randomness, a uint32.
 
-    Two questions at a time may have the same one: it names no slot, it only says that
-    both draw with the same random numbers.
+    Two concurrent questions may have the same one: it names no slot; both then draw
+    with the same random numbers.
     """
-    # Not Python's own hash, which is another in every process.
+    # Not Python's own hash, which differs in every process.
     key = hashlib.blake2b(f"{self.seed}/{self.sample}".encode(), digest_size=4)
     return int.from_bytes(key.digest(), "little")
 
 
 class Busy(Exception):
-  """As many questions wait as may."""
+  """Too many questions are waiting."""
 
 
 class Stopped(RuntimeError):
@@ -91,25 +91,25 @@ class Stopped(RuntimeError):
 
 
 class Spans:
-  """Cuts one author's text, given bit by bit, into pieces."""
+  """Cuts one author's incremental text into pieces."""
 
   def __init__(self, tags: Sequence[str]):
-    """Args: the names of the tags that count."""
+    """Args: the names of the recognised tags."""
     self._tag = re.compile(rf"<(/?)({'|'.join(tags)})>")
     self._whole = [roles.open_tag(tag) for tag in tags]
     self._whole += map(roles.close_tag, tags)
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
     self._role = ""
-    self._unread = ""  # text that may be the beginning of a tag
+    self._unread = ""  # text that may begin a tag
 
   def read(self, data: bytes, final: bool = False) -> Iterator[TextDelta]:
-    """The pieces that are certain after these bytes; all of them if they are the last.
+    """Returns the certain pieces after these bytes; all if they are the last.
 
-    What may turn out to be the beginning of a tag or of a character is held back.
+    A possible beginning of a tag or character is held back.
     """
     text = self._unread + self._decoder.decode(data, final)
     # --- Whole tags, and the text before each.
-    at = 0  # where the text that is still to be handed on begins
+    at = 0  # start of the pending text
     for match in self._tag.finditer(text):
       if match.start() > at:
         yield TextDelta(self._role, text[at : match.start()])
@@ -117,8 +117,8 @@ class Spans:
       yield TextDelta(role, match[0], is_tag=True)
       self._role = "" if closing else role
       at = match.end()
-    # --- What is left may end within a tag. Only the last `<` can begin one that is not
-    # whole: an earlier one would have been closed, or is text.
+    # --- The rest may end within a tag. Only the last `<` can begin an incomplete one:
+    # an earlier one would have been closed, or is text.
     end = len(text)
     tail = text.rfind("<", at)
     if not final and tail >= 0 and any(t.startswith(text[tail:]) for t in self._whole):
@@ -129,7 +129,7 @@ class Spans:
 
 
 class StreamingEpisode(CoAEpisode):
-  """An attempt that streams its text as it goes on, and that can be called off."""
+  """An attempt with streamed text, which can be cancelled."""
 
   def __init__(
     self,
@@ -157,7 +157,7 @@ class StreamingEpisode(CoAEpisode):
     self.on_event = on_event
     self.top_p = request.top_p
     self.cancelled = False  # set by other threads
-    self.finished = False  # likewise: the reply has all that was asked for
+    self.finished = False  # likewise: the reply is complete
     most = worker.engine.config.max_len
     self._max_tokens = most
     if request.max_tokens is not None:
@@ -168,7 +168,7 @@ class StreamingEpisode(CoAEpisode):
 
   @property
   def limit(self) -> int:
-    """Tokens it may have in all by now; none once it is called off or finished."""
+    """Its current token limit; 0 once it is cancelled or finished."""
     if self.cancelled or self.finished:
       return 0
     usage = self.trajectory.usage
@@ -183,13 +183,13 @@ class StreamingEpisode(CoAEpisode):
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[ToolCall] | None:
     """Streams the rest of a turn."""
-    # Final: a tag or a character that was cut off here is no other's beginning.
+    # Final: a tag or character cut off here does not continue later.
     self._stream(ids, final=True)
     self._streamed = 0
     no_tokens_left = self.trajectory.usage.generated + len(ids) >= self._max_tokens
     is_call = tag != roles.close_tag(roles.ANSWER)
     if is_call and (no_tokens_left or self.cancelled or self.finished):
-      tag = None  # a call whose result could not be used is not made
+      tag = None  # a call with an unusable result is not made
     return super().sampled(ids, logps, tag)
 
   def observed(self, result: ToolCall) -> list[int] | None:
@@ -200,14 +200,14 @@ class StreamingEpisode(CoAEpisode):
     return ids
 
   def out_of_room(self) -> None:
-    """Forgets the observation that does not fit."""
+    """Drops the observation that does not fit."""
     self._observation = ""
     super().out_of_room()
 
   def _stream(self, ids: list[int], final: bool) -> None:
     if self.cancelled:
       return
-    # Late, so that an observation that had no room is never streamed.
+    # Late, so that an unfitting observation is never streamed.
     if self._observation:
       role = roles.OBSERVATION
       text = self._observation
@@ -247,7 +247,7 @@ class InferenceServer:
       worker: the model with its slots; it is not closed with the server.
       params: the policy.
       toolbox: answers the calls; it is not closed either.
-      max_waiting: questions that may wait for a slot.
+      max_waiting: maximum questions waiting for a slot.
 
     Raises:
       ValueError: max_waiting is below 1.
@@ -272,10 +272,10 @@ class InferenceServer:
     self.close()
 
   def close(self) -> None:
-    """Calls off all questions."""
+    """Cancels all questions."""
     with self._lock:
       self._closed = True
-      left = list(self._open)  # a copy: each that ends leaves the set
+      left = list(self._open)  # a copy: each ended one leaves the set
     for episode in left:
       self.cancel(episode)
 
@@ -286,8 +286,8 @@ class InferenceServer:
 
   @property
   def counts(self) -> tuple[int, int]:
-    """(questions that have a slot, questions that wait for one)."""
-    # The engine leaves no slot idle while somebody waits, so this needs not ask it.
+    """(questions with a slot, questions waiting for one)."""
+    # The engine leaves no slot idle while a question waits, so this need not ask it.
     with self._lock:
       running = min(len(self._open), self.worker.engine.capacity)
       return running, len(self._open) - running
@@ -297,10 +297,10 @@ class InferenceServer:
 
     Args:
       request: the question and how to sample.
-      on_event: gets all that happens from now on; see `OnEvent`.
+      on_event: gets all later events; see `OnEvent`.
 
     Returns:
-      What `cancel` takes.
+      A handle for `cancel`.
 
     Raises:
       ValueError: the question leaves no room to answer, or the worker has one top_p
@@ -313,7 +313,7 @@ class InferenceServer:
     # --- Is there room? Refused here, for the engine would fail for everybody.
     limit = self.worker.engine.config.max_len
     chars = len(request.question)
-    if chars > self._most_chars:  # to encode it would hold up whoever sent it
+    if chars > self._most_chars:  # encoding it would delay its sender
       raise _too_long(f"a question of {chars} characters", limit)
     episode = StreamingEpisode(request, on_event, self.worker, self._toolbox)
     length = len(episode.start())
@@ -327,7 +327,7 @@ class InferenceServer:
       if len(self._open) >= self.worker.engine.capacity + self.max_waiting:
         raise Busy(f"{self.max_waiting} questions wait already")
       self._open.add(episode)
-    # --- Without the lock, which the callback takes: it may come at once.
+    # --- Without the lock: the callback takes it, and may come at once.
     try:
       future = self.worker.engine.submit(episode)
     except RuntimeError as error:  # closed in between
@@ -338,17 +338,17 @@ class InferenceServer:
     return episode
 
   def cancel(self, episode: StreamingEpisode) -> None:
-    """Calls a question off; once it is over this does nothing.
+    """Cancels a question; no effect once it is over.
 
-    One that waits is forgotten. One that runs frees its slot after the window that
-    runs; a tool that it waits for goes on for nobody.
+    A waiting one is forgotten. A running one frees its slot after the current window;
+    its running tool call is abandoned.
     """
-    # The flag first: what is sampled meanwhile must not start another call.
+    # The flag first: tokens sampled meanwhile must not start another call.
     episode.cancelled = True
     self.worker.engine.cancel(episode)
 
   def finish(self, episode: StreamingEpisode) -> None:
-    """Ends an episode after the window that runs; its trajectory comes as ever."""
+    """Ends an episode after the current window; its trajectory arrives as usual."""
     episode.finished = True
 
   def warm_up(self) -> None:
@@ -369,14 +369,14 @@ class InferenceServer:
   def _ended(
     self, episode: StreamingEpisode, future: concurrent.futures.Future[Episode]
   ) -> None:
-    """Hands on the end of an episode; a failure of the engine ends the server."""
+    """Delivers an episode's end; an engine failure ends the server."""
     error = future.exception()
     # A cancelled question says nothing about the others.
     failed = error is not None
     failed = failed and not isinstance(error, concurrent.futures.CancelledError)
     with self._lock:
       self._open.discard(episode)
-      is_news = failed and not self._closed  # a failed engine fails all that it has
+      is_news = failed and not self._closed  # a failed engine fails all its episodes
       self._closed = self._closed or failed
     if is_news:
       traceback.print_exception(error)

@@ -1,6 +1,6 @@
-"""What rollouts are made of: config, the engine's contract, episodes, counters.
+"""Types of rollouts: config, the engine's contract, episodes, counters.
 
-budget: what engines, workers and episodes agree on is read together.
+budget: the contracts of engines, workers and episodes are read together.
 """
 
 from __future__ import annotations
@@ -28,39 +28,37 @@ class RolloutConfig:
   """Config section `rollout`.
 
   Attributes:
-    variant: the protocol's dialect; its tools are those of section `tools`. A hyphen
-      takes an agent away: unified-plan is unified without plans.
-    style: of the prompt: full, or brief for models trained from scratch.
-    slots: trajectories decoded together, on each replica of the model (a device, or
-      as many as `tensor` says).
-    tensor: devices that split the matrices of one replica; they are within one process,
-      and training may split them otherwise. 0 for as many as mesh.tensor.
-    window: tokens sampled between two looks at the tools.
-    in_flight: windows that the device is given before the first of them is read. With 2
-      it need not wait for the host, but a slot that stops misses a window. 0: 2, on a
-      CPU 1.
-    max_len: tokens a trajectory may have in all; at most the model's positions.
-    max_prompt: tokens a task's prompt may have; tasks with longer ones are dropped and
-      counted before a run (verl: filter_overlong_prompts). 0: as many as leave room for
-      an answer in max_len.
+    variant: the protocol's dialect; its tools are section `tools`'. A hyphen removes an
+      agent: unified-plan is unified without plans.
+    style: the prompt's: full, or brief for models trained from scratch.
+    slots: trajectories decoded together on each replica of the model (`tensor`
+      devices).
+    tensor: devices splitting one replica's matrices, within one process; training may
+      split them otherwise. 0 for mesh.tensor.
+    window: tokens sampled between two checks of the tools.
+    in_flight: windows dispatched before the first is read. With 2 the device need not
+      wait for the host, but a stopped slot misses a window. 0: 2, on a CPU 1.
+    max_len: maximum tokens per trajectory; at most the model's positions.
+    max_prompt: maximum tokens per task's prompt; tasks with longer ones are dropped and
+      counted before a run (verl: filter_overlong_prompts). 0: the most that leaves room
+      for an answer in max_len.
     max_calls: tool calls a trajectory may make.
-    tool_seconds: seconds of tool time a trajectory may spend; a call gets no more
-      than is left, and none being left ends the trajectory as `tool_failed`.
-    memory: GB of a device that keys and values may take. 0 is for all that is left when
-      the first trajectory starts, on a CPU for as much as the slots come to need. A
-      trajectory that finds no room waits, or is paused and goes on later.
-    observation_tokens: tokens one observation may have, its tags included; of longer
-      ones head and tail are kept.
+    tool_seconds: maximum tool time per trajectory, seconds; a call gets at most the
+      rest, and with none left the trajectory ends as `tool_failed`.
+    memory: maximum GB of a device for keys and values. 0 is for all memory left when
+      the first trajectory starts, on a CPU for the slots' needs as they grow. A
+      trajectory without room waits, or is paused and resumes later.
+    observation_tokens: maximum tokens per observation, tags included; longer ones keep
+      head and tail.
     same_calls: times a trajectory may make one and the same call (its tag and its
       content); more are answered by an error and not run. 0 for any number.
-    inject_rows: slots that receive given tokens in one call of the device, at most;
-      where fewer do, it has 1, 4 or 16 rows, and so on. On a CPU it always has the
-      most, but no more than make 256 tokens.
-    constrain: sample only what the variant's grammar allows.
+    inject_rows: maximum slots prefilled in one device call; with fewer, it has 1, 4 or
+      16 rows, and so on. On a CPU it always has the maximum, up to 256 tokens.
+    constrain: sample only within the variant's grammar.
     top_k: sample from the most likely tokens; 0 for all.
     top_p: sample from the most likely tokens of this probability in all; 1 for all.
     min_p: sample from tokens at least this share as likely as the likeliest.
-    seed: of all sampling; below 2**32, where JAX's keys end.
+    seed: of all sampling; below 2**32, the limit of JAX's keys.
   """
 
   variant: str = "unified"
@@ -90,35 +88,34 @@ class RolloutConfig:
         f"max_prompt={self.max_prompt} leaves no room in max_len={self.max_len}; it "
         "must be below it, or 0"
       )
-    # For their refusals of a dialect or a style that is not there.
+    # They refuse an unknown dialect or style.
     prompts.instructions(roles.get_variant(self.variant), self.style)
-    _ = self.truncation  # refuses what it can not mean
+    _ = self.truncation  # refuses invalid values
 
   @property
   def truncation(self) -> Truncation:
-    """Which tokens may be drawn."""
+    """Returns the truncation of the sampling distribution."""
     return Truncation(self.top_k, self.top_p, self.min_p)
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """Config section `algo.sampling` of RL: what each step rolls out.
+  """Config section `algo.sampling` of RL: each step's rollouts.
 
   Attributes:
-    prompts: groups in one step's batch, at most.
-    samples: trajectories of a group.
+    prompts: maximum groups in one step's batch.
+    samples: trajectories per group.
     rounds: rollouts of one step, at most, to fill its batch; with `filter_groups` and
-      more than 1, DAPO's dynamic sampling. What is found by then is learnt from.
+      more than 1, DAPO's dynamic sampling. Groups found by then are learnt from.
     round_prompts: groups rolled out in a round (verl: gen_batch_size); 0 for `prompts`.
-    filter_groups: only groups that are neither all right nor all wrong are learnt
-      from (DAPO); graded answers (f1, a share of tests) must differ. Penalties do not
-      count.
+    filter_groups: learn only from groups neither all right nor all wrong (DAPO); graded
+      answers (f1, a share of tests) must differ. Penalties do not count.
     temperature: of the rollouts.
-    staleness: updates that a sampled token may be old when it is learnt from. 0 is
-      on-policy: rollouts and learning take turns. Above, rollouts go on meanwhile and
-      take up a new policy where they are; this needs a `loss.is_clip`.
+    staleness: maximum age of a sampled token when learnt, in updates. 0 is on-policy:
+      rollouts and learning alternate. Above, rollouts continue meanwhile and switch to
+      a new policy midway; this needs a `loss.is_clip`.
     task_sampler: uniform; learnability (tasks solved sometimes are drawn most); or
-      curriculum (easy ones first, by the pass rates that select_tasks writes). See
+      curriculum (easy ones first, by select_tasks' pass rates). See
       `tasks/sampling.py`.
     curriculum: share of the steps after which a curriculum draws from all tasks.
   """
@@ -138,10 +135,10 @@ class SamplingConfig:
 
 
 def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> None:
-  """Refuses trajectories that may grow longer than the model's positions.
+  """Refuses trajectories that may exceed the model's positions.
 
   Args:
-    config: how long they may grow.
+    config: their length limits.
     model: the architecture in the folder.
     folder: a model folder; one whose config.json names no positions sets no limit.
 
@@ -162,7 +159,7 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-  """One attempt at a task: what its tokens depend on besides the policy and the tools.
+  """One attempt at a task: all inputs of its tokens except policy and tools.
 
   Attributes:
     task: the policy answers it.
@@ -182,15 +179,15 @@ class Attempt:
 
 
 class Engine(Protocol):
-  """Plays episodes under the newest policy it was given; thread-safe.
+  """Plays episodes under the newest published policy; thread-safe.
 
   `replicas.ReplicaPool` (our own sampler) and `vllm.engine.VllmEngine` implement it.
 
   Attributes:
     config: slots, limits and the sampling distribution.
     capacity: episodes that can run at once.
-    counters: what was done so far.
-    timings: what its seconds went into.
+    counters: its work so far.
+    timings: its seconds by phase.
     takes_tokens: whether it obeys `Episode.forced`: takes tokens instead of sampling.
   """
 
@@ -203,18 +200,18 @@ class Engine(Protocol):
 
   @property
   def counters(self) -> Counters:
-    """What was done so far."""
+    """Returns the work so far."""
 
   @property
   def timings(self) -> Timings:
-    """What the seconds so far went into."""
+    """Returns the seconds so far, by phase."""
 
   def set_policy(self, params: Any, version: int) -> None:
     """Samples with these parameters from now on, running episodes too.
 
     Args:
       params: the policy, stacked or not; None forgets it, so that its memory is free.
-      version: recorded on every token that it samples.
+      version: recorded on every sampled token.
     """
 
   def submit(
@@ -224,20 +221,19 @@ class Engine(Protocol):
 
     Args:
       episode: not running yet.
-      group: episodes of one group that are submitted one after the other share their
-        prompt's cache.
-      first: whether it goes before all that wait and are not `first`.
+      group: a group's consecutively submitted episodes share their prompt's cache.
+      first: whether it precedes all waiting episodes without `first`.
 
     Returns:
-      A future of the episode once it is over. It holds the engine's failure, if that
-      ends it, and is cancelled by `cancel` and `close`.
+      A future of the finished episode. It holds the engine's failure, if any, and is
+      cancelled by `cancel` and `close`.
 
     Raises:
       RuntimeError: the engine is closed or has no policy.
     """
 
   def batch(self) -> contextlib.AbstractContextManager[None]:
-    """Has idle replicas wait for the block's end before they start what it submits.
+    """Delays idle replicas until the block's end, for all its episodes.
 
     Without it the first episode submitted would be sampled alone, and all others would
     wait for its window.
@@ -251,7 +247,7 @@ class Engine(Protocol):
 
 
 class Episode(Protocol):
-  """What an engine asks of one trajectory; tokens in, tokens out.
+  """An engine's interface to one trajectory; tokens in, tokens out.
 
   A class that derives from it inherits `top_p`, `limit`, `version`, `forced` and
   `progress`.
@@ -260,9 +256,9 @@ class Episode(Protocol):
     seed: with `sequence` keys its randomness; from 0 to 2**32 - 1.
     sequence: unique under a seed.
     temperature: of its sampling; 0 is greedy.
-    top_p: of its sampling, where the engine takes one for each; None for the config's.
-    limit: tokens it may have in all, if below max_len; may change as it goes on.
-    version: of the policy that samples next; the engine sets it.
+    top_p: of its sampling, if the engine supports one each; None for the config's.
+    limit: its maximum tokens, if below max_len; may change while it runs.
+    version: the next sampling policy's; the engine sets it.
   """
 
   seed: int
@@ -276,29 +272,29 @@ class Episode(Protocol):
     """The prompt's ids."""
 
   def forced(self) -> list[int]:
-    """Ids to take next instead of sampling them; asked once what was given is in."""
+    """Returns the next ids to force instead of sampling; called after each prefill."""
     return []
 
   def progress(self, ids: list[int]) -> None:
-    """Told after a window that did not stop it what was sampled since `sampled`."""
+    """Receives ids sampled since `sampled`, after a window without a stop."""
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future | None:
-    """Takes what was sampled since the last call.
+    """Takes the ids sampled since the last call.
 
-    `tag` is the closing tag that stopped decoding, or None at the token limit. Returns
-    a future to wait for, or None when the episode is over.
+    `tag` is the stopping closing tag, or None at the token limit. Returns a future to
+    wait for, or None when the episode is over.
     """
 
   def observed(self, result: Any) -> list[int] | None:
     """Takes the future's result; returns ids to append, or None when it is over."""
 
   def out_of_room(self) -> None:
-    """Told that the ids to append would exceed the token limit; it is over."""
+    """Called if the ids to append would exceed the token limit; it is over."""
 
   def lost(self) -> None:
-    """Told that the engine can not sample for it any more; it is over."""
+    """Called if the engine can no longer sample for it; it is over."""
 
 
 Group = list[Trajectory]
@@ -306,18 +302,18 @@ Group = list[Trajectory]
 
 @dataclasses.dataclass
 class RolloutBatch:
-  """What one step learns from.
+  """One step's batch.
 
   Attributes:
-    groups: those that were kept; a trajectory without a reward has left its group.
+    groups: the kept ones; a trajectory without a reward has left its group.
     played: every trajectory rolled out, by any process, kept or not.
-    own: those of them that this process played.
+    own: this process's trajectories among them.
     num_groups: groups rolled out.
-    num_varied: those of them that are neither all right nor all wrong.
-    cursor: JSON values that say where the next step's rollouts go on: the next group;
-      the tasks of it and those after it that were submitted already (None of one that
-      was not), which a resumed run plays again with the random numbers that they had;
-      and the state of the task sampler.
+    num_varied: number of them neither all right nor all wrong.
+    cursor: JSON values for resuming the next step's rollouts: the next group; the tasks
+      of it and of later groups already submitted (None for an unsubmitted one), which a
+      resumed run plays again with the same random numbers; and the task sampler's
+      state.
     figures: more to log, by name.
     spent: seconds of the wait for them, by phase (`report/timers.py`).
   """
@@ -334,17 +330,17 @@ class RolloutBatch:
 
 @dataclasses.dataclass
 class Counters:
-  """What the device was asked to do since the engine was made."""
+  """The device's work since the engine was created."""
 
   prefilled_tokens: int = 0
-  copied_tokens: int = 0  # of prompts, held by pages that were there already
+  copied_tokens: int = 0  # of prompts, in already filled pages
   sampled_tokens: int = 0
   windows: int = 0
-  pauses: int = 0  # of trajectories for whose pages there was no room
+  pauses: int = 0  # of trajectories without room for their pages
   slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
 
   def since(self, before: Counters) -> Counters:
-    """Returns what was done since `before`."""
+    """Returns the work since `before`."""
     return Counters(**_differences(self, before))
 
   @classmethod
@@ -359,9 +355,9 @@ class Counters:
 
 @dataclasses.dataclass
 class Timings:
-  """Wall seconds of an engine by what they went into; of several replicas their mean.
+  """An engine's wall seconds by phase; the mean over several replicas.
 
-  What is missing to the time of a run is the host's beside a device that works.
+  The rest of a run's time is the host's beside a busy device.
   """
 
   sync: float = 0.0  # giving the decoder the parameters
@@ -371,7 +367,7 @@ class Timings:
   idle: float = 0.0  # with no episode to play, between the first and the last
 
   def since(self, before: Timings) -> dict[str, float]:
-    """Returns what was spent since `before`, by name."""
+    """Returns the seconds since `before`, by name."""
     return _differences(self, before)
 
   @classmethod

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-  """Plays tasks under the newest policy, and has every trajectory graded."""
+  """Plays tasks under the newest policy, and grades every trajectory."""
 
   def __init__(
     self,
@@ -45,12 +45,11 @@ class RolloutWorker:
     Args:
       engine: samples the episodes.
       tokenizer: of the model.
-      episode_config: what all episodes share.
+      episode_config: the episodes' common settings.
       grader: of the trajectories, which the caller closes; None for one with the
         default rewards.
-      journal: where there is one, no tool call is made twice, though a run is
-        interrupted.
-      constraint: the grammar that the engine samples within; None for none.
+      journal: if given, no tool call is made twice, even across interruptions.
+      constraint: the engine's sampling grammar; None for none.
     """
     self.engine = engine
     self.tokenizer = tokenizer
@@ -60,11 +59,11 @@ class RolloutWorker:
     self.constraint = constraint
 
   def admit(self, tasks: Sequence[Task], name: str = "tasks") -> list[Task]:
-    """Returns the tasks whose prompts are not too long, and says how many are.
+    """Returns the tasks without too long prompts, and logs the number of others.
 
     Args:
       tasks: to be played.
-      name: of the tasks in messages.
+      name: the tasks' name in messages.
 
     Raises:
       ValueError: all prompts are too long.
@@ -89,14 +88,14 @@ class RolloutWorker:
     return admitted
 
   def _prompt_length(self, task: Task) -> int:
-    # As an episode renders it.
+    # As rendered by an episode.
     config = self.episode_config
     prompt = prompts.prompt_segments(config.variant, task.question, config.style)
     self.tokenizer.encode_prompt(prompt)
     return sum(len(s.ids) for s in prompt)
 
   def check(self, tasks: Sequence[Task]) -> None:
-    """Refuses, before any decoding, tasks whose answers can not be graded.
+    """Refuses, before any decoding, tasks with ungradable answers.
 
     Raises:
       ValueError: the message names the task.
@@ -110,7 +109,7 @@ class RolloutWorker:
     self.close()
 
   def close(self) -> None:
-    """Ends the engine's threads; what runs is left unfinished."""
+    """Ends the engine's threads; running episodes stay unfinished."""
     self.engine.close()
 
   def episode(
@@ -125,11 +124,11 @@ class RolloutWorker:
     Args:
       attempt: the task, the key of the sampling, and the policy's version now.
       toolbox: answers the calls.
-      key: of the attempt in the journal of tool calls; unique among those of its
-        version, and of `within` versions before and after it.
+      key: the attempt's key in the journal of tool calls; unique within its version,
+        and within `within` versions before and after it.
       within: see `key`.
     """
-    if self.journal:  # it counts this attempt's calls, so each has tools of its own
+    if self.journal:  # it counts this attempt's calls, so each has its own tools
       toolbox = self.journal.tools(toolbox, attempt.version, key, within)
     return CoAEpisode(attempt, self.tokenizer, toolbox, self.episode_config)
 
@@ -140,12 +139,12 @@ class RolloutWorker:
     first: bool = False,
     evaluation: bool = False,
   ) -> concurrent.futures.Future[Trajectory]:
-    """Has an episode played and graded; see `types.Engine.submit`.
+    """Plays and grades an episode; see `types.Engine.submit`.
 
     Args:
       episode: made by `episode`.
-      group: of episodes whose prompts are the same.
-      first: whether it goes before others that wait.
+      group: of episodes with equal prompts.
+      first: whether it precedes other waiting ones.
       evaluation: whether its answer is graded as in evaluation.
 
     Returns:
@@ -154,8 +153,8 @@ class RolloutWorker:
     """
     out: concurrent.futures.Future[Trajectory] = concurrent.futures.Future()
 
-    # Two callbacks, so that no thread waits: the engine's goes on decoding while the
-    # grader's runs the tests of an answer.
+    # Two callbacks, so that no thread waits: the engine's continues decoding while the
+    # grader's runs an answer's tests.
     def graded(future: concurrent.futures.Future[None]) -> None:
       _forward(future, out, episode.trajectory)
 
@@ -163,7 +162,7 @@ class RolloutWorker:
       if future.exception() is not None:
         out.set_exception(future.exception())
         return
-      # From here on its failure is no failure of the engine.
+      # From here on a failure is not the engine's.
       try:
         grading = self.grader.submit(
           episode.task, episode.trajectory, self.episode_config.variant, evaluation
@@ -191,26 +190,24 @@ class RolloutWorker:
   ) -> Iterator[tuple[int, Trajectory]]:
     """Plays every task `samples` times; of n processes each plays every n-th task.
 
-    budget: one loop, and what it is asked.
+    budget: one loop, and its arguments.
 
     Args:
       params: the policy.
-      tasks: what to play; a task's place and the sample number key the randomness.
+      tasks: tasks to play; a task's index and the sample number key the randomness.
       toolbox: answers the calls.
       samples: attempts per task.
       temperature: 0 is greedy.
       seed: of the sampling.
       version: of the policy, recorded on every token.
-      skip: (task's place, sample) of attempts that are not played; the others come out
-        as they would with them.
+      skip: (task index, sample) of unplayed attempts; the others do not change.
       evaluation: whether answers are graded as in evaluation.
-      shard: which tasks are played here; this process's part where None.
+      shard: the tasks played here; this process's part if None.
 
     Yields:
-      (the task's place, a graded trajectory), in the order in which they are done.
+      (task index, graded trajectory), in order of completion.
     """
-    # --- What is to be played, in this order: the attempts at a task side by side, for
-    # they share its prompt.
+    # --- The attempts, in order: a task's are adjacent, because they share its prompt.
     self.engine.set_policy(params, version)
     shard = shard or Shard(jax.process_index(), jax.process_count())
     pairs = itertools.product(shard.of(range(len(tasks))), range(samples))
@@ -218,8 +215,8 @@ class RolloutWorker:
     running: dict[concurrent.futures.Future[Trajectory], CoAEpisode] = {}
     try:
       while True:
-        # --- As many wait as run, so that no slot falls idle, and memory does not grow
-        # with the number of tasks.
+        # --- As many wait as run, so that no slot is idle, and memory is independent of
+        # the number of tasks.
         free = 2 * self.engine.capacity - len(running)
         with self.engine.batch():
           for place, sample in itertools.islice(attempts, free):
@@ -237,14 +234,14 @@ class RolloutWorker:
             running[future] = episode
         if not running:
           return
-        # --- Hand on what is done; its slots are filled in the next turn.
+        # --- Yield finished attempts; their slots are filled in the next turn.
         done, _ = concurrent.futures.wait(
           running, return_when=concurrent.futures.FIRST_COMPLETED
         )
         for future in done:
           episode = running.pop(future)
           yield episode.sequence // samples, future.result()
-    finally:  # where the caller stops reading, too
+    finally:  # also if the caller stops reading
       for episode in running.values():
         self.engine.cancel(episode)
 
@@ -261,7 +258,7 @@ class RolloutWorker:
   ) -> list[list[Trajectory]]:
     """Returns for each task its trajectories by sample number; args as of `generate`.
 
-    Of several processes each gets those of the tasks that it plays, and none of others.
+    Each process gets only its own tasks' trajectories.
     """
     out: list[list[Trajectory]] = [[] for _ in tasks]
     played = self.generate(
@@ -276,7 +273,7 @@ class RolloutWorker:
     )
     for place, trajectory in played:
       out[place].append(trajectory)
-    # They come in the order in which they ended, which the tools decide.
+    # They arrive in order of completion, which depends on the tools.
     return [sorted(group, key=lambda t: t.sample) for group in out]
 
   def rescore(
@@ -284,9 +281,9 @@ class RolloutWorker:
   ) -> list[list[float]]:
     """Log-probs of what each trajectory's policy wrote, by the sampler's own program.
 
-    With the parameters, slots and windows that a trajectory was sampled with they are
-    those it recorded, bit for bit, in half precision too; with others they are what
-    that policy's sampler would have recorded.
+    With a trajectory's own parameters, slots and windows they are bit-identical to the
+    recorded ones, in half precision too; otherwise they are the log-probs of that
+    policy's sampler.
 
     Raises:
       ValueError: a trajectory was sampled under another variant or `max_len`, or the
@@ -299,7 +296,7 @@ class RolloutWorker:
     with self.engine.batch():
       futures = [self.engine.submit(episode) for episode in episodes]
     for future in futures:
-      future.result()  # raises where one of them failed
+      future.result()  # raises if one of them failed
     return [e.logps for e in episodes]
 
 
@@ -308,7 +305,7 @@ def _forward(
   out: concurrent.futures.Future[Trajectory],
   trajectory: Trajectory,
 ) -> None:
-  """Hands a grading's end on: the graded trajectory, or why there is none."""
+  """Delivers a grading's end: the graded trajectory, or its failure."""
   # Cancelled first: such a future has no exception to ask for.
   if future.cancelled():
     out.set_exception(concurrent.futures.CancelledError())

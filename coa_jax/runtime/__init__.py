@@ -1,1 +1,1 @@
-"""Everything about a run that is not machine learning."""
+"""A run's infrastructure, without machine learning."""

@@ -1,8 +1,8 @@
-"""Refuses sizes that no memory here holds, before anything is allocated.
+"""Refuses sizes beyond this machine's memory, before any allocation.
 
-What is counted is the least that a size can come to, so a size that is refused can not
-work; one that is let through may still be too large. A bound of its own for every field
-would refuse what a larger machine can do.
+It counts the minimum memory of a size, so a refused size can not work; an accepted one
+may still be too large. Fixed bounds per field would refuse sizes possible on a larger
+machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ THREAD = 1 << 16
 
 
 def check_host(needs: Mapping[str, int]) -> None:
-  """Refuses what this machine can not hold.
+  """Refuses needs beyond this machine's memory.
 
   Args:
     needs: fields with their values -> bytes, at the least.

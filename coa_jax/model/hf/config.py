@@ -1,11 +1,11 @@
 """`config.json` of Hugging Face as a ModelConfig, and back.
 
-All that is known of its fields is data at the top of this file: the families, the
-fields that we read, those that would change the computation and the values with which
-they do not, and those that change nothing. A field that stands in no table is ignored
-with a warning, for transformers adds some with every version.
+Tables at the top of this file hold all known fields: the families, the fields read, the
+fields that may change the computation with their neutral values, and the fields without
+effect. A field outside the tables is ignored with a warning, because transformers adds
+some with every version.
 
-budget: half of it is those tables, and what reads them stands below them.
+budget: half tables, half their reader.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A model type of transformers that our transformer computes.
+  """A transformers model type supported by our transformer.
 
   Attributes:
     name: of its class NameForCausalLM.
     attention_bias: True for biases on q, k, v.
     qk_norm: True for RMSNorm on each query and key head.
-    head_dim: what transformers takes where config.json has none; 0 for the width over
-      the heads.
-    kv_heads: what it takes where config.json has none; 0 for as many as heads.
-    positions: what it takes for `max_position_embeddings` where config.json has none.
+    head_dim: transformers' default without one in config.json; 0 for width over heads.
+    kv_heads: its default likewise; 0 for as many as heads.
+    positions: its default for `max_position_embeddings` likewise.
     divided: whether the width must be a multiple of the heads.
   """
 
@@ -47,14 +46,14 @@ class Family:
   divided: bool = False
 
 
-# model_type -> what it is.
+# model_type -> its properties.
 FAMILIES = {
   "qwen2": Family("Qwen2", True, False, 0, 32, 32_768),
   "qwen3": Family("Qwen3", False, True, 128, 32, 32_768),
   "llama": Family("Llama", False, False, 0, 0, 2_048, divided=True),
 }
 
-# What a value may be: in words, and the test.
+# Accepted values: in words, and the test.
 _Kind = tuple[str, Callable[[Any], bool]]
 
 
@@ -103,10 +102,10 @@ _ANYTHING: _Kind = ("anything", lambda x: True)
 _OFF: _Kind = ("null, false or 0", lambda x: not x)
 _SCALE_1: _Kind = _only(1.0, None)
 
-# What `layer_types` calls a layer that attends to every token before.
+# `layer_types`' name for a layer with full causal attention.
 _FULL = "full_attention"
 
-# config.json's name -> ModelConfig's, where the value is the same.
+# config.json's name -> ModelConfig's, with equal values.
 _SAME = {
   "vocab_size": "vocab_size",
   "hidden_size": "width",
@@ -118,7 +117,7 @@ _SAME = {
   "rms_norm_eps": "norm_eps",
   "tie_word_embeddings": "tie_embeddings",
 }
-# Fields that we read, and what they may be.
+# Fields read, and their accepted values.
 _READ: dict[str, _Kind] = {
   "vocab_size": _COUNT,
   "hidden_size": _COUNT,
@@ -175,8 +174,8 @@ _SCALINGS: dict[str, tuple[type, dict[str, str]]] = {
     },
   ),
 }
-# Fields of dense and other decoders that change the computation, and the values with
-# which they do not: a model that needs another one is refused.
+# Decoder fields that change the computation, with their neutral values: a model with
+# another value is refused.
 _UNSUPPORTED: dict[str, _Kind] = {
   "hidden_act": _only("silu"),
   "hidden_activation": _only("silu", None),
@@ -202,7 +201,7 @@ _UNSUPPORTED: dict[str, _Kind] = {
   "hidden_dropout": _OFF,
   "resid_pdrop": _OFF,
   "residual_dropout": _OFF,
-  # Other layers, or parameters that ours do not have.
+  # Other layers, or parameters missing in ours.
   "mlp_bias": _OFF,
   "use_bias": _OFF,
   "qkv_bias": _OFF,
@@ -234,8 +233,8 @@ _UNSUPPORTED: dict[str, _Kind] = {
   "is_encoder_decoder": _OFF,
   "add_cross_attention": _OFF,
 }
-# Fields that change nothing here: what a folder says of its origin and its tokenizer.
-# They go through training unchanged (see `io.save_model`).
+# Fields without effect here: a folder's origin and tokenizer. Training keeps them
+# unchanged (see `io.save_model`).
 CARRIED: dict[str, _Kind] = {
   "bos_token_id": _or_null(_ID),
   "eos_token_id": _or_null(_IDS),
@@ -243,7 +242,7 @@ CARRIED: dict[str, _Kind] = {
   "max_position_embeddings": _COUNT,
   "pad_token_id": _or_null(_ID),
 }
-# Others that change nothing; what is neither here nor above is warned of.
+# Others without effect; fields neither here nor above give a warning.
 _IGNORED: dict[str, _Kind] = {
   "_name_or_path": _or_null(_TEXT),
   "architectures": _or_null(_NAMES),
@@ -263,16 +262,16 @@ _IGNORED: dict[str, _Kind] = {
 
 
 def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-  """Reads the architecture that a Hugging Face `config.json` describes.
+  """Reads the architecture from a Hugging Face `config.json`.
 
-  Fields that no table above holds are ignored, with one warning that names them.
+  Fields outside the tables above are ignored, with one warning naming them.
 
   budget: field after field.
 
   Raises:
-    ValueError: the family is none of FAMILIES, a needed field is missing, or a field
-      has a value that it can not have or that this model does not compute; the message
-      names `where`, field and value.
+    ValueError: the family is not in FAMILIES, a needed field is missing, or a field's
+      value is invalid or unsupported by this model; the message names `where`, field
+      and value.
   """
   # --- The family, and the values of all fields one by one.
   model_type = config.get("model_type")
@@ -291,7 +290,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
       f"{model_type}: {bias!r}"
     )
 
-  # --- What has the same value there and here, under another name.
+  # --- Fields with equal values under other names.
   values = {}
   missing = []
   for hf, ours in _SAME.items():
@@ -302,7 +301,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
   if missing:
     raise ValueError(f"{where}: lacks field {min(missing)!r}")
 
-  # --- What transformers takes where a field is null, and where it is left out.
+  # --- transformers' defaults for null and for missing fields.
   is_null = "num_key_value_heads" in config or not family.kv_heads
   if is_null:
     values.setdefault("kv_heads", values["heads"])
@@ -316,7 +315,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
   values.setdefault("head_dim", family.head_dim or values["width"] // values["heads"])
   values.setdefault("tie_embeddings", False)
 
-  # --- Rotary scaling, which is laid out otherwise.
+  # --- Rotary scaling, with its own layout.
   values |= _rope(config, family, where)
   _check_layer_types(config, values["layers"], where)
   try:
@@ -337,7 +336,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
   model_type, family = _family_of(cfg)
   _check_family(cfg, family)
 
-  # --- The sizes, and what every reader wants to find.
+  # --- The sizes, and fields required by every reader.
   out = {
     "architectures": [f"{family.name}ForCausalLM"],
     "model_type": model_type,
@@ -349,7 +348,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     "torch_dtype": cfg.param_dtype,
   }
 
-  # --- Rotary scaling; the model then has as many positions as it is stretched to.
+  # --- Rotary scaling; the model then has the stretched number of positions.
   for kind, (_, names) in _SCALINGS.items():
     scaling = getattr(cfg, kind)
     if not scaling:
@@ -357,7 +356,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     stated = {"rope_type": kind}
     for hf, ours in names.items():
       value = getattr(scaling, ours)
-      # A number that is 0 is one that readers work out by themselves.
+      # Readers compute a field of 0.
       if value or value is False:
         stated[hf] = value
     out["max_position_embeddings"] = round(scaling.factor * scaling.positions)
@@ -366,7 +365,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
-  """The model type of an architecture, and its row of FAMILIES."""
+  """Returns an architecture's model type, and its row in FAMILIES."""
   for model_type, family in FAMILIES.items():
     if (family.attention_bias, family.qk_norm) == (cfg.attention_bias, cfg.qk_norm):
       return model_type, family
@@ -378,7 +377,7 @@ def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
 
 
 def _check_family(cfg: ModelConfig, family: Family) -> None:
-  """Refuses sizes that transformers refuses for a family."""
+  """Refuses sizes refused by transformers for a family."""
   who = f"{family.name} (attention_bias={cfg.attention_bias}, qk_norm={cfg.qk_norm})"
   if family.divided and cfg.width % cfg.heads:
     raise ValueError(
@@ -388,10 +387,10 @@ def _check_family(cfg: ModelConfig, family: Family) -> None:
 
 
 def _check_fields(config: dict[str, Any], where: str) -> None:
-  """Refuses values that fields can not have, and warns of fields that are not known.
+  """Refuses invalid values, and warns of unknown fields.
 
   Raises:
-    ValueError: naming `where`, the field, its value and what is accepted.
+    ValueError: naming `where`, the field, its value and the accepted ones.
   """
   kinds = _READ | _UNSUPPORTED | CARRIED | _IGNORED
   _check_kinds(config, kinds, where)
@@ -415,7 +414,7 @@ def _check_kinds(
 
 @functools.lru_cache(maxsize=64)
 def _warn(where: str, fields: str) -> None:
-  """Warns once of what a file says, however often a run reads it."""
+  """Warns once per file, however often a run reads it."""
   _log.warning(
     "%s: ignored fields that are not known to change what the model computes: %s",
     where,
@@ -424,8 +423,8 @@ def _warn(where: str, fields: str) -> None:
 
 
 def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-  """Rotary base and scaling, in the layout of transformers 5 or of those before."""
-  # --- The object that says it, of which everything read is taken out.
+  """Reads rotary base and scaling, in the layout of transformers 5 or earlier."""
+  # --- The object; fields are removed from it when read.
   name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
   if config.get("rope_parameters") and config.get("rope_scaling"):
     raise ValueError(
@@ -453,7 +452,7 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
       out[kind] = _read_scaling(kind, rope, longest)
     except ValueError as e:
       raise ValueError(f"{where}: field '{name}': {e}") from e
-  # What is left would change the rotation, and nothing here reads it.
+  # The rest would change the rotation, and is not supported.
   if rope:
     field, value = next(iter(rope.items()))
     raise ValueError(
@@ -463,7 +462,7 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
 
 
 def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama3Rope:
-  """Takes out of the object what a kind of scaling needs."""
+  """Removes and returns the fields for a kind of scaling."""
   cls, names = _SCALINGS[kind]
   values = {}
   for hf, ours in names.items():
@@ -474,7 +473,7 @@ def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama
     if _whole(value) and ours != "positions":
       value = float(value)
     values[ours] = value
-  # What transformers takes for these where they are left out.
+  # transformers' defaults for missing fields.
   values.setdefault("positions", longest)
   if kind == "yarn":
     values.setdefault("factor", longest / values["positions"])
@@ -487,7 +486,7 @@ def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama
 
 def _check_layer_types(config: dict[str, Any], layers: int, where: str) -> None:
   """Refuses a model with sliding-window attention in some layer."""
-  # --- Newer files list each layer's kind.
+  # --- Newer files list every layer's kind.
   kinds = config.get("layer_types")
   if kinds is not None:
     if len(kinds) != layers:

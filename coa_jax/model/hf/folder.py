@@ -1,4 +1,4 @@
-"""The two ends of a run: the model folder that it begins from, and what it writes."""
+"""The two ends of a run: its initial model folder, and its output folders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_folder(
       is larger than all devices together, or the tokenizer than its vocabulary, or
       there is no chat template.
   """
-  # Neither check reads a weight: a folder that is refused is refused at once.
+  # Neither check reads a weight: a bad folder is refused at once.
   file = os.path.join(path, "config.json")
   cfg = load_config(path, load)
   sizes.check_model(cfg, file)
@@ -55,18 +55,18 @@ def save_run(
   like: str,
   origin: Origin | None = None,
 ) -> Any:
-  """Writes `workdir/model` and, where adapters were trained, `workdir/adapter`.
+  """Writes `workdir/model` and, after training adapters, `workdir/adapter`.
 
   Every process calls it; the first one writes.
 
   Args:
     workdir: of the run.
     cfg: the architecture.
-    trained: half of what `lora.split` gave, after training.
+    trained: `lora.split`'s first half, after training.
     frozen: the other half.
-    config: of the adapters; None where everything was trained.
+    config: the adapters' config; None if everything was trained.
     tokenizer: goes into the model's folder.
-    like: the folder that training started from; "" for none.
+    like: the initial model folder; "" for none.
     origin: how the model was trained, for `coa.json` in both; None if unknown.
 
   Returns:
@@ -97,8 +97,8 @@ def save_adapter(
     path: made if missing.
     cfg: the architecture.
     adapters: as from `init_adapters`.
-    config: what they were made with.
-    base: name or folder of the model that they belong to.
+    config: their config.
+    base: name or folder of their base model.
   """
   # Gathering takes part in a collective: every process does it.
   tensors = {}
@@ -117,7 +117,7 @@ def save_adapter(
       tensors[full] = np.ascontiguousarray(flat.T)
   os.makedirs(path, exist_ok=True)
   save_tensors(os.path.join(path, "adapter_model.safetensors"), tensors)
-  # --- What peft needs to know of them.
+  # --- peft's config for them.
   modules = sorted(hf_name(n).split(".")[-2] for n in config.matrices)
   description = {
     "peft_type": "LORA",

@@ -1,11 +1,11 @@
 """Model folders in Hugging Face's layout: config.json, safetensors, tokenizer.
 
-A model is a folder everywhere in this project: what SFT writes is what RL, evaluation,
-transformers and vLLM read; `hf.config` knows its config.json, `hf.names` its arrays'
-names. Arrays are read slice by slice, each device's part straight from the file, so no
-process ever holds more of a model than one array and its own parts.
+A model is a folder everywhere in this project: RL, evaluation, transformers and vLLM
+read SFT's output; `hf.config` reads its config.json, `hf.names` maps its arrays' names.
+Arrays are read slice by slice, each device's part straight from the file, so no process
+ever holds more of a model than one array and its own parts.
 
-budget: what a folder is to be is read here where it is written.
+budget: a folder's reader and writer are together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _DTYPES = ("F32", "BF16", "F16")
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-# What Git puts in place of a file that it keeps elsewhere.
+# Git's placeholder for a file stored elsewhere (LFS).
 _LFS = b"version https://git-lfs"
 
 
@@ -58,27 +58,27 @@ def save_model(
   like: str | os.PathLike[str] = "",
   shard_bytes: int = 5_000_000_000,
 ) -> None:
-  """Writes a folder that transformers and vLLM load: weights, config, tokenizer.
+  """Writes a folder for transformers and vLLM: weights, config, tokenizer.
 
-  budget: files are written in the order that leaves no half folder.
+  budget: the order of writes leaves no half folder.
 
   Every process calls it; the first one writes.
 
   Args:
     path: made if missing.
     cfg: the architecture.
-    params: its parameters, layers stacked or not, wherever they live.
-    tokenizer: saved beside the weights; its end and padding ids go into the config,
-      and `end_id` before them, so that other engines stop after the answer.
-    like: the folder that training started from; what its config says beside the
-      architecture (`hf.config.CARRIED`), and its generation config, are kept.
-    shard_bytes: most bytes of one file; several files get an index.
+    params: its parameters, layers stacked or not, on any devices.
+    tokenizer: saved beside the weights; its end and padding ids go into the config, and
+      `end_id` before them, so that other engines stop after the answer.
+    like: the initial model folder; its config fields outside the architecture
+      (`hf.config.CARRIED`), and its generation config, are kept.
+    shard_bytes: maximum bytes per file; several files get an index.
 
   Raises:
-    ValueError: Hugging Face has no such architecture, or the parameters are not those
-      of `cfg` (all that differs is listed); nothing is written.
+    ValueError: Hugging Face has no such architecture, or the parameters do not match
+      `cfg` (all differences are listed); nothing is written.
   """
-  # --- What is to be written; nothing is where it does not fit.
+  # --- Check everything first; nothing is written if it does not fit.
   path = os.fspath(path)
   config = to_hf_config(cfg) | _carried(tokenizer, like)
   _compare(cfg, params)
@@ -104,7 +104,7 @@ def save_model(
       size = sum(math.prod(e.stored) for e in table.values())
       size *= np.dtype(cfg.param_dtype).itemsize
       _write_json(path, _INDEX, {"metadata": {"total_size": size}, "weight_map": where})
-    # Of an earlier save. transformers reads a single file before any index.
+    # From an earlier save. transformers reads a single file before any index.
     current = set(files)
     if len(files) > 1:
       current.add(_INDEX)
@@ -117,12 +117,12 @@ def save_model(
     _write_json(path, _CONFIG, config)
 
   if jax.process_count() > 1:
-    # Not the whole path: each process may have one of its own to the same folder.
+    # Not the whole path: each process may have its own path to the same folder.
     multihost_utils.sync_global_devices(f"saved {os.path.basename(path)}")
 
 
 def _compare(cfg: ModelConfig, params: Any) -> None:
-  """Refuses parameters that are not those of an architecture."""
+  """Refuses parameters that do not match an architecture."""
 
   def leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     """(shape, dtype) by path."""
@@ -154,8 +154,8 @@ def _compare(cfg: ModelConfig, params: Any) -> None:
 
 
 def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
-  """What a config.json says beside the architecture."""
-  # What `like` says comes first; the tokenizer fills in what is left.
+  """Reads a config.json's fields outside the architecture."""
+  # `like` comes first; the tokenizer fills in the rest.
   out = {}
   if like:
     origin = read_object(os.path.join(like, _CONFIG))
@@ -170,7 +170,7 @@ def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
 def _generation(
   config: dict[str, Any], tokenizer: Tokenizer | None, like: str | os.PathLike[str]
 ):
-  """The generation config: that of `like`, or the ids that end and pad a text."""
+  """Returns `like`'s generation config, or one of the end and padding ids."""
   if like and os.path.exists(os.path.join(like, _GENERATION)):
     return _stopping(read_object(os.path.join(like, _GENERATION)), tokenizer)
   ids = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -178,10 +178,10 @@ def _generation(
 
 
 def _stopping(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-  """The config, with the id that ends an answer before others that end a text."""
+  """Returns the config, with the answer's end id before other end ids."""
   if tokenizer is None or tokenizer.end_id is None:
     return config
-  # A file has one id, a list of them, or none; one alone is written without a list.
+  # A file has one id, a list, or none; a single id is written without a list.
   others = config.get("eos_token_id", [])
   if not isinstance(others, list):
     others = [others]
@@ -212,7 +212,7 @@ def _split(
 
 
 def _pick(params: Any, entry: Entry) -> Any:
-  """The array of an entry, wherever it lives."""
+  """Returns an entry's array, from any device."""
   for key in entry.path:
     params = params[key]
   if entry.layer is not None:
@@ -224,8 +224,8 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray | None:
   """Gathers a whole array on the first process's host; None on others.
 
   Every process calls it, one array after the other: while it is gathered, each device
-  has all of it. JAX sends an array to the first process's devices alone only where they
-  are as many as it lies on.
+  has all of it. JAX can send an array to the first process's devices alone only if they
+  are as many as the array's own.
   """
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     x = _replicated(x.sharding.mesh)(x).addressable_data(0)
@@ -234,7 +234,7 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray | None:
 
 @functools.cache
 def _replicated(mesh: Mesh) -> Any:
-  """The program that copies an array to all devices of a mesh."""
+  """Returns the program that copies an array to all devices of a mesh."""
   return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -250,7 +250,7 @@ def load_config(
 
   Args:
     path: the folder.
-    load: what the folder does not decide; None for the defaults.
+    load: options outside the folder; None for the defaults.
 
   Raises:
     FileNotFoundError: there is no config.json.
@@ -266,10 +266,10 @@ def load_config(
 
 
 def _remedy(path: str) -> str:
-  """Says what to give in place of a path where there is no model."""
+  """Suggests a path if there is no model."""
   if os.path.exists(path):
     return ""
-  # As Hugging Face names models: one slash, and no part that only a path has.
+  # Like a Hugging Face model name: one slash, and no part typical of a path.
   if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) and not os.path.isdir(
     os.path.dirname(path)
   ):
@@ -293,20 +293,20 @@ def load_model(
   Args:
     path: the folder.
     load: what the folder does not decide; None for the defaults.
-    partitioner: where the parameters go; None for the default device.
+    partitioner: the parameters' mesh; None for the default device.
 
   Returns:
     The architecture and its parameters, stacked if `scan`.
 
   Raises:
     FileNotFoundError: config.json or a shard is missing.
-    ValueError: an array is missing, left over, of the wrong shape or of a dtype that is
-      not supported (all are listed), a file is damaged, config.json is not supported,
-      the mesh does not divide, or the devices do not have the attention kernel. All
-      before an array is read; but one that should equal the embedding is compared. Or
-      an array holds NaN or infinity.
+    ValueError: an array is missing, left over, of the wrong shape or an unsupported
+      dtype (all are listed), a file is damaged, config.json is not supported, the mesh
+      does not divide, or the devices lack the attention kernel. All before an array is
+      read, except comparing a tied output matrix with the embedding. Or an array holds
+      NaN or infinity.
   """
-  # --- Refuse what does not fit, before an array is read.
+  # --- Refuse misfits before an array is read.
   path = os.fspath(path)
   cfg = load_config(path, load)
   if partitioner:
@@ -318,7 +318,7 @@ def load_model(
     slices = dict(_open(path, files))
     _check(path, table, slices)
 
-    # --- Our arrays by path: each is made of one array of the files, or one a layer.
+    # --- Our arrays by path: each comes from one array in the files, or one per layer.
     entries: dict[tuple[str, ...], list[tuple[Entry, Any]]] = {}
     for name, entry in table.items():
       entries.setdefault(entry.path, []).append((entry, slices[name]))
@@ -340,14 +340,14 @@ def load_model(
 def _reader(
   parts: list[tuple[Entry, Any]], dtype: np.dtype
 ) -> Callable[[tuple[slice, ...]], np.ndarray]:
-  """Reads our part at an index; of stacked layers those that the index asks for."""
+  """Reads our part at an index, including its stacked layers."""
   if parts[0][0].layer is None:
     ((entry, stored),) = parts
     return lambda index: np.ascontiguousarray(entry.read(stored, index), dtype)
   by_layer = sorted(parts, key=lambda p: p[0].layer)
 
   def read(index: tuple[slice, ...]) -> np.ndarray:
-    # Filled layer by layer, so that no more than one is there twice.
+    # Filled layer by layer, so that at most one exists twice.
     picked = by_layer[index[0]]
     out = None
     for i, (entry, stored) in enumerate(picked):
@@ -361,13 +361,11 @@ def _reader(
 
 
 def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
-  """The names of a folder's files of weights, and the file of each array by the index.
-
-  Without an index that is empty.
+  """Returns a folder's weight files, and the index: array -> file; empty without one.
 
   Raises:
     FileNotFoundError: naming every file that is missing.
-    ValueError: the index is no index, or there are two sets of weights.
+    ValueError: the index is invalid, or there are two sets of weights.
   """
   # --- The names: one file, or those of the index.
   index = os.path.join(path, _INDEX)
@@ -390,7 +388,7 @@ def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
       "the one that is out of date"
     )
 
-  # --- What is not there, and what may stand in its place.
+  # --- Missing files, and placeholders for them.
   missing = [n for n in names if not os.path.exists(os.path.join(path, n))]
   if missing:
     file = os.path.join(path, missing[0])
@@ -409,12 +407,12 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
   """Yields (name, array) of every array in the safetensors files of a folder.
 
   Raises:
-    FileNotFoundError, ValueError: as `_weight_files`; or a file is no safetensors file,
-      or lacks an array that the index promises.
+    FileNotFoundError, ValueError: as `_weight_files`; or a file is not a safetensors
+      file, or lacks an array listed in the index.
   """
   names, promised = _weight_files(path)
   for name in names:
-    # --- What is no such file at all, in words of its own.
+    # --- A file in another format gets its own message.
     file = os.path.join(path, name)
     if os.path.isdir(file):
       raise ValueError(f"{file}: is a folder, not a safetensors file")
@@ -440,14 +438,14 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
 
 
 def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
-  """Lists everything in which the files do not fit the architecture."""
+  """Lists all misfits between files and architecture."""
   faults = []
   for name, stored in slices.items():
     shape = tuple(stored.get_shape())
     dtype = stored.get_dtype()
     entry = table.get(name)
     if entry is None and name == _HEAD:
-      # Some tools write the output matrix beside the embedding that it is tied to.
+      # Some tools write the output matrix beside its tied embedding.
       entry = table[_EMBEDDING]
     if entry is None:
       faults.append(f"unknown {name} {shape}")
@@ -468,7 +466,7 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
 
 
 def _listed(faults: list[str], most: int = 8) -> str:
-  """The first of a list of faults, and how many there are more."""
+  """Formats the first faults, and the number of others."""
   if len(faults) > most:
     faults = [*faults[:most], f"and {len(faults) - most} more"]
   return "; ".join(faults)
@@ -476,7 +474,7 @@ def _listed(faults: list[str], most: int = 8) -> str:
 
 def _equal(a: Any, b: Any) -> bool:
   """Whether two stored matrices of one shape are the same, some rows at a time."""
-  # An embedding may be larger than the memory that is left: 4 M numbers at a time.
+  # An embedding may exceed the free memory: 4 M numbers at a time.
   rows, columns = a.get_shape()
   some = max(1, 2**22 // columns)
   for begin in range(0, rows, some):

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-# Ours: (Hugging Face's name, which of our axes make up each of its axes). Hugging Face
-# stores a matrix as [outputs, inputs], ours are [inputs..., outputs...].
+# Ours: (Hugging Face's name, our axes that form each of its axes). Hugging Face stores
+# a matrix as [outputs, inputs], ours are [inputs..., outputs...].
 _VECTOR = ((0,),)
 _MATRIX = ((1,), (0,))
 _INTO_HEADS = ((1, 2), (0,))
@@ -49,9 +49,9 @@ class Entry:
 
   Attributes:
     path: keys in the parameters' tree.
-    layer: its place on the stacked layer axis; None where there is none.
-    groups: which of our axes (the layer axis left out) make up each of its axes.
-    shape: of ours, the layer axis left out.
+    layer: its index on the stacked layer axis; None without one.
+    groups: our axes (without the layer axis) that form each of its axes.
+    shape: our shape, without the layer axis.
   """
 
   path: tuple[str, ...]
@@ -61,7 +61,7 @@ class Entry:
 
   @property
   def axes(self) -> list[int]:
-    """Returns our axes in the file's order, none of them joined."""
+    """Returns our axes in the file's order, not joined."""
     return list(itertools.chain.from_iterable(self.groups))
 
   @property
@@ -70,12 +70,12 @@ class Entry:
     return tuple(map(self._size, self.groups))
 
   def _size(self, axes: tuple[int, ...]) -> int:
-    """How many places some of our axes have together."""
+    """Returns the product of some of our axes' sizes."""
     return math.prod(self.shape[i] for i in axes)
 
   def read(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads our part at `index` from what can be sliced as the file's array."""
-    # --- Which places of each of our axes, and so of each of the file's.
+    """Reads our part at `index` from a sliceable file array."""
+    # --- The slice of each of our axes, and so of each file axis.
     spans = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
     cuts = []
     for group in self.groups:
@@ -114,7 +114,7 @@ def name_table(shapes: dict[str, Any], layers: int) -> dict[str, Entry]:
       out[hf] = Entry(path, None, groups, tuple(x.shape))
     elif len(path) == 2 and name in _LAYER:
       hf, groups = _LAYER[name]
-      # Stacked, ours are one array where the file has one for each layer.
+      # Stacked, we have one array; the file has one per layer.
       if path[0] == "layers":
         for i in range(layers):
           entry = Entry(path, i, groups, tuple(x.shape[1:]))

@@ -1,4 +1,4 @@
-"""Files of weights: written whole, read part by part, refused where it is no number."""
+"""Weight files: written whole, read part by part, refused if NaN or infinite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coa_jax.runtime.disk import atomic_path
 
 
 def save_tensors(path: str, tensors: dict[str, np.ndarray]) -> None:
-  """Writes a safetensors file, with the mode that any new file has there."""
+  """Writes a safetensors file, with the folder's default mode."""
   with atomic_path(path) as unfinished:
     # The library makes a file that only its owner can read.
     with open(unfinished, "wb") as f:
@@ -24,7 +24,7 @@ def save_tensors(path: str, tensors: dict[str, np.ndarray]) -> None:
 
 
 class StoredArray:
-  """One array of a safetensors file; every part that is read is finite.
+  """One array in a safetensors file; every read part is finite.
 
   Attributes:
     get_shape: returns the array's shape.
@@ -58,8 +58,8 @@ class StoredArray:
 def is_finite(x: np.ndarray) -> bool:
   """Returns whether no entry of a floating-point array is NaN or infinite.
 
-  Takes a fraction of the time of `np.isfinite(x).all()`, and next to no memory: it is
-  computed of every weight that is loaded.
+  Takes a fraction of the time of `np.isfinite(x).all()`, and next to no memory: every
+  loaded weight is checked.
   """
   # --- float32: a sum of squares is finite only if every number is.
   if x.dtype == np.float32:
@@ -72,7 +72,7 @@ def is_finite(x: np.ndarray) -> bool:
   # --- Half precision.
   if x.size == 0 or x.itemsize != 2:
     return bool(np.isfinite(x).all())
-  # NumPy is slow in half precision. By its bits, what is not finite is above all others
-  # of its sign, and a sign is the highest bit.
+  # NumPy is slow in half precision. By bits, nonfinite numbers are above all others
+  # with the same sign, and the sign is the highest bit.
   positive, negative = np.array([np.inf, -np.inf], x.dtype).view(np.uint16)
   return bool(x.view(np.int16).max() < positive and x.view(np.uint16).max() < negative)

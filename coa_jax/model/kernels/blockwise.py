@@ -1,13 +1,12 @@
 """Attention over long packed rows block by block, in plain XLA.
 
 Scores exist for a few blocks of queries at a time, each against one block of keys,
-forward and backward, and blocks that hold none of the queries' segments are not
-visited: the work is that of the segments, not of the rows. For platforms that have no
-such kernel of their own.
+forward and backward, and blocks without the queries' segments are not visited: the cost
+follows the segments, not the rows. For platforms without their own flash kernel.
 
-Blocks of queries that see as many blocks of keys go together, of whatever row they are,
-and go back through their keys in step: no row waits for another's longer segments, and
-operations are larger at little work in vain.
+Blocks of queries with equally many blocks of keys are grouped across rows, and walk
+back through their keys in step: no row waits for another's longer segments, and
+operations are larger with little waste.
 
 Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
 
@@ -24,24 +23,22 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# Finite, so that a row of scores that are all masked stays free of NaN.
+# Finite, so that a fully masked row of scores has no NaN.
 _MASKED = -1e30
 
 
 class _Plan(NamedTuple):
-  """Which blocks go together: g groups of C blocks of queries, the busiest first.
+  """Groups of blocks: g groups of C blocks of queries, the busiest first.
 
   M counts the blocks of queries of all rows, J their blocks of keys; U places each.
 
   Attributes:
-    segment_MU: of the queries.
-    segment_JU: of the keys.
-    newest_M: the last block of keys that a block of queries sees.
-    block_gC: the blocks of a group; block 0 again in place of those that the last group
-      lacks.
-    visits_gC: blocks of keys to visit, from the newest back; 0 for a block that is
-      there again.
-    place_M: of each block among those of all groups.
+    segment_MU: the queries' segments.
+    segment_JU: the keys' segments.
+    newest_M: the last block of keys seen by a block of queries.
+    block_gC: a group's blocks; block 0 again pads the last group.
+    visits_gC: blocks of keys to visit, from the newest back; 0 for padding.
+    place_M: each block's index among all groups' blocks.
   """
 
   segment_MU: jax.Array
@@ -70,9 +67,9 @@ def attend_segments(
     k_BSKH: keys.
     v_BSKH: values.
     segment_BS: int segment number of each place; a segment's places stand together.
-    name: under which a checkpoint policy may keep what the backward pass needs.
-    block: U, queries and keys that meet at once.
-    together: C, blocks of queries of an operation.
+    name: the backward pass's inputs for checkpoint policies.
+    block: U, queries and keys per block.
+    together: C, blocks of queries per operation.
 
   Returns:
     out_BTNH in q's dtype.
@@ -88,12 +85,12 @@ def attend_segments(
 
   # --- Rows filled up to whole blocks.
   q_BTNH = jnp.pad(q_BTNH * H**-0.5, ((0, 0), (0, n * U - T), (0, 0), (0, 0)))
-  # Places after the end are segments of their own, which nothing else reads.
+  # Places after the end are separate segments, not read by others.
   segment_BS = jnp.pad(
     segment_BS, ((0, 0), (0, m * U - S)), constant_values=jnp.iinfo("int32").max
   )
 
-  # --- From which block of keys to which each block of queries looks, and with whom.
+  # --- Each block's range of key blocks, and its group.
   of_queries = slice(before, before + n * U)
   first_Bn = starts(segment_BS)[:, of_queries].reshape(B, n, U).min(2) // U
   newest_Bn = near + jnp.arange(n) + jnp.zeros_like(first_Bn)
@@ -122,19 +119,19 @@ def attend_segments(
 
 
 def _near(before: int, U: int) -> int:
-  """The block of keys that holds the last place of the first block of queries."""
+  """Returns the key block of the first query block's last place."""
   return (before + U - 1) // U
 
 
 def starts(segment_BS: jax.Array) -> jax.Array:
-  """Says which is the first place that each place may see, int [B, S].
+  """Returns the first place seen by each place, int [B, S].
 
   Args:
     segment_BS: segment number of each place; a segment's places stand together.
   """
   place_S = jnp.arange(segment_BS.shape[1])
   new_BS = segment_BS != jnp.roll(segment_BS, 1, axis=1)
-  # The last place up to each one where a segment begins.
+  # The last segment start up to each place.
   return jax.lax.cummax(jnp.where(new_BS, place_S, 0), axis=1)
 
 
@@ -145,9 +142,9 @@ def _group(
   visits_M: jax.Array,
   C: int,
 ) -> _Plan:
-  """Puts together blocks that have about as many visits to make."""
+  """Groups blocks with similar numbers of visits."""
   order_M = jnp.argsort(-visits_M, stable=True)
-  # The last group is filled up with block 0, which makes no visits there.
+  # Block 0 pads the last group, and makes no visits there.
   lacking = -len(order_M) % C
   return _Plan(
     segment_MU=segment_MU,
@@ -181,11 +178,11 @@ def _score(
 
   Args:
     q_CKRH: queries.
-    k_CKHU: the keys that they meet.
-    same_CUU: whether the query's segment, which is visited, is the key's.
+    k_CKHU: their keys.
+    same_CUU: whether query and key share a segment.
     apart: places from a block's first key to its first query.
   """
-  # --- Which queries see which keys, by their distance.
+  # --- The mask, by distance.
   U = k_CKHU.shape[-1]
   back_UU = apart + jnp.arange(U)[:, None] - jnp.arange(U)
   seen_UU = back_UU >= 0
@@ -209,7 +206,7 @@ def _attend(
   before: int,
   name: str,
 ) -> jax.Array:
-  """out_MKRH: every block of queries over the blocks of keys that it sees."""
+  """out_MKRH: every block of queries over its visible blocks of keys."""
   return _forward(q_MKRH, k_JKHU, v_JKHU, plan, before)[0]
 
 
@@ -228,7 +225,7 @@ def _meeting(
 
   def meet(q_CKRH: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
     seen_C = back < plan.visits_gC[g]
-    # Who has visited all of its own stays at its newest, and sees nothing there.
+    # A finished block stays at its newest block, and sees nothing there.
     at_C = newest_C - jnp.where(seen_C, back, 0)
     k_CKHU = _take(k_JKHU, at_C)
     v_CKHU = _take(v_JKHU, at_C)
@@ -257,7 +254,7 @@ def _forward(
     def visit(back, carry):
       max_CKR, sum_CKR, out_CKRH = carry
       _, _, v_CKHU, s_CKRU = meet(q_CKRH, back)
-      # A larger maximum than before: what was summed under the old one is rescaled.
+      # A larger maximum than before: older sums are rescaled.
       new_max_CKR = jnp.maximum(max_CKR, s_CKRU.max(-1))
       p_CKRU = jnp.exp(s_CKRU - new_max_CKR[..., None])
       rescale_CKR = jnp.exp(max_CKR - new_max_CKR)
@@ -295,13 +292,13 @@ def _forward_rule(q_MKRH, k_JKHU, v_JKHU, plan, before, name):
 
 def _backward_rule(before, name, residuals, d_out_MKRH):
   q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR = residuals
-  # What the softmax's own normalization takes off each row's gradient (D of the paper).
+  # The softmax normalization's term in each row's gradient (D in the paper).
   delta_MKR = jnp.sum(
     out_MKRH.astype(jnp.float32) * d_out_MKRH.astype(jnp.float32), axis=-1
   )
 
   def queries(carry, g):
-    # --- The queries of a group, and what the forward pass left of them.
+    # --- A group's queries, and their results from the forward pass.
     block_C = plan.block_gC[g]
     q_CKRH = _take(q_MKRH, block_C)
     do_CKRH = _take(d_out_MKRH, block_C)
@@ -312,10 +309,10 @@ def _backward_rule(before, name, residuals, d_out_MKRH):
     do_CKHR = do_CKRH.swapaxes(2, 3)
     meet = _meeting(k_JKHU, v_JKHU, plan, before, g)
 
-    # --- Their gradient, and their share of that of the keys and values they meet.
+    # --- Their gradient, and their share of the keys' and values' gradients.
     def visit(back, carry):
       dq_CKRH, dk_JKHU, dv_JKHU = carry
-      # Probabilities again, from the scores and the sums that the forward pass left.
+      # Probabilities again, from the scores and the forward pass's sums.
       at_C, k_CKHU, v_CKHU, s_CKRU = meet(q_CKRH, back)
       p_CKRU = jnp.exp(s_CKRU - lse_CKR[..., None])
       dp_CKRU = jnp.einsum(

@@ -1,12 +1,12 @@
 """Attention of decoders over keys and values in pages, in plain XLA.
 
-Of a page there are products and sums of its own, added up in the order of a row's
-blocks; so places that nothing reads add exact zeros at the end, and how many pages
-there are, which a row has and who else reads them change no bit (float32, CPU).
+Every page has its own products and sums, added in the order of a row's blocks; so
+unread places add exact zeros at the end, and results are bit-identical for any pool
+size, page numbers and other readers (float32, CPU).
 
 Letters of its own: J pages of P places; C blocks of a row; R = G T rows of queries.
 
-budget: three ways to read the same pages, and what they share.
+budget: three ways to read the same pages, and their common code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-# The most places of a CPU's row over which several tokens attend at once.
+# Maximum places in a CPU's row for attending with several tokens at once.
 SHORT = 1024
-# Finite, so that a token that may read nothing stays free of NaN.
+# Finite, so that a token without readable places has no NaN.
 _MASKED = -1e30
 
 
@@ -29,10 +29,9 @@ class RowPages:
 
   Attributes:
     table_BC: int page of each block of a row; -1 where it has none.
-    owner_J: for rows of one token whose pages are read where they lie the row that
-      reads a page, any of one that no row does; else None.
-    block_J: which of its row's blocks a page is; past the last one where no row reads
-      it.
+    owner_J: for rows of one token reading pages in place, the page's reading row, any
+      row for an unread page; otherwise None.
+    block_J: the page's block number in its row; past the last one if no row reads it.
   """
 
   table_BC: jax.Array
@@ -61,19 +60,19 @@ def attend(
 ) -> jax.Array:
   """Attends with each row's tokens over its pages, up to their own places.
 
-  One token of each row reads the pages where they lie, if `rows` says whose they are:
-  all of a pool that is no larger than what rows have. Several tokens' scores with all
-  places of a long row would be large: they read block after block, up to the last that
-  any of them may read, in memory that the row's length does not change. On a CPU those
-  of short rows read all blocks at once.
+  One token per row reads the pages in place, if `rows` has their owners: the whole
+  pool, if it is no larger than the rows. Several tokens' scores with all places of a
+  long row would be large: they read block after block, up to their last readable one,
+  in memory independent of the row's length. On a CPU short rows read all blocks at
+  once.
 
   Args:
     q_BTNH: queries.
     keys: [J, K, H, P] with `places_last`, else [K, J, P, H].
     values: [J, K, P, H] with `places_last`, else [K, J, P, H].
     rows: their pages.
-    position_BT: of each query in its own sequence.
-    places_last: how they lie.
+    position_BT: each query's position in its own sequence.
+    places_last: their layout.
 
   Returns:
     out_BTNH in q's dtype.
@@ -86,7 +85,7 @@ def attend(
   P = values.shape[2]
   K = values.shape[1 if places_last else 0]
   C = rows.table_BC.shape[1]
-  page_BC = jnp.maximum(rows.table_BC, 0)  # what is not there is not read either
+  page_BC = jnp.maximum(rows.table_BC, 0)  # missing pages are not read either
 
   def blocks(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
     """Keys [B, K, c, H, P] (else P, H) and values [B, K, c, P, H] of the rows."""
@@ -96,7 +95,7 @@ def attend(
     v = jnp.take(values, page_Bc, axis=axis, mode="clip")
     if places_last:
       return k.swapaxes(1, 2), v.swapaxes(1, 2)
-    # Keys stay as they are: to turn over one row's, XLA would turn over the whole pool.
+    # Keys are not transposed: for one row's, XLA would transpose the whole pool.
     return jnp.moveaxis(k, 0, 1), jnp.moveaxis(v, 0, 1)
 
   if places_last and C * P <= SHORT:
@@ -107,7 +106,7 @@ def attend(
 
 
 def _mask(position: jax.Array, place: jax.Array) -> jax.Array:
-  """True where a token at a position reads a place: those up to its own."""
+  """True if a token at a position reads a place: those up to its own."""
   return place <= position
 
 
@@ -118,7 +117,7 @@ def _attend_in_place(
   rows: RowPages,
   position_B: jax.Array,
 ) -> jax.Array:
-  """Attends with one token of each row: every page meets its row's in one product.
+  """Attends with one token per row: every page meets its row's token in one product.
 
   No page is moved, and none may have two readers.
   """
@@ -132,7 +131,7 @@ def _attend_in_place(
     there_BC = jnp.expand_dims(rows.table_BC >= 0, range(2, x_BC.ndim))
     return jnp.where(there_BC, x_BC, filler).swapaxes(1, 2)
 
-  # --- Scores of all pages; what a page holds past its row's place is masked.
+  # --- Scores of all pages; places past the row's own are masked.
   score_JKGP = jnp.matmul(
     q_BKGH[rows.owner_J], k_JKHP, preferred_element_type=jnp.float32
   )
@@ -140,7 +139,7 @@ def _attend_in_place(
   mask_JP = _mask(position_B[rows.owner_J][:, None], place_JP)
   score_JKGP = jnp.where(mask_JP[:, None, None], score_JKGP, _MASKED)
 
-  # --- One maximum of all blocks of a row, and each block's own sums.
+  # --- One maximum over a row's blocks, and each block's own sums.
   max_BKG = by_row(score_JKGP.max(-1), _MASKED).max(2)
   sum_JKG, out_JKGH = _weighted(score_JKGP, max_BKG[rows.owner_J], v_JKPH)
   sum_BKG = by_row(sum_JKG, 0.0).sum(2)
@@ -171,15 +170,15 @@ def _attend_by_block(
 ) -> jax.Array:
   """Attends as `_attend` does, one block after the other; sums in their order.
 
-  The maximum is found first, over all blocks: a running one would scale sums that are
-  there already, and so round them. The scores are computed twice for it.
+  The maximum is found first, over all blocks: a running one would rescale, and so
+  round, earlier sums. The scores are computed twice for it.
 
   Args:
     q_BTNH: queries.
     blocks: (the first block, how many) to keys and values of the call's rows.
-    position_BT: of each query.
+    position_BT: each query's position.
     shape: kv heads K, blocks C and places P of each.
-    places_last: how keys lie.
+    places_last: the keys' layout.
 
   Returns:
     out_BTNH in q's dtype.
@@ -203,13 +202,13 @@ def _attend_by_block(
     sum_BK1R, out_BK1RH = _weighted(score_BK1RP, max_BKR[:, :, None], v_BK1PH)
     return sums[0] + sum_BK1R[:, :, 0], sums[1] + out_BK1RH[:, :, 0]
 
-  # Blocks past every query's place would add exact zeros. XLA may not know of a single
-  # block: without the loops it would compute with other kernels, of other bits.
+  # Blocks past every query's place would add exact zeros. XLA may not see a single
+  # block: without the loops it would choose other kernels, with other rounding.
   count = jnp.clip(position_BT.max() // P + 1, 1, C)
   count = jax.lax.optimization_barrier(count)
   max_BKR = jnp.full((B, K, R), _MASKED, jnp.float32)
   max_BKR = jax.lax.fori_loop(0, count, highest, max_BKR)
-  # Zeros that wait for these queries: else a GPU has those of all layers at once.
+  # Zeros that depend on these queries: otherwise a GPU allocates all layers' at once.
   zero = (q_BTNH[0, 0, 0, 0] > jnp.inf).astype(jnp.float32)
   sums = (jnp.full((B, K, R), zero), jnp.full((B, K, R, H), zero))
   sum_BKR, out_BKRH = jax.lax.fori_loop(0, count, summed, sums)
@@ -247,11 +246,11 @@ def _weighted(
 
   Args:
     score: [..., R, P].
-    highest: what is taken off the scores, [..., R].
+    highest: subtracted from the scores, [..., R].
     values: [..., P, H].
   """
   e = jnp.exp(score - highest[..., None])
-  # XLA would join the sum over places with that over blocks.
+  # XLA would join the sums over places and over blocks.
   total = jax.lax.optimization_barrier(e.sum(-1))
   out = jnp.matmul(e.astype(values.dtype), values, preferred_element_type=jnp.float32)
   return total, out

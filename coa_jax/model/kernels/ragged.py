@@ -1,7 +1,7 @@
 """Attention of decoders over pages on a TPU: JAX's own ragged paged attention.
 
-One kernel for rows of one token and of many: it reads no page that no row has, and
-keeps no scores. Source: Jiang et al. 2026, arXiv 2604.15464.
+One kernel for rows of one token and of many: it reads only the rows' pages, and keeps
+no scores. Source: Jiang et al. 2026, arXiv 2604.15464.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
   ragged_paged_attention,
 )
 
-# Bytes of pages that the kernel holds at once, twice. It reads whole blocks of so many:
-# in larger ones more is read in vain.
+# Bytes of pages in the kernel's buffer, held twice. It reads whole blocks of this size:
+# larger ones read more in vain.
 _BLOCK_BYTES = 2**20
-# Queries that it takes together. Those of several rows meet the keys of each of them,
-# so there are few where every row has one.
+# Queries per block. A block's queries meet the keys of all its rows, so it is small if
+# every row has one query.
 _DECODING = 8
 _GIVEN = 64
 
 
 def takes(dtype: str, page_size: int) -> bool:
-  """Tells whether the kernel can read pages of so many places of a dtype."""
+  """Tells whether the kernel can read pages with these places and dtype."""
   return page_size % 16 == 0 and jnp.dtype(dtype) == jnp.bfloat16
 
 
 def head_size(head_dim: int) -> int:
-  """Returns what a head takes of a page: the kernel reads multiples of 128."""
+  """Returns a head's size in a page: the kernel reads multiples of 128."""
   return -(-head_dim // 128) * 128
 
 
@@ -43,7 +43,7 @@ def attend(
     q_BTNH: queries.
     pool_JPKH: each head's keys before its values, 2 K heads; zeros after H of each.
     table_BC: int page of each block of a row; -1 where it has none.
-    position_BT: of each query; a row's stand one after the other.
+    position_BT: each query's position; a row's are consecutive.
 
   Returns:
     out_BTNH in q's dtype.
@@ -71,15 +71,15 @@ def attend(
 def pages_read(
   rows: int, tokens: int, places: float, page_size: int, blocks: int, page_bytes: int
 ) -> float:
-  """Counts the pages that `attend` reads, for what is compiled and not run.
+  """Counts the pages read by `attend`, for programs compiled but not run.
 
   Args:
-    rows: of the call.
-    tokens: of each, T.
-    places: that a row has on average, by which half a block more is read than it has.
+    rows: the call's rows.
+    tokens: T, per row.
+    places: average places per row; half a block more is read.
     page_size: places of a page.
     blocks: pages of a row at most, C.
-    page_bytes: of a page of one layer on one device.
+    page_bytes: bytes per page of one layer on one device.
   """
   half = _pages_at_once(blocks, page_bytes) / 2
   times = -(-tokens // _GIVEN)  # all of a row for every so many of its queries
@@ -87,5 +87,5 @@ def pages_read(
 
 
 def _pages_at_once(blocks: int, page_bytes: int) -> int:
-  """Pages that the kernel reads together, of rows of so many."""
+  """Returns the pages per kernel block, for rows of N pages."""
   return max(1, min(blocks, _BLOCK_BYTES // page_bytes))

@@ -1,10 +1,10 @@
-"""The TPU's splash attention over packed rows: blocks that nobody sees are not visited.
+"""The TPU's splash attention over packed rows: unseen blocks are not visited.
 
-jax's kernels walk a list of blocks that is made before the program is compiled: of a
-causal mask, the lower triangle. Here the list is made for each row, on the device, from
-where its segments begin: a block of another segment's keys is neither fetched nor
-multiplied. The backward kernel is called for each block of keys by itself, because XLA
-adds up the queries' gradients of several calls in a sixth of the time of one call's.
+jax's kernels walk a list of blocks made before compilation: the lower triangle for a
+causal mask. Here the device makes the list for each row from its segments' starts: a
+block of another segment's keys is neither fetched nor multiplied. The backward kernel
+runs separately for each block of keys, because XLA sums the queries' gradients of
+several calls in a sixth of the time needed for one call's.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from coa_jax.model.kernels import blockwise
 
-# The most places of a block of queries or keys: what the kernels' memory of a core has
-# room for without a flag.
+# Maximum places per block of queries or keys: a core's kernel memory without a flag.
 _BLOCK = 1024
-# One backward kernel for two takes a third less time, but writes the queries' gradient
-# once for each block of keys, which are summed after it. So its blocks are of twice as
-# many keys; in rows of more of them than this memory is spared instead.
+# One backward kernel instead of two takes a third less time, but writes the queries'
+# gradient once for each block of keys, summed afterwards. So its blocks have twice as
+# many keys; rows with more blocks than this save memory instead.
 _FUSED_UP_TO = 16
 
-# The library's lists of the blocks that its kernels visit: of out, of dq (None where
-# one kernel goes back), of dk and dv.
+# The library's lists of visited blocks: for out, for dq (None with one backward
+# kernel), for dk and dv.
 Blocks = tuple[Any, Any, Any]
 
 
@@ -55,7 +54,7 @@ def attend_segments(
     out_BTNH in q's dtype.
 
   Raises:
-    ValueError: T or S is no multiple of 128.
+    ValueError: T or S is not a multiple of 128.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
@@ -121,8 +120,8 @@ def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
   def forward(blocks, q_GTH, k_SH, v_SH, ids):
     settings = kernel.kwargs | {"save_residuals": True}
     out_GTH, (lse_GT,) = type(kernel)(*blocks, **settings)(q_GTH, k_SH, v_SH, ids)
-    # Named inside the gradient: there alone a checkpoint policy can keep what the
-    # backward kernels read, and the forward one does not run again.
+    # Named inside the gradient: only there can a checkpoint policy keep the backward
+    # kernels' inputs, so that the forward kernel does not run again.
     out_GTH = checkpoint_name(out_GTH, name)
     lse_GT = checkpoint_name(lse_GT, name)
     return out_GTH, (blocks, q_GTH, k_SH, v_SH, ids, out_GTH, lse_GT)
@@ -147,10 +146,9 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Computes the gradients of queries, keys and values.
 
-  The kernel that gives all three gives the queries' once for each block of keys. Its
-  library adds those up as one array, by a reduction of 24M cycles a layer (Qwen2.5-7B,
-  32k, v5p, by the compiler); as arrays of their own they take 4M. So it runs for each
-  block by itself.
+  The joint kernel returns the queries' gradient once for each block of keys. Its
+  library sums them as one array, by a reduction of 24M cycles a layer (Qwen2.5-7B, 32k,
+  v5p, by the compiler); separate arrays take 4M. So it runs once per block.
   """
   _, dq_blocks, dkv_blocks = blocks
   S = len(k_SH)
@@ -178,7 +176,7 @@ def _gradients(
       dq_blocks,
       of_piece,
     )
-    # Private, as the library has no other way to the gradients of some of the keys.
+    # Private: the library has no other way to the gradients of some keys.
     *_, dq, dk, dv, _, _ = splash_attention_kernel._splash_attention_bwd(
       **settings, res=residuals, do=d_out_GTH
     )
@@ -191,13 +189,13 @@ def _gradients(
 
 
 def block_sizes(T: int, S: int) -> library.BlockSizes:
-  """Chooses the blocks of T queries and S keys, and the kernels of the way back."""
+  """Chooses the blocks of T queries and S keys, and the backward kernels."""
   q = _divisor(T, _BLOCK)
   kv = _divisor(S, _BLOCK)
   back = _divisor(S, 2 * _BLOCK)
   fused = S // back <= _FUSED_UP_TO
-  # Around the kernels XLA has places after a head's elements, where it rotates them:
-  # for the kernels to turn blocks over costs less than for XLA to copy arrays.
+  # Around the kernels XLA keeps places after a head's elements, for the rotation:
+  # transposing blocks in the kernels costs less than copying arrays in XLA.
   layout = splash_attention_kernel.QKVLayout.SEQ_MINOR
   return library.BlockSizes(
     block_q=q,
@@ -220,10 +218,10 @@ def _divisor(n: int, most: int) -> int:
 
 
 def visited(start_S: jax.Array, T: int, q: int, kv: int) -> jax.Array:
-  """Says which blocks of keys each block of queries sees any place of, bool [i, j].
+  """Returns the key blocks seen by each query block, bool [i, j].
 
   Args:
-    start_S: the first place that each place sees; none sees less than the one before.
+    start_S: the first place seen by each place; never decreasing.
     T: queries, the last of the S places.
     q: queries of a block, i of them in a row.
     kv: keys of a block, j of them.
@@ -236,12 +234,12 @@ def visited(start_S: jax.Array, T: int, q: int, kv: int) -> jax.Array:
 
 
 def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
-  """Lists these blocks for the kernel, in place of those of its static mask.
+  """Lists these blocks for the kernel, in place of its static mask's.
 
   Args:
     kernel: the library's.
-    seen_ij: what `visited` says of the blocks of the kernels of out and dq.
-    back_ij: of those of the kernel of dk and dv.
+    seen_ij: `visited` for the blocks of the out and dq kernels.
+    back_ij: likewise for the dk and dv kernel.
   """
 
   def info(static: Any, seen_ij: jax.Array, data_next_ij: jax.Array) -> Any:
@@ -250,7 +248,7 @@ def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
       block_mask=seen_ij[None].astype(jnp.int32),
     )
 
-  # The kernels of out and dq walk keys within queries, that of dk and dv the other way.
+  # The out and dq kernels walk keys within queries, the dk and dv kernel the reverse.
   keys_ij = _fetched(seen_ij)
   queries_ij = _fetched(back_ij.T).T
   dq = kernel.dq_mask_info
@@ -262,9 +260,9 @@ def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
 
 
 def _fetched(seen_xy: jax.Array) -> jax.Array:
-  """The block that each step y within x holds: y where it is visited, else the next.
+  """Returns the block held by each step y within x: y if visited, else the next.
 
-  So nothing is fetched for a step that visits nothing.
+  So a step without a visit fetches nothing.
   """
   first_x = jnp.argmax(seen_xy, axis=1)[:, None]
   last_x = first_x + seen_xy.sum(axis=1, keepdims=True) - 1

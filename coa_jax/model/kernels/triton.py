@@ -1,4 +1,4 @@
-"""The GPU's attention over long packed rows, and of decoders over pages.
+"""GPU attention over long packed rows, and over decoders' pages.
 
 Kernels in Pallas for Triton, jax's own but for `attend_tokens`: scores of a block of
 queries and a block of keys at a time, none of keys after the queries or of pages of
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-# Places that the kernels of pages read at once: what a core's memory has room for.
+# Places read at once by the paged kernels: limited by a core's memory.
 _PLACES = 64
-# The most parts into which a row is cut, where it has one token, to compute them beside
-# each other; their sums are added in the queries' dtype.
+# Maximum parallel parts of a row with one token; their sums are added in the queries'
+# dtype.
 _PARTS = 4
-# Queries of a kv head that share the places they read, where a row has several tokens.
+# Queries per kv head and block, if a row has several tokens.
 _QUERIES = 128
-# Finite, so that places which a query may not read stay free of NaN.
+# Finite, so that places unreadable for a query have no NaN.
 _MASKED = -1e30
 
 
@@ -73,7 +73,7 @@ def attend_segments(
 
 
 def _named(kernel: Any, name: str) -> Any:
-  """The kernel, what its gradient reads having a name: its output and its sums.
+  """Runs the kernel, naming its gradient's inputs: its output and its sums.
 
   A name put on the output alone would keep the output, and the kernel would run again
   for the sums.
@@ -108,14 +108,14 @@ def attend_pages(
   position_B1: jax.Array,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attends with one token of each row over its pages, up to its own place.
+  """Attends with one token per row over its pages, up to its own place.
 
   Args:
     q_B1NH: queries.
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
     table_BC: int page of each block of a row; -1 where it has none.
-    position_B1: of each query.
+    position_B1: each query's position.
     interpret: runs the kernel without a GPU, slowly.
 
   Returns:
@@ -148,16 +148,16 @@ def attend_tokens(
 ) -> jax.Array:
   """Attends with tokens of each row over its pages, up to their own places.
 
-  No scores leave a core: a block of queries meets the places that it may read a few at
-  a time, and what was summed up is scaled as the highest score grows. Source: Dao 2023,
-  arXiv 2307.08691 (FlashAttention-2).
+  No scores leave a core: a block of queries meets its readable places a few at a time,
+  and sums are rescaled as the highest score grows. Source: Dao 2023, arXiv 2307.08691
+  (FlashAttention-2).
 
   Args:
     q_BTNH: queries.
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
     table_BC: int page of each block of a row; -1 where it has none.
-    position_BT: of each query; a row's count on from its first.
+    position_BT: each query's position; consecutive within a row.
     interpret: runs the kernel without a GPU, slowly.
 
   Returns:
@@ -175,7 +175,7 @@ def attend_tokens(
   q_BKRH = q_BTNH.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, R, H)
   q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, -R % rows), (0, 0)))
 
-  # --- A program for each block of them. A row without pages begins before all places.
+  # --- A program per block. A row without pages begins before all places.
   page_BC, pools = _in_parts(table_BC, keys_KJPH, values_KJPH)
   start_B = jnp.where(table_BC[:, 0] >= 0, position_BT[:, 0], -q_BKRH.shape[2])
   block = pl.BlockSpec((None, None, rows, H), lambda r, k, b: (b, k, r, 0))
@@ -208,7 +208,7 @@ def _attend_block(
 ) -> None:
   """Attends with a block of queries of one kv head of one row; see `attend_tokens`.
 
-  budget: the kernel, with what it is given.
+  budget: the kernel, with its arguments.
 
   Args:
     q_ref: [R, H].
@@ -217,14 +217,14 @@ def _attend_block(
     page_ref: the row's pages in their order.
     start_ref: [1]; position of the row's first token.
     out_ref: [R, H].
-    queries: that each token has, one after the other.
+    queries: queries per token, one after the other.
   """
   R, H = q_ref.shape
   q_RH = q_ref[...]
   scale = H**-0.5 * math.log2(math.e)  # weights are powers of two
   dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
-  # --- What the block may read.
+  # --- The block's readable places.
   first = pl.program_id(0) * R
   position_R = start_ref[0] + jax.lax.div(first + jnp.arange(R), queries)
   last = start_ref[0] + jax.lax.div(first + R - 1, queries)
@@ -238,7 +238,7 @@ def _attend_block(
     behind_RP = position_R[:, None] - (c * _PLACES + jnp.arange(_PLACES))
     mask_RP = behind_RP >= 0
     score_RP = jnp.where(mask_RP, score_RP, _MASKED)
-    # What a query summed up before the first place that it reads is scaled to zero.
+    # A query's sums before its first readable place are scaled to zero.
     higher_R = jnp.maximum(max_R, score_RP.max(-1))
     e_RP = jnp.exp2(score_RP - higher_R[:, None])
     shrink_R = jnp.exp2(max_R - higher_R)
@@ -261,7 +261,7 @@ def _attend_block(
 def _in_parts(
   table_BC: jax.Array, *pools: jax.Array
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """Pages of fewer places each: which a row has, and the pools of them."""
+  """Splits pages into smaller ones: the rows' tables, and the pools."""
   K, J, P, H = pools[0].shape
   parts = P // _PLACES
   page_BC = jnp.maximum(table_BC, 0)[..., None] * parts + jnp.arange(parts)

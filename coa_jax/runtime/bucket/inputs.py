@@ -1,9 +1,8 @@
-"""What a config names in a bucket: fetched once to this machine, and read from there.
+"""A config's inputs in a bucket: fetched once to this machine, and read there.
 
-A journey reads files; so before it begins, every address in its config becomes the path
-of a local copy (`localized`). What is written down about the run - config.json, who its
-adapters belong to - names the address again (`named`), for the next machine has its
-copies elsewhere.
+A stage reads files; so before it begins, every address in its config becomes the path
+of a local copy (`localized`). The run's records - config.json, its adapters' base -
+name the address again (`named`), because the next machine has its copies elsewhere.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _COPIES: dict[str, str] = {}  # local folder or file -> its address
 
 
 def localized(value: Any, cache: str) -> Any:
-  """Fetches every gs:// and s3:// address in a value, and says where the copies are.
+  """Fetches every gs:// and s3:// address in a value; returns the copies' paths.
 
   Args:
-    value: a string, or anything else, which is answered as it is.
-    cache: the folder of copies. One that is there is not fetched again unless the
-      objects have changed.
+    value: a string, or anything else, returned unchanged.
+    cache: the folder of copies. An existing copy is fetched again only if the objects
+      have changed.
 
   Raises:
     BucketError: it can not be read, or nothing is there.
@@ -53,7 +52,7 @@ def named(value: Any) -> Any:
 
 
 def _fetch(address: str, cache: str) -> str:
-  """The local copy of an object, of a folder, or of all that a glob may match."""
+  """Returns the local copy of an object, a folder, or a glob's matches."""
   # --- A glob is left to its reader: it gets the folder above.
   address = address.rstrip("/")
   pattern = ""
@@ -66,7 +65,7 @@ def _fetch(address: str, cache: str) -> str:
     bucket = Bucket(address)
     stored = bucket.list()
 
-  # --- What is there now, and so the name of its copy.
+  # --- The current objects, which determine the copy's name.
   if pattern:
     matches = fnmatch.translate(pattern[1:])
     stored = {n: s for n, s in stored.items() if re.match(matches, n)}
@@ -80,7 +79,7 @@ def _fetch(address: str, cache: str) -> str:
     copy = glob.escape(copy)
     _COPIES[copy] = address
 
-  # --- Fetch it, into a folder of our own: others may do the same now.
+  # --- Fetch it, into our own folder: others may do the same now.
   if not os.path.exists(folder):
     os.makedirs(cache, exist_ok=True)
     mine = tempfile.mkdtemp(suffix=".tmp", dir=cache)

@@ -1,11 +1,11 @@
 """One run at a time works on a bucket's workdir: the second is refused by name.
 
-A lease is an object of its own, `.lease/000001`, the next one `.lease/000002`: each is
-created where there is none (`ifGenerationMatch=0`, `If-None-Match: *`), so of several
-who want it one gets it, and the highest number holds. Its owner writes it anew every
-few seconds. Who comes second watches: an owner that writes is alive, and the second is
-refused; of one that has been silent for long enough the next number is taken. Nobody's
-clock is compared with another's.
+A lease is a separate object, `.lease/000001`, the next one `.lease/000002`: each is
+created only if missing (`ifGenerationMatch=0`, `If-None-Match: *`), so exactly one of
+several candidates gets it, and the highest number holds. Its owner rewrites it every
+few seconds. A second run watches: an owner that writes is alive, and the second is
+refused; if the owner is silent for long enough, the second takes the next number. No
+clocks are compared.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Lease:
     Args:
       bucket: whose address is held.
       beat_s: seconds from one sign of life to the next.
-      silent_s: seconds after which another one's silence is its end; several times
-        `beat_s`.
+      silent_s: seconds of silence after which another owner counts as dead; several
+        times `beat_s`.
     """
     self._bucket = bucket
     self._beat_s = beat_s
     self._silent_s = silent_s
-    self.number = 0  # of this lease: the epoch of what is written under it
+    self.number = 0  # of this lease: the epoch of its writes
     self._beat = 0
-    # Whoever asks gets an answer that nobody else could have written.
+    # A unique text, so that our own write is recognised.
     self._value = {
       "owner": f"process {os.getpid()} on {platform.node()}",
       "token": secrets.token_hex(8),
@@ -65,7 +65,7 @@ class Lease:
 
     Raises:
       InUseError: another run is alive there.
-      BucketError: there is no such bucket, or we may not write there.
+      BucketError: there is no such bucket, or it is not writable.
     """
     try:
       self._take()
@@ -136,13 +136,13 @@ class Lease:
     while not self._ended.wait(self._beat_s):
       try:
         if newest_of(self._bucket.list(FOLDER)) != self.number:
-          return  # the next push says so to the run
+          return  # the next push reports it to the run
         self._bucket.write(_name(self.number), self._say())
       except Exception as e:  # whatever it is, the next beat may pass
         _log.warning("%s", e)
 
   def _parsed(self, held: bytes, name: str) -> dict[str, Any]:
-    """What a lease says; anybody may have written it."""
+    """Reads a lease's content, which is untrusted."""
     try:
       value = parse_object(held, "it")
     except ValueError as e:
@@ -164,12 +164,12 @@ class Lease:
 
 
 def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> None:
-  """Refuses to write for a run that another one has taken over from.
+  """Refuses writes of a run after another one has taken over.
 
   Args:
     bucket: whose address is held.
     number: of the run's lease.
-    names: of objects there, where they were just listed.
+    names: of objects there, if just listed.
 
   Raises:
     InUseError: there is a newer lease.
@@ -185,10 +185,10 @@ def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> No
 
 
 def newest_of(names: Iterable[str]) -> int:
-  """The highest number among the names of leases; 0 where there is none.
+  """Returns the highest lease number among names; 0 if there is none.
 
   Args:
-    names: of objects, below the address that is held; others than leases do not count.
+    names: of objects below the held address; only leases count.
   """
   found = (re.fullmatch(rf"{FOLDER}/([0-9]{{6,15}})", name) for name in names)
   return max((int(m[1]) for m in found if m and _name(int(m[1])) == m[0]), default=0)

@@ -1,28 +1,26 @@
 """A workdir in a bucket: a local folder, fetched at the start and pushed as it grows.
 
-All code works in the local folder, as in any other. What is in the bucket is true up to
-the last checkpoint that was sealed there, and what lies after it is void, as on a disk:
+All code works in the local folder, as in any other. The bucket's contents are valid up
+to its last sealed checkpoint, and later ones are void, as on a disk:
 
-* at the start everything is fetched, whatever the local folder held before;
-* when a checkpoint is sealed (`push`), every file that is new or has changed is
-  written, the proof of the checkpoint last;
+* at the start everything is fetched, replacing the local folder;
+* when a checkpoint is sealed (`push`), every new or changed file is written, the
+checkpoint's proof last;
 * in between, every minute, so that progress can be seen.
 
 So every file in the bucket is at least as new as the checkpoint there, and a checkpoint
 without its proof does not count.
 
-A run that was stopped for a while may have lost the lease without knowing. So each push
-begins with a list of all objects: it shows whether the lease is still ours, and every
-write and delete of the push holds only for an object that is as it was listed. What the
-run that took over has written since is not overwritten; what a late write puts in
-between its writes, its next push sees in the list and mends.
+A run stopped for a while may have lost the lease without knowing. So each push begins
+with a list of all objects: it shows whether the lease is still ours, and every write
+and delete in the push applies only to an object unchanged since. The new owner's writes
+are not overwritten; its next push finds and repairs late writes.
 
-Of several processes each has a local folder, in which it writes what is its own; the
-first one holds the lease. Their checkpoints are no part of the mirror: each writes its
-share of them straight to the bucket, in a folder with the lease's number in its name
-(`learner.bucket_steps`).
+Each of several processes has a local folder for its own files; the first one holds the
+lease. Their checkpoints are not mirrored: each writes its share straight to the bucket,
+in a folder with the lease's number in its name (`learner.bucket_steps`).
 
-budget: what is fetched, fenced, pushed and deleted is one promise.
+budget: fetch, fence, push and delete are one contract.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from coa_jax.runtime.lock import InUseError, hold
 CHECKPOINTS = "checkpoints"
 PROOF = "manifest.json"  # of a checkpoint: learner.manifest
 PUSH_EVERY_S = 60.0
-_TRIES = 5  # of a push that a late write came between
+_TRIES = 5  # of a push disturbed by a late write
 # What any process may need of the others: with another number of processes than before
 # one joins the log, and plays what another one played.
 _OF_OTHERS = re.compile(
@@ -59,7 +57,7 @@ Stamp = tuple[int, int, int]  # of a file: size, time of its last change, inode
 
 
 class Mirror:
-  """A local folder and the address that it stands for; use as a context manager."""
+  """A local folder mirroring an address; use as a context manager."""
 
   def __init__(
     self,
@@ -74,10 +72,10 @@ class Mirror:
     Args:
       uri: of the workdir in the bucket.
       scratch: a folder on this machine's disk; the local folder is made in it.
-      process: which one of `processes` this is; all but the first write into
+      process: this one's number of `processes`; all but the first write into
         `process_N` of the workdir.
-      processes: that work in it together.
-      epoch: the number of the first process's lease, where this is another one.
+      processes: the number sharing it.
+      epoch: the number of the first process's lease, if this is another process.
 
     Raises:
       BucketError: the scheme is unknown, or its library is missing.
@@ -95,13 +93,13 @@ class Mirror:
       self._lease = lease.Lease(self.bucket, lease.BEAT_S, lease.SILENT_S)
     self._lock = threading.Lock()
     self._pushed: dict[str, Stamp | None] = {}  # None: there, but not as it is here
-    self._tags: dict[str, str] = {}  # of objects that nobody has written since
+    self._tags: dict[str, str] = {}  # of objects not written since
     self._checked = 0.0  # when the lease was last seen to be ours
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._live, name="mirror", daemon=True)
 
   def __enter__(self) -> Mirror:
-    """Takes the address, and fetches what is there.
+    """Takes the address, and fetches its contents.
 
     Raises:
       InUseError: another run works there.
@@ -128,15 +126,15 @@ class Mirror:
     except (BucketError, InUseError) as e:
       if error is None:
         raise
-      if not isinstance(error, InUseError):  # what ended the run is raised already
+      if not isinstance(error, InUseError):  # the run's failure is raised already
         _log.warning("%s", e)
     finally:
       self._held.close()
 
   def push(self) -> None:
-    """Writes what is new or has changed since the last time, and deletes what is gone.
+    """Writes files new or changed since the last time, and deletes missing ones.
 
-    Proofs are written after, and deleted before, what they prove.
+    Proofs are written after, and deleted before, their files.
 
     Raises:
       InUseError: another run has taken over.
@@ -152,22 +150,22 @@ class Mirror:
       raise BucketError(f"{self.bucket.uri}: somebody else writes there") from error
 
   def check(self) -> None:
-    """Raises InUseError where another run has taken over."""
+    """Raises InUseError if another run has taken over."""
     lease.check(self.bucket, self.epoch)
     self._checked = time.monotonic()
 
   def bucket_below(self, path: str) -> Bucket:
-    """The address that a local path in the folder stands for."""
+    """Returns the address of a local path in the folder."""
     return Bucket(f"{self.bucket.uri}/{os.path.relpath(path, self.folder)}")
 
   def _push(self) -> None:
-    # --- What is there, and whose it is.
+    # --- The bucket's objects, and the owner.
     began = time.monotonic()
     stored = self.bucket.list()
     lease.check(self.bucket, self.epoch, stored)
     self._checked = began
 
-    # --- What differs here, and what somebody has written since we did.
+    # --- Local changes, and objects written by others since.
     files = self._files()
     changed = set()
     for name, stamp in files.items():
@@ -192,7 +190,7 @@ class Mirror:
     at_once(put, changed - proofs)
     at_once(put, proofs)
 
-    # --- What is gone, and checkpoints that are not ours.
+    # --- Deleted files, and others' checkpoints.
     gone = {n for n in stored if n not in files and self._may_delete(n)}
     for name in sorted(gone, key=_is_proof, reverse=True):
       self._check_lately()
@@ -203,13 +201,13 @@ class Mirror:
     return name in self._pushed or (self._is_ours(name) and _step(name) is not None)
 
   def _check_lately(self) -> None:
-    """Raises InUseError where another run has taken over: asks after a while only."""
+    """Raises InUseError if another run has taken over; asks only now and then."""
     if time.monotonic() - self._checked > lease.SILENT_S / 2:
       self.check()
 
   @contextlib.contextmanager
   def _own_folder(self) -> Iterator[None]:
-    """Makes the local folder, and deletes those that a kill left."""
+    """Makes the local folder, and deletes those left by a kill."""
     for left in glob.glob(f"{glob.escape(self._place)}.*"):
       with contextlib.suppress(InUseError), hold(left):
         shutil.rmtree(left)
@@ -225,10 +223,10 @@ class Mirror:
         raise
 
   def _fetch(self) -> None:
-    """Makes the local folder what the bucket holds."""
+    """Makes the local folder equal to the bucket."""
     every = self.bucket.list()
     stored = {name: each for name, each in every.items() if self._is_ours(name)}
-    # What a kill left of a checkpoint never counts again, whatever is written late.
+    # A checkpoint cut short by a kill never counts again, whatever is written late.
     proven = {_step(name) for name in stored if _is_proof(name)}
     void = [n for n in stored if _step(n) is not None and _step(n) not in proven]
     at_once(lambda name: self.bucket.delete(name, stored[name]), void)
@@ -241,11 +239,11 @@ class Mirror:
     self.bucket.get_all(needed, self.folder)
 
   def _files(self) -> dict[str, Stamp]:
-    """All files that belong there, with what tells of a change."""
+    """Returns all files to be pushed, with their change stamps."""
     out = {}
     for parent, folders, names in os.walk(self.folder):
       inside = os.path.relpath(parent, self.folder)
-      # --- What is being written, and checkpoints that nothing proves.
+      # --- Files being written, and unproven checkpoints.
       folders[:] = [name for name in folders if not name.endswith(".tmp")]
       if inside == CHECKPOINTS:
         folders[:] = [
@@ -262,7 +260,7 @@ class Mirror:
     return out
 
   def _is_ours(self, name: str) -> bool:
-    """Whether it is this process that fetches and pushes a file."""
+    """Whether this process fetches and pushes a file."""
     folders = name.split("/")[:-1]
     first = name.split("/")[0]
     # Parts of a workdir that others work in have leases of their own.
@@ -283,13 +281,13 @@ class Mirror:
 
 
 def push(path: str) -> None:
-  """Pushes the workdir that a path lies in; nothing where it is no mirror's."""
+  """Pushes a path's workdir; no effect outside a mirror."""
   if mirror := of(path):
     mirror.push()
 
 
 def of(path: str) -> Mirror | None:
-  """The mirror that a local path lies in; None where it is no mirror's."""
+  """Returns a local path's mirror; None outside a mirror."""
   for mirror in _OPEN:
     if os.path.abspath(path).startswith(mirror.folder + os.sep):
       return mirror
@@ -306,7 +304,7 @@ def opened(
 
 
 def _step(name: str) -> str | None:
-  """The folder of the checkpoint that a file belongs to; None for any other file."""
+  """Returns the folder of a file's checkpoint; None for any other file."""
   match = re.match(rf"({CHECKPOINTS}/[^/]+)/", name)
   return match[1] if match else None
 

@@ -5,7 +5,7 @@ overwrite it). Faults that pass - a 503, a connection that breaks off - are trie
 what stays is a `BucketError` of one line. A store that does not answer at all when it
 is first used is refused within seconds.
 
-budget: all that is asked of a store, and how it may fail.
+budget: all requests to a store, and their failures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENDS_OF_S3 = ("put_object", "complete_multipart_upload", "delete_object")
 
 
 class BucketError(ValueError):
-  """A bucket can not be used; the message names the address and what is wrong."""
+  """A bucket can not be used; the message names the address and the fault."""
 
 
 def is_uri(path: str) -> bool:
@@ -53,11 +53,11 @@ def is_uri(path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """What a bucket says of an object.
+  """A bucket's description of an object.
 
   Attributes:
     size: in bytes.
-    tag: another one whenever the object is written.
+    tag: changes with every write.
   """
 
   size: int
@@ -118,7 +118,7 @@ class Bucket:
     return out
 
   def read(self, name: str) -> bytes | None:
-    """Reads an object; None where there is none."""
+    """Reads an object; None if there is none."""
     try:
       return self._tried(self._fs.cat_file, self._path(name))
     except FileNotFoundError:
@@ -143,7 +143,7 @@ class Bucket:
     return True
 
   def delete(self, name: str, seen: Stored | None = None) -> None:
-    """Deletes an object; one that is not there is no fault.
+    """Deletes an object; a missing one is not a fault.
 
     Args:
       name: of the object.
@@ -226,7 +226,7 @@ class Bucket:
     return f"{self._root}/{name}" if name else self._root
 
   def _tried(self, do: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Does it, again where a fault may pass.
+    """Calls it, with retries on transient faults.
 
     Raises:
       FileNotFoundError, FileExistsError: of the object.
@@ -338,7 +338,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _ask(endpoint: str, seconds: float) -> str:
-  """Asks an endpoint once; "" where anything answers, else why not."""
+  """Asks an endpoint once; "" if anything answers, else the reason."""
   # Whether a certificate is to be trusted is for the client to say.
   context = ssl.create_default_context()
   context.check_hostname = False
