@@ -233,7 +233,7 @@ def library(tmp_path_factory) -> pathlib.Path:
   edit(protocol, TABLE, functions + "\n\n")
   edit(protocol, LAST_ROW, spec + ",")
   tools = folder / "coa_jax" / "tools" / "tools.py"
-  edit(tools, "# Tag of a row of", tool + "\n\n")
+  edit(tools, "# Tag in `protocol.tools.SPECS`", tool + "\n\n")
   edit(tools, LAST_LINE, line, after=True)
   return folder
 
