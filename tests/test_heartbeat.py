@@ -56,6 +56,9 @@ def test_a_watch_can_be_ended():
 
 
 def test_without_a_watch_nothing_is_timed():
-  code = "from coa_jax import heartbeat; heartbeat.beat(); import time; time.sleep(2)"
+  code = (
+    "from coa_jax.runtime import heartbeat; heartbeat.beat(); "
+    "import time; time.sleep(2)"
+  )
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   assert (done.returncode, done.stderr) == (0, "")
