@@ -103,7 +103,7 @@ def check_sources(sources: Sequence[Source]) -> int:
     except ValueError as e:
       raise ValueError(
         f"{e}; other systems' records become trajectories by: python -m "
-        f"experiments.import_traces --file={source.path} --variant=VARIANT "
+        f"coa import --file={source.path} --variant=VARIANT "
         "--out=trajectories.jsonl"
       ) from e
   return num_rows

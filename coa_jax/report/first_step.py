@@ -31,7 +31,7 @@ def warnings(
   if tools and played and not any(t.calls for t in played):
     out.append(
       f"none of {len(played)} attempts called a tool ({', '.join(tools)}). Begin from "
-      "a model that was trained on such calls (experiments/sft.py), or describe the "
+      "a model that was trained on such calls (coa sft), or describe the "
       "tools in the prompt (rollout.style='full'); where no task needs tools, leave "
       "them out of tools.tools"
     )

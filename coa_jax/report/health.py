@@ -34,7 +34,7 @@ FINITE = (
 _LOWER_LR = "lower optim.lr"
 _DIVERGED = (
   f"an update diverged; {_LOWER_LR}, set optim.clip_norm, or compute in float32 "
-  "(model.dtype); begin a run from an earlier checkpoint (experiments/export.py)"
+  "(model.dtype); begin a run from an earlier checkpoint (coa export)"
 )
 _EXPLORE = f"raise algo.loss.clip_high, {_LOWER_LR}, add algo.loss.kl_coef"
 
@@ -45,12 +45,12 @@ class CollapsedError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """When a metric is wrong, and the remedy.
+  """A metric's limit and the usual remedy.
 
   Attributes:
-    limit: by default; 0 for none.
-    above: whether too much is wrong; else too little.
-    remedy: what usually helps.
+    limit: the default limit; 0 for none.
+    above: whether the limit is a maximum; otherwise a minimum.
+    remedy: the usual remedy.
     relative: whether the limit is a multiple of the metric's first values.
     on_policy: whether it is meaningful only if sampler and learner are one policy.
   """
@@ -62,13 +62,13 @@ class Rule:
   on_policy: bool = False
 
 
-# By metric; a name that ends in `_` stands for all metrics that begin so.
+# By metric; a name ending in `_` is a prefix.
 RULES = {
   "reward_variance_share": Rule(
     0.02,
     False,
     "tasks are all too easy or all too hard for it (see `reward`): choose others "
-    "(experiments/select_tasks.py), raise algo.sampling.samples or .temperature",
+    "(coa select), raise algo.sampling.samples or .temperature",
   ),
   "entropy": Rule(
     0.001,
@@ -134,23 +134,23 @@ RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class WatchConfig:
-  """Config section `watch`: which numbers are worth a warning, or the run's end.
+  """Config section `watch`: limits of metrics, for warnings or an automatic stop.
 
-  A number is reported when it was beyond its limit at `patience` steps in a row, and
-  again only once it had been within. A number of the learner that is NaN or infinite
-  always ends the run, at once and unsaved, so that the checkpoint before stands.
+  A metric is reported after `patience` steps in a row beyond its limit, and again only
+  after it has been within. A NaN or infinite learner metric always ends the run,
+  immediately and without saving, so that the previous checkpoint stays.
 
   Attributes:
     stop: whether a report ends the run, after a checkpoint. The same command then ends
-      there again; with other limits, or without this, it goes on.
+      at the same step; with other limits, or with False, it continues.
     patience: steps.
-    limits: limits by metric; a metric left out has its default, a limit of 0 is not
-      watched. `tokens_per_trajectory` (at most), `calls_per_trajectory` and the entropy
-      of each role, `entropy_` (at least) are multiples of the mean of the first
-      `patience` steps watched; `entropy` (nats) and `reward_variance_share` are at
-      least this, all others at most. `logp_diff_share` and `ratio_outlier_share` are
-      not watched with `algo.sampling.staleness`, whose tokens are of policies before
-      the learner's.
+    limits: metric -> limit. Metrics left out keep their defaults; 0 turns a limit off.
+      Minimums: `reward_variance_share`, `entropy` (nats), `entropy_` (each role) and
+      `calls_per_trajectory`; all others are maximums. `entropy_`,
+      `calls_per_trajectory` and `tokens_per_trajectory` are multiples of the mean over
+      the first `patience` watched steps. `logp_diff_share` and `ratio_outlier_share`
+      are not watched with `algo.sampling.staleness`, because older policies sample the
+      tokens.
   """
 
   stop: bool = False
@@ -178,9 +178,9 @@ class HealthMonitor:
     self._config = config
     # Steps in a row beyond the limit, by metric.
     self._beyond: collections.Counter[str] = collections.Counter()
-    # The first values of a metric whose limit is relative to them.
+    # The first values of metrics with relative limits.
     self._first: dict[str, list[float]] = collections.defaultdict(list)
-    # What was reported and has not been within its limit since, by metric.
+    # Reports of metrics not yet within their limits again.
     self._standing: dict[str, str] = {}
 
   def replay(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
@@ -248,7 +248,7 @@ class HealthMonitor:
     # Which metrics a step has differs from step to step: its values are asked, by name.
     for metric, limit in self._config.limits.items():
       rule = RULES[metric]
-      # Off policy the tokens are of older policies: that they differ is no fault.
+      # Off policy, older policies sampled the tokens: a difference is not a fault.
       if not limit or (rule.on_policy and "staleness" in values):
         continue
       for name, value in values.items():
@@ -257,13 +257,13 @@ class HealthMonitor:
     return reports
 
   def _judge(self, metric: str, limit: float, name: str, value: float) -> list[str]:
-    """Counts one value of one metric; returns its report where it is due.
+    """Counts one value of one metric; returns its report if due.
 
     Args:
-      metric: of the limit; `name` begins so, or is this.
-      limit: of the metric.
-      name: of the value.
-      value: of the step.
+      metric: the limit's metric, or prefix of metrics.
+      limit: the configured limit.
+      name: the value's metric.
+      value: the step's value.
     """
     rule = RULES[metric]
     patience = self._config.patience

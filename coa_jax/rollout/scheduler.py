@@ -40,7 +40,7 @@ class _Slot:
     call: its running tool call.
     observation: ids to append once there is room.
     held: its pages' contents while paused.
-    goes_on: whether it samples again once resumed.
+    was_active: whether it was sampling when paused.
   """
 
   index: int
@@ -53,7 +53,7 @@ class _Slot:
   call: concurrent.futures.Future | None = None
   observation: list[int] | None = None
   held: OnHost | None = None
-  goes_on: bool = False
+  was_active: bool = False
 
 
 class Scheduler:
@@ -71,7 +71,7 @@ class Scheduler:
     Args:
       config: slots, window and limits.
       device: the replica's `device_loop.DeviceLoop`, made with the same config,
-        automaton and constraint.
+        automaton and constraint; untyped, so that this file does not import JAX.
       automaton: the stop conditions.
       constraint: the allowed tokens; all if None.
     """
@@ -223,7 +223,7 @@ class Scheduler:
   def _pause(self, slot: _Slot) -> None:
     """Takes an episode's pages; their contents wait on the host."""
     slot.held = self.device.cache.to_host(slot.index, self._length(slot))
-    slot.goes_on = bool(self.device.state.active_B[slot.index])
+    slot.was_active = bool(self.device.state.active_B[slot.index])
     self.device.state.active_B[slot.index] = False
     self.counters.pauses += 1
 
@@ -234,7 +234,7 @@ class Scheduler:
       if not self.device.cache.from_host(slot.index, slot.held):
         return
       slot.held = None
-      self.device.state.active_B[slot.index] = slot.goes_on
+      self.device.state.active_B[slot.index] = slot.was_active
 
   def _wait_for_tools(self) -> None:
     began = time.monotonic()

@@ -190,7 +190,7 @@ def _validator(cls: type) -> pydantic_core.SchemaValidator:
 
 
 def _schema(hint: Any, finite: bool = True) -> core_schema.CoreSchema:
-  """What pydantic checks of a type: its own schemas refuse objects where strict."""
+  """The pydantic schema of a type; pydantic's own strict ones refuse dicts."""
   if hint is Any:
     return core_schema.any_schema()
   if isinstance(hint, types.UnionType):  # T | None
