@@ -45,8 +45,8 @@ CHECKPOINTS = "checkpoints"
 PROOF = "manifest.json"  # of a checkpoint: learner.manifest
 PUSH_EVERY_S = 60.0
 _TRIES = 5  # of a push disturbed by a late write
-# What any process may need of the others: with another number of processes than before
-# one joins the log, and plays what another one played.
+# Others' files, needed by any process: with a different number of processes than before
+# one joins the log, and replays another's part.
 _OF_OTHERS = re.compile(
   r"metrics\.jsonl|config\.json|(process_\d+/)?(verdicts\.jsonl|tool_calls/[^/]+)"
 )
@@ -84,7 +84,7 @@ class Mirror:
     self._process = process
     self._has_checkpoints = processes == 1
     digest = hashlib.sha256(self.bucket.uri.encode()).hexdigest()[:16]
-    # Of each run a folder of its own: one that was stopped may go on in its.
+    # Each run has its own folder: a stopped one may resume in its own.
     self._place = os.path.join(os.path.abspath(scratch), f"{digest}.{process}")
     self.folder = ""
     self.epoch = epoch
