@@ -265,7 +265,7 @@ class VllmServer:
       raise
 
   def score(self, ids: list[int]) -> list[float]:
-    """Returns each id's log p (nats, temperature 1) given its prefix; not the first's."""
+    """Returns log p (nats, temperature 1) of all ids but the first, given prefixes."""
     body = {
       "model": self._name,
       "prompt": ids,
