@@ -7,7 +7,7 @@
 several times. The page is one file and opens without a server or a network; by default
 it is `browse.html` in the run's folder. With the run's tokenizer, found in its `model`
 folder, tokens can be coloured within the text by log-prob or policy version; with
---variant the page marks violations of the protocol.
+--variant the page marks protocol violations.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run_tokenizer(file: str) -> Tokenizer | None:
 
 def main() -> None:
   """Writes the page and prints its path."""
-  # Not on import: other programs have a flag of this name, and tests import both.
+  # Not on import: other programs have an equal flag, and tests import both.
   workdir = flags.FLAGS.workdir
   where = [*([workdir] if workdir else []), *_TRAJECTORIES.value]
   if not where:

@@ -47,7 +47,7 @@ class Choice:
     top: int | None = None,
     raw: Callable[[list[int]], bytes] = bytes,
   ):
-    """Takes its position, and `stop` and `top` of the request.
+    """Takes its position, and the request's `stop` and `top`.
 
     Args:
       index: its position.
@@ -111,7 +111,7 @@ class Choice:
 
   @property
   def ending(self) -> dict[str, Any]:
-    """Returns the fields of a finished choice."""
+    """Returns a finished choice's fields."""
     t = self.trajectory
     calls = []
     for call in t.calls:
@@ -151,7 +151,7 @@ class Choice:
 
   @property
   def log_probs(self) -> dict[str, Any]:
-    """Returns the field `logprobs` of a chat's choice, if requested."""
+    """Returns a chat choice's field `logprobs`, if requested."""
     if self._top is None:
       return {}
     out: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class Choice:
 
   @property
   def text_log_probs(self) -> dict[str, Any]:
-    """Returns the field `logprobs` of a choice of /v1/completions, or null."""
+    """Returns the field `logprobs` for /v1/completions, or null."""
     if self._top is None:
       return {"logprobs": None}
     tokens = self._tokens()[1]
@@ -182,8 +182,8 @@ class Choice:
     return {"logprobs": {**out, "top_logprobs": tops}}
 
   def _tokens(self) -> tuple[list[tuple[bytes, float]], list[tuple[bytes, float]]]:
-    """Bytes and log-probs of the policy's tokens: before the answer, and of it."""
-    # --- Of several answers the last one is meant, as in `written_answer`.
+    """Returns the policy's tokens (bytes, log-prob) before and in the answer."""
+    # --- The last of several answers counts, as in `written_answer`.
     segments = [s for s in self.trajectory.segments if s.author == Author.POLICY]
     opening = open_tag(ANSWER).encode()
     answers = [i for i, s in enumerate(segments) if opening in self._raw(s.ids)]
@@ -225,7 +225,7 @@ def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def _held(text: str, stop: tuple[str, ...]) -> int:
-  """Counts final characters of the text possibly beginning a stop string."""
+  """Counts the text's final characters possibly beginning a stop string."""
   longest = max(map(len, stop), default=0) - 1
   for length in range(min(longest, len(text)), 0, -1):
     if any(each.startswith(text[-length:]) for each in stop):
@@ -248,7 +248,7 @@ def usage(choices: Iterable[Choice], n: int = 1) -> dict[str, Any]:
 
 
 def envelope(kind: str, model: str) -> dict[str, Any]:
-  """Returns the common fields of a response's chunks; `kind` is field `object`."""
+  """Returns the fields common to a response's chunks; `kind` is field `object`."""
   prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
   name = prefix + secrets.token_hex(12)
   return {"id": name, "object": kind, "created": int(time.time()), "model": model}

@@ -1,10 +1,10 @@
-"""Compares runs: a table for each stage, and one page of overlaid curves.
+"""Compares runs: a table for each stage, and one page with overlaid curves.
 
   coa compare --out=runs/sweep/compare.html runs/sweep/*
   coa compare --figures=reward,dev_accuracy runs/rl runs/rl_again
 
 Runs are compared within their stage (distill, sft, rl, evaluate, ...). Runs with
-configs differing only in seeds are one row of the table and one line of a curve: the
+configs differing only in seeds are one table row and one line of a curve: the
 mean over seeds, with the 95 % interval of Student's t. A row is named by the differing
 fields; a single run with a longer name, by its workdir.
 """
@@ -73,8 +73,8 @@ class Run:
   Attributes:
     path: its workdir.
     config: field -> value, with paths such as "optim.lr".
-    results: figure -> number, of `results.json`; empty while it runs.
-    log: the rows of `metrics.jsonl`.
+    results: figure -> number, from `results.json`; empty while it runs.
+    log: the `metrics.jsonl` rows.
   """
 
   path: str
@@ -208,12 +208,12 @@ def table(
   figures: Sequence[str] = (),
   title: str = "Runs",
 ) -> Table:
-  """Makes a row for each group: mean and interval of every figure.
+  """Makes a row for each group: every figure's mean and interval.
 
   Args:
     groups: the result of `group`.
-    figures: of results.json; () for FIGURES. Those present in some run are shown.
-    title: of the table.
+    figures: names in results.json; () for FIGURES. Those present in some run are shown.
+    title: the table's title.
   """
   known = _figures_of([run for runs in groups.values() for run in runs])
   shown = [name for name in figures or FIGURES if name in known]
@@ -338,7 +338,7 @@ def _as_json(value: Any) -> str:
 
 
 def _shared_folder(values: Iterable[Any]) -> str:
-  """Returns the common parent folder of all texts among values; "" for none."""
+  """Returns all texts' common parent folder; "" for none."""
   texts = [value for value in values if isinstance(value, str) and value]
   # By letter, then cut at a slash: paths may be absolute and relative.
   return os.path.commonprefix(texts).rpartition("/")[0]  # noqa: RUF071
@@ -359,7 +359,7 @@ def _define_flags() -> None:
 
 
 def main(paths: list[str]) -> None:
-  """Compares the workdirs of the command line."""
+  """Compares the command line's workdirs."""
   if not paths:
     raise ConfigError("name workdirs, or folders of them: experiments.compare runs/*")
   values = flags.FLAGS

@@ -299,7 +299,7 @@ def unknown_model(name: str, model: str) -> RequestRefused:
 
 
 def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
-  """Returns the question, and the number of ignored messages."""
+  """Returns the question, and the count of ignored messages."""
   # --- The question is the last message.
   for i, message in enumerate(messages):
     if message.role in _SYSTEM and not conversation:

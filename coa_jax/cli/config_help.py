@@ -31,7 +31,7 @@ SECTIONS_BY_NAME = "sections by name"
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-  """One field of a config, in words.
+  """One config field, in words.
 
   Attributes:
     path: its path, e.g. "algo.loss.clip_low".
@@ -49,7 +49,7 @@ class Field:
 
 
 def list_fields(cls: type, path: str = "") -> list[Field]:
-  """Lists the fields of a config's dataclass, each section before its own sections.
+  """Lists a config dataclass's fields, each section before its own sections.
 
   Args:
     cls: the dataclass.
@@ -77,11 +77,11 @@ def list_fields(cls: type, path: str = "") -> list[Field]:
 
 
 def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
-  """Explains a config, one section of it, or one field, for a terminal.
+  """Explains a config, one section, or one field, for a terminal.
 
   Args:
     cls: the config's dataclass.
-    wanted: the path of a section or field; "" for all.
+    wanted: a section's or field's path; "" for all.
     config: the config file's values; {} without one.
     width: columns; 0 for the terminal's.
 

@@ -30,7 +30,7 @@ def run(
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-  """Makes tables of `results.json`: what every stage kept, and families."""
+  """Makes tables of `results.json`: every stage's kept runs, and families."""
   stages = {"convert": results["convert"], **results["filters"]}
   rows = [{"stage": "team runs", "kept": results["runs"], "dropped": ""}]
   for name, stage in stages.items():

@@ -48,7 +48,7 @@ _HEARTBEAT_S = flags.DEFINE_integer(
 
 
 def join(where: str) -> None:
-  """Joins the other processes of a run; `where` is the flag --distributed."""
+  """Joins a run's other processes; `where` is the flag --distributed."""
   import jax
 
   if where == "auto":
@@ -210,7 +210,7 @@ def in_bucket(uri: str, scratch: str) -> Iterator[str]:
   with contextlib.ExitStack() as stack:
     # --- The first one takes the lease; the others receive its number.
     refusal = None
-    epoch = 0  # the number of its lease
+    epoch = 0  # its lease's number
     if process == 0:
       try:
         first = stack.enter_context(mirror.Mirror(uri, scratch, 0, processes))

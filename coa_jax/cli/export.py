@@ -19,14 +19,14 @@ from coa_jax.runtime.lock import hold
 
 
 def _define_flags() -> None:
-  # Not on import: other programs have flags of these names, and tests import both.
+  # Not on import: other programs have equal flags, and tests import both.
   flags.DEFINE_string("workdir", None, "Of the run.", required=True)
   flags.DEFINE_string("out", None, "Where model/ is written.", required=True)
   flags.DEFINE_integer("step", None, "Updates made; the newest where empty.")
 
 
 def export(workdir: str, out: str, step: int | None = None) -> int:
-  """Writes the model of a checkpoint; returns its step.
+  """Writes a checkpoint's model; returns its step.
 
   Args:
     workdir: of an SFT or RL run.

@@ -26,7 +26,7 @@ stage, statistics before and after, the file's hash) and pictures of the funnel 
 statistics. With --shard=I/N each process reads every N-th row from the I-th on; the
 last of these N processes joins all (`coa_jax.cli.shards`; parts stay in OUT.work).
 
-budget: a third of it is the flags, each with its help.
+budget: a third is the flags, each with its help.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _ALONE = "unified-plan-reflection-suggested_answer-double_check"
 
 
 def _define_section(name: str, cls: type) -> Any:
-  """Defines flags --NAME.FIELD for the fields of a dataclass."""
+  """Defines flags --NAME.FIELD for a dataclass's fields."""
   config = ml_collections.ConfigDict()
   fill_defaults(config, cls)
   return config_flags.DEFINE_config_dict(name, config)
@@ -208,7 +208,7 @@ def _write(
   Args:
     out: the file to write.
     chosen: the format.
-    pipeline: the processing of each row.
+    pipeline: processes each row.
     job: counts the rows.
     lines_of: takes callbacks for dropped and imported rows.
 
@@ -265,7 +265,7 @@ def _write(
 
 
 def _dropped(counts: dict[str, Any]) -> tuple[Counter[str], dict[str, Counter[str]]]:
-  """Counts reasons of dropped rows at import, and by each filter, if any."""
+  """Counts reasons for dropped rows at import, and by each filter, if any."""
   filtered = {}
   if "filters" in counts:
     for stage in filters.STAGES:
@@ -286,7 +286,7 @@ def _pipeline(chosen: str) -> RowPipeline:
   if formats.copies and _PROMPT.value == "brief":
     raise ValueError("--formats.copies: only --prompt=full describes formats")
 
-  # --- The reader of rows.
+  # --- The rows' reader.
   tasks = {}
   if _TASKS.value:
     tasks = {task.id: task for task in load_tasks(_TASKS.value)}

@@ -1,4 +1,4 @@
-"""Preparation of every stage: flags, config, compile cache, errors.
+"""Every stage's preparation: flags, config, compile cache, errors.
 
 budget: everything before a stage, in order.
 """
@@ -110,12 +110,12 @@ def launch(
   Args:
     journey: the stage's function.
     config_class: the dataclass of its config; its defaults fill missing fields.
-    tables: makes tables of the results, printed at the end; --json prints the results
+    tables: makes the results' tables, printed at the end; --json prints the results
       themselves, like programs without tables.
     logs: files from which the stage resumes, if it supports shards: see
       `coa_jax.cli.shards`.
   """
-  # --- Flags of its own.
+  # --- Its own flags.
   if logs:
     flags.DEFINE_string(
       "shard", "", "Do part I of N alone, as 0/8; the last one joins. auto/8: by index."
@@ -138,7 +138,7 @@ def launch(
       if not is_uri(workdir.value):
         distributed.check_shared(workdir.value)
 
-    # --- A part of the work, or all of it; in a bucket both work in a local folder.
+    # --- A part of the work, or all; in a bucket both work in a local folder.
     run = _watched(journey, config)
     if shard:
       settings = inputs.named(as_json(read_config(config, config_class)))
@@ -237,7 +237,7 @@ def config_of_words(words: list[str], config_class: type) -> ml_collections.Conf
   Args:
     words: the command line without the program; flags other than --config.FIELD are
       ignored.
-    config_class: the dataclass of the stage's config.
+    config_class: the stage's config dataclass.
   """
   file, argument, rest = _take_config(words)
   if not file:
@@ -255,7 +255,7 @@ def config_of_words(words: list[str], config_class: type) -> ml_collections.Conf
 
 
 def fetch_inputs(config: ml_collections.ConfigDict) -> None:
-  """Replaces gs:// and s3:// addresses by the paths of local copies."""
+  """Replaces gs:// and s3:// addresses by local copies' paths."""
   cache = os.path.join(SCRATCH.value, "inputs")
   for name, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
@@ -275,7 +275,7 @@ def _define_config(
     file: the config file; "" for none, then refused by the flag's parser.
     argument: of its `get_config`, if it has one.
     argv: the command line without --config.
-    config_class: the dataclass of the stage's config.
+    config_class: the stage's config dataclass.
 
   Returns:
     The command line without flags set to None, unreadable to typed flags (their fields
@@ -410,7 +410,7 @@ def _set_none(section: ml_collections.ConfigDict, field: str) -> None:
 def _make_sections(
   config: ml_collections.ConfigDict, path: str
 ) -> ml_collections.ConfigDict:
-  """Makes missing sections on the path of a flag's field.
+  """Makes missing sections on a flag field's path.
 
   Returns:
     The field's section.
@@ -478,7 +478,7 @@ def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
 
 
 def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
-  """Sets up the process: allocator, log, compile cache, devices of a CPU.
+  """Sets up the process: allocator, log, compile cache, CPU devices.
 
   Call it before using JAX.
   """

@@ -62,7 +62,7 @@ def split_program(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
 
 
 def run(command: str, words: Sequence[str]) -> None:
-  """Runs a command, one of `COMMANDS`, on the words of its command line."""
+  """Runs a command in `COMMANDS` with its command line's words."""
   module = importlib.import_module(f"coa_jax.cli.{MODULES.get(command, command)}")
   # --help prints the main module's docstring and the flags defined under the program's
   # name.

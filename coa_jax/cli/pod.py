@@ -114,7 +114,7 @@ _TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"  # of man sbatch, --time
 
 
 def _check_flags() -> None:
-  """Refuses flags of another form, and values invalid on any cluster."""
+  """Refuses another form's flags, and values invalid on any cluster."""
   if FLAGS.slurm and FLAGS.vm:
     stop("--slurm and --vm: give one of them, or none for a JobSet")
   form = "Kubernetes"
@@ -145,7 +145,7 @@ def _check_flags() -> None:
 
 
 def _read_env() -> dict[str, str]:
-  """Reads the variables of --env."""
+  """Reads the variables in --env."""
   out = {}
   for text in FLAGS.env:
     name, equals, value = text.partition("=")
@@ -156,7 +156,7 @@ def _read_env() -> dict[str, str]:
 
 
 def _read_secrets() -> dict[str, tuple[str, str]]:
-  """Reads the Secrets of --secret, by variable or path."""
+  """Reads the Secrets in --secret, by variable or path."""
   out = {}
   for text in FLAGS.secret:
     match = re.fullmatch(

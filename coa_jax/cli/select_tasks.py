@@ -75,7 +75,7 @@ def run(
     shard: plays only this part of the tasks: see `evaluate.run`.
 
   Returns:
-    The content of selection.json.
+    selection.json's content.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any play; see `evaluate.run`. Or

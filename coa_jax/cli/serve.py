@@ -11,7 +11,7 @@ and attempts are not read, and vLLM (section vllm) is refused. Serves POST
 /v1/chat/completions and /v1/completions (with "stream": true as server-sent events),
 GET /v1/models, GET /v1/models/NAME and GET /health; GET / is a page to chat with, GET
 /metrics Prometheus's (`coa_jax/cli/serve_metrics.py`). See `coa_jax/cli/completions.py`
-for fields of requests and `coa_jax/cli/choices.py` for fields of responses.
+for requests' fields and `coa_jax/cli/choices.py` for responses' fields.
 
 All requests share the `rollout.slots`; further ones wait, and beyond
 --max_waiting they get status 429. A request with a seed has the same answer regardless

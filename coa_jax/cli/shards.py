@@ -69,7 +69,7 @@ def run_shard(
   Args:
     journey: the stage; takes a folder and a shard.
     settings: JSON values common to all shards.
-    workdir: of the whole stage: a folder, or an address in a bucket.
+    workdir: for the whole stage: a folder, or an address in a bucket.
     shard: the part to do here.
     logs: names of a shard's result files.
     scratch: a folder on this machine's disk, if the workdir is in a bucket.
@@ -97,7 +97,7 @@ def run_shard(
   else:
     results = parse_object(done, f"{workdir}/{own}/{_DONE}")
 
-  # --- All of them.
+  # --- All shards.
   names = [_name(Shard(i, shard.count)) for i in range(shard.count)]
   missing = set(names) - place.done()
   if missing:
@@ -119,7 +119,7 @@ class _Disk:
     self.workdir = workdir
 
   def read(self, name: str) -> bytes | None:
-    """Reads a file of the workdir; None if there is none."""
+    """Reads a file in the workdir; None if there is none."""
     path = os.path.join(self.workdir, name)
     if not os.path.exists(path):
       return None
@@ -127,23 +127,23 @@ class _Disk:
       return f.read()
 
   def create(self, name: str, text: str) -> None:
-    """Writes a file of the workdir unless there is one."""
+    """Writes a file in the workdir unless it exists."""
     if self.read(name) is None:
       with atomic_write(os.path.join(self.workdir, name)) as f:
         f.write(text)
 
   def done(self) -> set[str]:
-    """Lists the folders of finished shards."""
+    """Lists finished shards' folders."""
     found = glob.glob(f"{_FOLDER}/*/{_DONE}", root_dir=self.workdir)
     return {os.path.dirname(name) for name in found}
 
   def part(self, name: str) -> contextlib.AbstractContextManager[str]:
-    """Yields the folder of a shard; the stage locks it."""
+    """Yields a shard's folder; the stage locks it."""
     return contextlib.nullcontext(os.path.join(self.workdir, name))
 
   @contextlib.contextmanager
   def whole(self) -> Iterator[str]:
-    """Yields the folder of all.
+    """Yields the common folder.
 
     Raises:
       InUseError: another process joins them.
@@ -230,7 +230,7 @@ def _join(workdir: str, names: Sequence[str], logs: Sequence[str]) -> None:
 
 
 def _note(path: str, value: dict[str, Any]) -> None:
-  """Writes a marker of finished work; in a bucket after all its files."""
+  """Writes a marker for finished work; in a bucket after all its files."""
   mirror.push(path)
   write_json(path, value)
   mirror.push(path)

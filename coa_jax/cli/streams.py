@@ -7,7 +7,7 @@ import io
 import os
 import sys
 
-# The reader of a pipe ended; the terminal closed.
+# The pipe's reader ended; the terminal closed.
 _GONE = (errno.EPIPE, errno.EIO)
 
 

@@ -84,7 +84,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 def combinations(
   grid: Sequence[tuple[str, Sequence[str]]], seed_field: str, seeds: int
 ) -> Iterator[list[str]]:
-  """Yields the fields of each run, as "FIELD=VALUE"; all seeds of a point in a row."""
+  """Yields each run's fields, as "FIELD=VALUE"; a point's seeds in a row."""
   axes = [[f"{field}={value}" for value in values] for field, values in grid]
   if seeds:
     axes.append([f"{seed_field}={seed}" for seed in range(seeds)])
@@ -102,10 +102,10 @@ def sweep(
   """Runs all unfinished runs.
 
   Args:
-    workdir: the folder of all runs.
+    workdir: the runs' common folder.
     command: `coa` and a command, or a module; and its flags, without --workdir.
     grid: fields and their values.
-    seeds: runs of each combination, with seeds 0, 1, ...; 0 for one run with the
+    seeds: runs per combination, with seeds 0, 1, ...; 0 for one run with the
       config's seed.
     shard: (I, N): our part of the runs.
 
@@ -183,7 +183,7 @@ def _define_flags() -> None:
 
 
 def main(command: list[str]) -> None:
-  """Runs the sweep of the command line, and compares its finished runs."""
+  """Runs the command line's sweep, and compares its finished runs."""
   if not command:
     raise ConfigError("after -- name the journey: -- coa sft --config=...")
   values = flags.FLAGS

@@ -62,7 +62,7 @@ _MAY_CHANGE = (
 
 @dataclasses.dataclass(frozen=True)
 class SynthesizeConfig:
-  """Config of synthesis: its sections.
+  """The synthesis config's sections.
 
   Attributes:
     synthesis: number and kind of tasks.
@@ -102,7 +102,7 @@ def run(
       parts' logs joined, the whole synthesis resumes from there.
 
   Returns:
-    The content of results.json.
+    results.json's content.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any request.
@@ -199,7 +199,7 @@ def _in_parallel(
   workdir: str,
   stage: str,
 ) -> list[SynthesisResult]:
-  """Returns the results of `work` for all items, in their order."""
+  """Returns `work`'s results for all items, in their order."""
   items = list(items)
   out: list[SynthesisResult] = []
   pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=stage)

@@ -1,6 +1,6 @@
 """Refuses sizes beyond this machine's memory, before any allocation.
 
-It counts the minimum memory of a size, so a refused size can not work; an accepted one
+It counts a size's minimum memory, so a refused size can not work; an accepted one
 may still be too large. Fixed bounds per field would refuse sizes possible on a larger
 machine.
 """

@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 
 
 def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
-  """Reads a config, or one section of it, into the dataclass `cls`.
+  """Reads a config, or one section, into the dataclass `cls`.
 
   budget: one pass over the fields, in the order of reported faults.
 
@@ -104,7 +104,7 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
 def fill_defaults(
   config: ml_collections.ConfigDict, cls: type, types_only: bool = False
 ) -> None:
-  """Writes the defaults of `cls` into a config's missing fields.
+  """Writes `cls`'s defaults into a config's missing fields.
 
   So a flag can override every field, by its type. A field without a default, or with
   default None, becomes a typed placeholder. An optional section stays missing, and
@@ -113,7 +113,7 @@ def fill_defaults(
   A section with metadata "read" gets only types: its function knows better defaults.
 
   Args:
-    config: of a whole stage, or a section of it.
+    config: for a whole stage, or a section.
     cls: its dataclass.
     types_only: make every missing field a typed placeholder.
   """

@@ -82,7 +82,7 @@ def _check_replaceable(path: str) -> None:
 
 
 def kind_of_file(mode: int) -> str:
-  """Returns the kind of file, in words, for a mode of `os.stat`."""
+  """Returns the file's kind, in words, for a mode from `os.stat`."""
   for is_kind, name in _KINDS.items():
     if is_kind(mode):
       return name
@@ -118,7 +118,7 @@ def atomic_write(
 
 
 def fsync_file(path: str) -> None:
-  """Waits until all bytes of a file are on the disk."""
+  """Waits until all bytes in a file are on the disk."""
   with open(path, "rb") as f:
     os.fsync(f.fileno())
 

@@ -27,7 +27,7 @@ def bounded(
   """Returns a dataclass field for a number within bounds.
 
   Args:
-    default: of the field; without it, the field is required.
+    default: the default; without it, the field is required.
     least: the least value, itself accepted.
     above: as `least`, itself not accepted.
     most: the largest value, itself accepted.
@@ -42,7 +42,7 @@ def choice(default: Any = dataclasses.MISSING, *, of: Sequence[str]) -> Any:
   """Returns a dataclass field for one of the names in `of`.
 
   Args:
-    default: of the field; without it, the field is required.
+    default: the default; without it, the field is required.
     of: the names.
   """
   return dataclasses.field(default=default, metadata={"of": tuple(of)})

@@ -1,4 +1,4 @@
-"""SIGTERM (a preempted machine) and SIGINT (Ctrl-C): the orderly end of a run.
+"""SIGTERM (a preempted machine) and SIGINT (Ctrl-C): a run's orderly end.
 
 At the first signal the run saves at its next boundary and exits. A second one ends the
 process at once, whatever it is doing.
@@ -24,7 +24,7 @@ class Interrupted(KeyboardInterrupt):
   """A signal has ended the run, and its state is saved.
 
   Attributes:
-    number: of the signal.
+    number: the signal's number.
     status: the exit status of the process, by convention 128 + the signal's number.
   """
 
@@ -36,7 +36,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class SharedSignal:
-  """Shares a signal with all processes of a run; use as a context manager.
+  """Shares a signal with a run's processes; use as a context manager.
 
   A scheduler may signal only one process, and the others would continue. JAX's
   coordination service carries the number: no device waits for it.

@@ -121,7 +121,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ()) -> T:
-  """Builds a dataclass from a JSON object, checking the type of every field.
+  """Builds a dataclass from a JSON object, checking every field's type.
 
   A number must be finite, except in a list: there may be many, some of them log-probs
   of -inf. No `__post_init__` is called.

@@ -1,4 +1,4 @@
-"""The one check of external names before they become paths.
+"""The one check for external names before they become paths.
 
 Objects in a bucket, members of archives, files named in a manifest or an index: their
 author is untrusted. An accepted name leads to a file below its folder.
@@ -78,7 +78,7 @@ def check_workdir(path: str | os.PathLike[str], with_globs: bool = True) -> None
   """Refuses a folder with a path unsupported by the writing libraries.
 
   Args:
-    path: of the folder.
+    path: the folder's path.
     with_globs: whether glob characters are allowed; for checkpoints they are not.
 
   Raises:

@@ -1,4 +1,4 @@
-"""Communication between the processes of one run.
+"""Communication between a run's processes.
 
 Everything goes to all processes, as JSON or bytes.
 """
@@ -53,7 +53,7 @@ def gather_bytes(own: bytes) -> list[bytes]:
 
 
 def _all_gather(own: np.ndarray) -> np.ndarray:
-  """Returns all processes' arrays, of one shape, stacked."""
+  """Returns all processes' arrays, with one shape, stacked."""
   mesh = _mesh()
   of_process = NamedSharding(mesh, PartitionSpec("process"))
   whole = jax.make_array_from_process_local_data(of_process, own[None])
@@ -73,7 +73,7 @@ def _mesh() -> Mesh:
 
 @functools.cache
 def _gather(mesh: Mesh) -> Any:
-  """Returns the program of `_all_gather`; recompiled for every length."""
+  """Returns `_all_gather`'s program; recompiled for every length."""
   return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 

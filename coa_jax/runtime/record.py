@@ -90,7 +90,7 @@ def prepare_workdir(
 
 
 def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns the config and the input hashes in a `config.json` of `prepare_workdir`.
+  """Returns the config and the input hashes from `prepare_workdir`'s `config.json`.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -118,7 +118,7 @@ def _read_record(path: str) -> dict[str, Any]:
 
 
 def read_origin_of(workdir: str) -> dict[str, Any] | None:
-  """Returns the `origin` of `prepare_workdir`, with the run's first commit.
+  """Returns `prepare_workdir`'s `origin`, with the run's first commit.
 
   None for a run of an earlier version without this record.
 
@@ -239,7 +239,7 @@ def _overwrite(before: dict[str, Any], now: dict[str, Any], field: str) -> None:
 
 
 def _differences(before: Any, now: Any, path: str) -> Iterator[str]:
-  """Yields each differing field of two configs, with both values."""
+  """Yields two configs' differing fields, with both values."""
   if isinstance(before, dict) and isinstance(now, dict):
     for name in sorted({*before, *now}):
       below = f"{path}.{name}" if path else name
@@ -270,7 +270,7 @@ def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
 
 
 def hash_json(values: Iterable[Any]) -> str:
-  """Returns a hash of JSON values, one after the other."""
+  """Hashes JSON values, one after the other."""
   # Sorted keys: equal values have equal hashes.
   out = hashlib.sha256()
   for value in values:
@@ -279,10 +279,10 @@ def hash_json(values: Iterable[Any]) -> str:
 
 
 def hash_files(path: str | None, samples: int | None = None) -> str:
-  """Returns a hash of a file, or of a folder's files; for None an empty hash.
+  """Hashes a file, or a folder's files; None gives an empty hash.
 
   Args:
-    path: of the file or folder.
+    path: the file or folder.
     samples: hashes each file's size and 64 kB at N places: quick for weights of any
       size, because training changes every part. None reads all.
   """
@@ -312,7 +312,7 @@ def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
   """Writes a data file's manifest: config, commit, figures and sha256.
 
   Args:
-    path: of the manifest, JSON.
+    path: the manifest's path, JSON.
     data: the complete data file.
     config: its settings.
     **figures: further facts, e.g. counts.
@@ -327,7 +327,7 @@ def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
 
 
 def git_commit() -> str | None:
-  """Returns the commit of this checkout; None outside one."""
+  """Returns this checkout's commit; None outside one."""
   # Of the running code, independent of the current folder.
   here = os.path.dirname(os.path.abspath(__file__))
   command = ["git", "-C", here, "rev-parse", "HEAD"]

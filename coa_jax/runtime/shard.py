@@ -1,4 +1,4 @@
-"""One of several parts of a stage's work, done by independent processes.
+"""Parts of a stage's work, each done by an independent process.
 
 Parts are interleaved: shard i of n has every n-th item from the i-th on. Each writes
 its own logs. Concatenated they equal the logs of a process interrupted after all of the

@@ -1,7 +1,7 @@
 """Refuses a run if its config cannot work on the requested machines.
 
-All checks run before any machine costs money: mesh and rows against the number of
-devices; files, addresses and sandboxes missing in a pod.
+All checks run before any machine costs money: mesh and rows against the device
+count; files, addresses and sandboxes missing in a pod.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INPUTS = (
   *("init", "uri", "trajectories", "corpus", "key_file", "token_file", "tokenizer"),
   *("benchmarks", "without", "played", "folder"),
 )
-# Folders of the checkout that experiments/deploy/Containerfile copies.
+# The checkout's folders copied by experiments/deploy/Containerfile.
 _IMAGE = ("configs", "experiments", "coa_jax", "tools_sandbox")
 # gs:// and s3://, and sources of tasks: hf:, tfds:.
 _ADDRESS = re.compile(r"[a-z0-9]+:")
@@ -48,11 +48,11 @@ class Machines:
   """The hosts and devices for a run.
 
   Attributes:
-    devices: all of them, each with its process.
+    devices: all devices, each with its process.
     name: the flags requesting them, for messages.
     is_pod: whether the hosts are Kubernetes' pods, which contain only the image.
     mounts: folders and files in every pod in addition to the image's.
-    without: folders of the checkout missing on the hosts.
+    without: the checkout's folders missing on the hosts.
     shards: whether the processes are independent.
   """
 
@@ -135,7 +135,7 @@ def _check_files(
   for field, value in _strings(config, "config"):
     if field.rpartition(".")[2] in _INPUTS:
       for part in value.split(","):
-        # Weights of trajectories follow the last "=".
+        # Trajectories' weights follow the last "=".
         named.append((f"--{field}", re.sub(r"=[\d.]+$", "", part.strip())))
   missing = []
   for field, path in named:
@@ -219,7 +219,7 @@ def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
 
 
 def _value(words: Sequence[str], flag: str) -> str:
-  """Returns the value of a flag in a command line; "" if missing."""
+  """Returns a flag's value in a command line; "" if missing."""
   found = ""
   for i, word in enumerate(words):
     name, equals, value = word.partition("=")

@@ -25,7 +25,7 @@ LIBTPU_INIT_ARGS = " ".join(
     PLAIN_RINGS,
   )
 )
-# Ports for the processes and slices of a run to find each other.
+# Ports for a run's processes and slices to find each other.
 _PORTS = (8471, 8080)
 
 
@@ -34,18 +34,18 @@ class PodJob:
   """A command and the pods to run it.
 
   Attributes:
-    name: of the job.
+    name: the job's name.
     command: the program's words, from `python` on.
-    slice: the TPUs of one slice; None for none.
-    slices: number of slices, or shards.
+    slice: one slice's TPUs; None for none.
+    slices: count of slices, or shards.
     image: the container image.
     claim: the volume claim of the hosts' shared disk; "" for none.
     path: its mount point.
     spot: whether on preemptible machines.
-    restarts: maximum number of restarts.
+    restarts: maximum restarts.
     grace_s: seconds from SIGTERM to the end.
-    namespace: of Kubernetes; "" for kubectl's.
-    service_account: of the pods; "" for the namespace's default.
+    namespace: Kubernetes'; "" for kubectl's.
+    service_account: the pods'; "" for the namespace's default.
     queue: the Kueue queue admitting the job; "" for none.
     requests: the container's resource requests, as {"cpu": "8", "memory": "64Gi"}.
     env: environment variables.
@@ -135,7 +135,7 @@ def _metadata(job: PodJob) -> dict[str, Any]:
 
 
 def _pod_spec(job: PodJob) -> dict[str, Any]:
-  """Returns the spec of a host's pod, with all its chips. budget: its fields."""
+  """Returns a host's pod spec, with all its chips. budget: its fields."""
   # --- Its disks: the node's own, memory, and the shared one.
   volumes: list[dict[str, Any]] = [
     {"name": "scratch", "emptyDir": {}},

@@ -7,7 +7,7 @@ import shlex
 
 from coa_jax.cli.deploy.manifests import LIBTPU_INIT_ARGS, PodJob
 
-# Folders of the checkout excluded by --vm.
+# The checkout's folders excluded by --vm.
 NOT_SENT = (".venv", "runs")
 
 
@@ -16,7 +16,7 @@ class SlurmJob:
   """A run on hosts with GPUs.
 
   Attributes:
-    name: of the job.
+    name: the job's name.
     command: the program's words, from `python` on.
     nodes: hosts.
     gpus: GPUs per host.

@@ -14,10 +14,10 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """The common properties of a generation's slices.
+  """A generation's common properties.
 
   Attributes:
-    gke_accelerator: the node label of GKE.
+    gke_accelerator: GKE's node label.
     cores: cores per chip in a slice's name: `v5p-128` has 64 chips.
     single_host: topologies with one host, of 8 chips or fewer.
     topologies: topologies with several hosts, of 4 chips each.
@@ -111,7 +111,7 @@ class Slice:
 
   @property
   def chips_per_host(self) -> int:
-    """Counts the chips of a host: 4 if there are several hosts."""
+    """Counts a host's chips: 4 if there are several hosts."""
     if self.topology in GENERATIONS[self.generation].single_host:
       return self.chips
     return 4
@@ -128,7 +128,7 @@ class Slice:
 
   @property
   def gke_accelerator(self) -> str:
-    """Returns the node label of GKE."""
+    """Returns GKE's node label."""
     return GENERATIONS[self.generation].gke_accelerator
 
   @property
@@ -139,13 +139,13 @@ class Slice:
 
   @property
   def runtime(self) -> str:
-    """Returns the software version of its TPU VMs."""
+    """Returns its TPU VMs' software version."""
     return GENERATIONS[self.generation].runtime
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A device of a remote machine; it has the fields of `jax.Device`."""
+  """A remote machine's device, with the fields of `jax.Device`."""
 
   id: int
   process_index: int
@@ -157,15 +157,15 @@ class Device:
 
 
 def describe_gpus(nodes: int, gpus: int) -> list[Device]:
-  """Describes the GPUs of several hosts, one process per GPU."""
+  """Describes several hosts' GPUs, one process per GPU."""
   return [Device(i, i) for i in range(nodes * gpus)]
 
 
 def describe_slices(one: Slice, count: int) -> list[Device]:
-  """Describes the devices of equal slices, one process per host."""
+  """Describes equal slices' devices, one process per host."""
   generation = GENERATIONS[one.generation]
   sides = [*map(int, one.topology.split("x"))]
-  block = sides if one.hosts == 1 else [2, 2, 1][: len(sides)]  # chips of a host
+  block = sides if one.hosts == 1 else [2, 2, 1][: len(sides)]  # a host's chips
   grid = [side // part for side, part in zip(sides, block, strict=True)]
   out: list[Device] = []
   for number in range(count):

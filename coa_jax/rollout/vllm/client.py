@@ -27,7 +27,7 @@ from tools_sandbox.http_client import Fault, NoReply, Retries
 T = TypeVar("T")
 # The value of --logits-processors, for `rollout.constrain`.
 PROCESSOR = "coa_jax.rollout.vllm.plugin:Grammar"
-_CLOSE_S = 5.0  # wait of `close` for the end of connections
+_CLOSE_S = 5.0  # `close` waits this long for open connections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class VllmServer:
 
     Args:
       config: its address and limits.
-      max_len: maximum tokens of a trajectory.
+      max_len: maximum tokens in a trajectory.
       vocab_size: V; ids from V on are refused.
       masks: whether it needs our logits processor.
 
@@ -123,7 +123,7 @@ class VllmServer:
     self._client = httpx.AsyncClient(
       base_url=config.url,
       timeout=httpx.Timeout(config.timeout_s, connect=10.0, pool=None),
-      # The scheduler bounds the number of concurrent requests.
+      # The scheduler bounds concurrent requests.
       limits=httpx.Limits(max_connections=None),
       trust_env=False,  # no proxy for loopback and a cluster's own hosts
     )
@@ -174,7 +174,7 @@ class VllmServer:
     return served["id"]
 
   def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Starts a coroutine of this client; cancelling the future disconnects."""
+    """Starts this client's coroutine; cancelling the future disconnects."""
     return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
   async def complete(
@@ -193,11 +193,11 @@ class VllmServer:
 
     Args:
       ids: the prefix.
-      most: maximum number of tokens to sample.
+      most: maximum tokens to sample.
       stops: texts after which the server may stop, or not.
       temperature: below `GREEDY_BELOW` it is greedy.
       truncation: excludes unlikely tokens.
-      seed: of this request.
+      seed: this request's seed.
       grammar: a file of tables and the initial state; see `vllm.plugin`.
 
     Returns:
@@ -235,7 +235,7 @@ class VllmServer:
     if grammar:
       body["vllm_xargs"] = {"coa_grammar": grammar[0], "coa_state": grammar[1]}
 
-    # --- Checks of the answer.
+    # --- The answer's checks.
     def read(answer: Any) -> tuple[list[int], list[float]]:
       # Every answer is checked: a wrong id would enter training.
       choice = answer["choices"][0]
@@ -320,7 +320,7 @@ class VllmServer:
     body: dict[str, Any] | None,
     read: Callable[[Any], T],
   ) -> T:
-    """Returns `read` of an answer; `read` raises on an invalid answer."""
+    """Returns `read(answer)`; `read` raises on an invalid answer."""
     c = self._config
     retries = Retries(
       c.retries, c.backoff_s, max_pause_s=c.timeout_s, pause_field="timeout_s"

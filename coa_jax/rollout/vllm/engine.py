@@ -98,7 +98,7 @@ class VllmReplica:
       config: slots, limits and the sampling distribution.
       probe: ids for comparing log-probs at every refresh; two or more.
       tokenizer: exported with the policy.
-      partitioner: of the policy, on several devices.
+      partitioner: the policy's, on several devices.
       constraint: the allowed tokens; None for all.
       policy_changes: whether newer policies arrive during episodes; requests are short
         then (`vllm.request_tokens`).
@@ -127,7 +127,7 @@ class VllmReplica:
     self._served: list[weakref.ref] = []  # the arrays known to be on the server
     self._tokenizer = tokenizer
     self._constraint = constraint
-    self._grammar = ""  # file of the constraint's tables
+    self._grammar = ""  # the constraint's file
     self._process: VllmProcess | None = None
     self._server: VllmServer | None = None
     # --- The running episodes.
@@ -140,7 +140,7 @@ class VllmReplica:
   def _meet(self) -> VllmServer:
     masks = self._constraint is not None
     server = VllmServer(self._vllm, self.config.max_len, self.model.vocab_size, masks)
-    # A request names the file of the tables; vLLM's own process reads it.
+    # A request names the tables' file; vLLM's own process reads it.
     if masks:
       self._grammar = _write_tables(self._vllm.folder, self._constraint)
     return server
@@ -153,7 +153,7 @@ class VllmReplica:
     self._version: int | None = None
 
   def drop(self, episode: Episode) -> None:
-    """Frees the slot of an episode, if it has one; its request is cancelled."""
+    """Frees an episode's slot, if it has one; its request is cancelled."""
     for x in self._live:
       if x.episode is episode:
         x.cancel()
@@ -300,7 +300,7 @@ class VllmReplica:
     return x
 
   def _append(self, x: _Live, ids: list[int]) -> None:
-    """Appends ids of the prompt or a tool; the next turn follows them."""
+    """Appends a prompt's or a tool's ids; the next turn follows them."""
     # A turn begins: the automaton restarts, the grammar continues.
     x.ids += ids
     self.counters.prefilled_tokens += len(ids)
@@ -406,7 +406,7 @@ class _Live:
     turn: this turn's sampled ids, with their `logps`.
     state: our automaton's state after them.
     grammar: the constraint's state, if there is one.
-    future: of a request, or of a tool; None before the next request.
+    future: a request's or a tool's; None before the next request.
     samples: whether `future` is a request's.
   """
 
@@ -426,7 +426,7 @@ class _Live:
 
 
 def _seed(seed: int, sequence: int, position: int) -> int:
-  """Returns a 63-bit seed for the request at a position of a trajectory."""
+  """Returns a 63-bit seed for the request at a trajectory's position."""
   # Like our sampler's keys: from the position, never from the order of requests.
   mixed = np.random.SeedSequence((seed, sequence, position))
   return int(mixed.generate_state(1, np.uint64)[0] >> 1)

@@ -19,7 +19,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-# Fields of `vllm_xargs`.
+# Fields in `vllm_xargs`.
 FILE = "coa_grammar"
 STATE = "coa_state"
 
@@ -72,7 +72,7 @@ class _Request:
 
 
 class Grammar(LogitsProcessor):
-  """Masks the rows of requests with a grammar."""
+  """Masks requests' rows, if they have a grammar."""
 
   def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
     """Takes vLLM's arguments."""
@@ -100,6 +100,6 @@ class Grammar(LogitsProcessor):
     for row, request in self._requests.items():
       refused_V = request.refused()
       if refused_V is not None:
-        # Rows of logits may be padded past the vocabulary.
+        # Logits rows may be padded past the vocabulary.
         logits[row, : len(refused_V)].masked_fill_(refused_V, float("-inf"))
     return logits

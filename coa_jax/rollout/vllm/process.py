@@ -16,7 +16,7 @@ import httpx
 
 _CHILD = pathlib.Path(__file__).with_name("child.py")
 _LOOK_S = 0.5  # seconds between two polls of a starting server
-_TAIL = 2_000  # characters of its log in an error
+_TAIL = 2_000  # log characters in an error
 
 
 class VllmProcess:
@@ -36,13 +36,13 @@ class VllmProcess:
     Args:
       program: the `vllm` program in its own environment.
       folder: the model, tokenizer included.
-      max_len: maximum tokens of a trajectory.
+      max_len: maximum tokens in a trajectory.
       dtype: for its computations.
-      flags: further flags of `vllm serve`.
+      flags: further `vllm serve` flags.
       start_s: maximum seconds for its start.
 
     Raises:
-      ValueError: it ended or took longer; the message has the last lines of its log.
+      ValueError: it ended or took longer; the message has its log's last lines.
     """
     # The port was free a moment ago; if it is taken, the server ends with an error.
     with socket.socket() as s:

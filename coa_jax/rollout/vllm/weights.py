@@ -1,4 +1,4 @@
-"""Our own log-probs of a row, for comparison with a vLLM server's."""
+"""Our own log-probs for a row, for comparison with a vLLM server's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def score(
 
   Args:
     model: the architecture.
-    partitioner: of the view.
+    partitioner: the view's.
     view: the decoding weights.
     ids: the row.
   """

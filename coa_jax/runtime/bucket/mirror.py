@@ -155,7 +155,7 @@ class Mirror:
     self._checked = time.monotonic()
 
   def bucket_below(self, path: str) -> Bucket:
-    """Returns the address of a local path in the folder."""
+    """Returns a local path's address."""
     return Bucket(f"{self.bucket.uri}/{os.path.relpath(path, self.folder)}")
 
   def _push(self) -> None:
@@ -263,7 +263,7 @@ class Mirror:
     """Whether this process fetches and pushes a file."""
     folders = name.split("/")[:-1]
     first = name.split("/")[0]
-    # Parts of a workdir that others work in have leases of their own.
+    # Parts with work by other processes have their own leases.
     if lease.FOLDER in folders or (first == CHECKPOINTS and not self._has_checkpoints):
       return False
     other = re.fullmatch(r"process_(\d+)", first)
@@ -298,13 +298,13 @@ def of(path: str) -> Mirror | None:
 def opened(
   uri: str, scratch: str, process: int = 0, processes: int = 1, epoch: int = 0
 ) -> Iterator[str]:
-  """Yields the local folder of a workdir in a bucket; see `Mirror`."""
+  """Yields the local folder for a workdir in a bucket; see `Mirror`."""
   with Mirror(uri, scratch, process, processes, epoch) as mirror:
     yield mirror.folder
 
 
 def _step(name: str) -> str | None:
-  """Returns the folder of a file's checkpoint; None for any other file."""
+  """Returns a file's checkpoint folder; None for any other file."""
   match = re.match(rf"({CHECKPOINTS}/[^/]+)/", name)
   return match[1] if match else None
 

@@ -2,7 +2,7 @@
 
 An object is written whole or not at all; nothing is ever appended to one (gcsfs would
 overwrite it). Transient faults - a 503, a broken connection - are retried;
-lasting ones are a `BucketError` of one line. A store without any answer at first use is
+lasting ones are a one-line `BucketError`. A store without any answer at first use is
 refused within seconds.
 
 budget: all requests to a store, and their failures.
@@ -53,7 +53,7 @@ def is_uri(path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """A bucket's description of an object.
+  """A bucket's record about an object.
 
   Attributes:
     size: in bytes.
@@ -132,7 +132,7 @@ class Bucket:
     """Writes an object unless there is one: exactly one of several writers succeeds.
 
     Args:
-      name: of the object.
+      name: the object's name.
       data: unique among the writers.
     """
     try:
@@ -146,7 +146,7 @@ class Bucket:
     """Deletes an object; a missing one is not a fault.
 
     Args:
-      name: of the object.
+      name: the object's name.
       seen: its required state; None deletes it in any state.
 
     Raises:
@@ -160,8 +160,8 @@ class Bucket:
     """Writes a file to an object, in its current state.
 
     Args:
-      path: of the file.
-      name: of the object.
+      path: the file's path.
+      name: the object's name.
       seen: the object's required state, None for a missing one; True overwrites any.
 
     Raises:
@@ -189,7 +189,7 @@ class Bucket:
 
     Args:
       objects: by name; the name "" becomes the file `folder` itself.
-      folder: of the files; it is made.
+      folder: the files' folder; it is made.
 
     Raises:
       ValueError: a name leads out of the folder, or two can not both be files.
@@ -208,8 +208,8 @@ class Bucket:
     """Reads an object to a file; see `get_all` for untrusted names.
 
     Args:
-      name: of the object.
-      path: of the file; folders above are made.
+      name: the object's name.
+      path: the file's path; folders above are made.
       size: its expected size in bytes.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -237,7 +237,7 @@ class Bucket:
         return do(*args, **named)
       except (FileNotFoundError, FileExistsError):
         raise
-      except Exception as e:  # each library has errors of its own
+      except Exception as e:  # each library has its own errors
         if "PreconditionFailed" in repr(e.__cause__):
           raise FileExistsError(f"{self.uri}: an object was changed") from e
         late = time.monotonic() - began > _PATIENCE_S
