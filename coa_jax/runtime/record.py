@@ -142,7 +142,7 @@ def read_begun(workdir: str) -> float | None:
 
 
 def _begun_with(path: str, config: dict[str, Any]) -> float | None:
-  """Returns the start of an earlier run with the same config, or None."""
+  """Returns the start of a run with the same config and no output, or None."""
   try:
     before, _ = read_run(path)
   except (FileNotFoundError, ConfigError):
@@ -283,8 +283,8 @@ def hash_files(path: str | None, samples: int | None = None) -> str:
 
   Args:
     path: the file or folder.
-    samples: hashes each file's size and 64 kB at N places: quick for weights of any
-      size, because training changes every part. None reads all.
+    samples: hashes each file's size and 64 kB at `samples` places: quick for weights
+      of any size, because training changes every part. None reads all.
   """
   # --- The file, or the folder's files by name; subfolders are left out.
   files = []

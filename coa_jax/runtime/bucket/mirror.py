@@ -155,7 +155,7 @@ class Mirror:
     self._checked = time.monotonic()
 
   def bucket_below(self, path: str) -> Bucket:
-    """Returns a local path's address."""
+    """Returns the address for a local path in the folder."""
     return Bucket(f"{self.bucket.uri}/{os.path.relpath(path, self.folder)}")
 
   def _push(self) -> None:

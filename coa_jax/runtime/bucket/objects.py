@@ -317,7 +317,7 @@ class _IfSeen:
     return getattr(type(self._fs), name)
 
   async def _call(self, method: str, path: str, *args: Any, **named: Any) -> Any:
-    """Sends a gcsfs request; pieces of an upload follow its first request."""
+    """Sends a gcsfs request; upload pieces go to the first request's address."""
     if "upload_id=" not in path:
       named["ifGenerationMatch"] = self._seen.tag if self._seen else "0"
     return await self._fs._call(method, path, *args, **named)
