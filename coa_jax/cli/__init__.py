@@ -1,6 +1,6 @@
-"""The command line: the only room of the library with flags and environment."""
+"""The command line: the library's only package with flags and environment."""
 
 import os
 
-# Said at import, and of no use to anybody here: no model of transformers is run.
+# Its warning at import is useless here: no transformers model runs.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,14 +1,13 @@
-"""Writes a page to browse trajectories with: filter, search, sort, compare a group.
+"""Writes a page for browsing trajectories: filter, search, sort, compare a group.
 
   coa browse --workdir=runs/X/rl
   coa browse --trajectories='runs/X/rl/trajectories/step_*.jsonl'
 
 --workdir takes a run; --trajectories takes files, globs and folders, and may be given
-several times. The page is one file that opens without a server or a network, by default
-`browse.html` in the run's folder. With the run's tokenizer, which is
-found where the run lies beside its `model` folder, tokens can be coloured within the
-text by log-prob or policy version; with --variant the page says where a trajectory
-breaks the protocol.
+several times. The page is one file and opens without a server or a network; by default
+it is `browse.html` in the run's folder. With the run's tokenizer, found in its `model`
+folder, tokens can be coloured within the text by log-prob or policy version; with
+--variant the page marks protocol violations.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _VARIANT = flags.DEFINE_string(
 
 
 def run_of(file: str) -> str:
-  """The folder of the run that wrote RUN/trajectories/FILE or RUN/FILE."""
+  """Returns the run's folder for RUN/trajectories/FILE or RUN/FILE."""
   folder = os.path.dirname(os.path.abspath(file))
   if os.path.basename(folder) == "trajectories":
     return os.path.dirname(folder)
@@ -44,7 +43,7 @@ def run_of(file: str) -> str:
 
 
 def run_tokenizer(file: str) -> Tokenizer | None:
-  """The tokenizer of the run that wrote a file, or None."""
+  """Returns the tokenizer of a file's run, or None."""
   folder = os.path.join(run_of(file), "model")
   if not os.path.exists(os.path.join(folder, "tokenizer.json")):
     return None
@@ -52,8 +51,8 @@ def run_tokenizer(file: str) -> Tokenizer | None:
 
 
 def main() -> None:
-  """Writes the page and says where."""
-  # Not on import: other programs have a flag of this name, and tests import both.
+  """Writes the page and prints its path."""
+  # Not on import: other programs have an equal flag, and tests import both.
   workdir = flags.FLAGS.workdir
   where = [*([workdir] if workdir else []), *_TRAJECTORIES.value]
   if not where:

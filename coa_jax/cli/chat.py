@@ -5,12 +5,11 @@ r"""A trained team in the terminal: ask, and watch it work.
   coa chat --config=... --question='...'
   coa chat --config=... < questions.txt
 
-Takes the config of an evaluation, as `coa serve` does. Every role has a
-colour, and its text appears as it is written. Questions come from --question, else from
-standard input, one a line; a question knows nothing of those before it. Answers go to
-standard output and everything else to standard error, so that a script reads answers
-alone; --quiet leaves the team's work out. Ctrl-C calls a question off, and ends the
-program between two.
+Takes an evaluation's config, like `coa serve`. Every role has a colour, and its text
+appears as it is sampled. Questions come from --question, otherwise from standard input,
+one per line; each question is independent. Answers go to standard output and everything
+else to standard error, so that a script reads only answers; --quiet hides the team's
+work. Ctrl-C cancels a question; between two it ends the program.
 
 The exit status is 1 if a question got no answer.
 """
@@ -41,8 +40,8 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, 2.0)
 _SEED = flags.DEFINE_integer("sampling_seed", 0, "Of every answer.")
 _QUIET = flags.DEFINE_bool("quiet", False, "Print answers only.")
 
-# Readable on black and on white: the terminal's own colour, or one of middle lightness
-# of the fixed 256. The 16 named ones are the terminal's to choose, and often are not.
+# Readable on black and on white: the terminal's own colour, or a middle lightness from
+# the fixed 256. Terminals redefine the 16 named colours, often unreadably.
 STYLES = {
   roles.THINK: "dim",
   roles.PLAN: "color(32)",
@@ -54,15 +53,15 @@ STYLES = {
 }
 TOOL_STYLE = "bold color(161)"
 _INDENT = "  "
-# Of Unicode's categories: control, format, surrogates, line and paragraph separators.
+# Unicode's categories: control, format, surrogates, line and paragraph separators.
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def clean(text: str) -> str:
-  """Text of a model or a tool with nothing in it that steers a terminal.
+  """Escapes terminal control sequences in a model's or a tool's text.
 
-  Control characters, those that reorder text and other invisible ones are spelt out
-  (`\\x1b`); line breaks and tabs stay.
+  Control, reordering and other invisible characters are spelt out (`\\x1b`); line
+  breaks and tabs stay.
   """
   out = ""
   for c in text:
@@ -73,29 +72,29 @@ def clean(text: str) -> str:
 
 
 class Screen:
-  """Shows pieces as they come: a heading for each span, its text below."""
+  """Shows pieces as they arrive: a heading for each span, its text below."""
 
   def __init__(self, console: Console):
-    """Args: where to."""
+    """Args: the output."""
     self._console = console
-    self._fresh = True  # nothing of this span's text is shown yet
-    self._answer: list[TextDelta] = []  # left to the frame
+    self._fresh = True  # none of this span's text is shown yet
+    self._answer: list[TextDelta] = []  # shown in the frame
 
   def show(self, piece: TextDelta) -> None:
-    """Adds a piece; the answer's are left to the frame where there will be one."""
+    """Adds a piece; an answer's pieces wait for the frame, if there is one."""
     if piece.role == roles.ANSWER and self._console.is_terminal:
       self._answer.append(piece)
     else:
       self._write(piece)
 
   def _write(self, piece: TextDelta) -> None:
-    style = "red"  # of text outside every span, which breaks the protocol
+    style = "red"  # text outside every span violates the protocol
     if piece.role:
       style = STYLES.get(piece.role, TOOL_STYLE)
     if not piece.is_tag:
       text = piece.text
       start = ""
-      if self._fresh:  # the white space after a tag is the protocol's
+      if self._fresh:  # the white space after a tag belongs to the protocol
         text = text.lstrip()
         start = _INDENT
       if text:
@@ -109,7 +108,7 @@ class Screen:
       self._fresh = True
 
   def end(self, trajectory: Trajectory) -> None:
-    """Says how it ended; on a terminal a whole answer stands in a frame."""
+    """Prints the outcome; a terminal shows a whole answer in a frame."""
     answer = answer_of(trajectory)
     if self._console.is_terminal and answer is not None:
       text = Text(clean(answer), STYLES[roles.ANSWER])
@@ -131,7 +130,7 @@ class Screen:
 
 
 def answer_of(trajectory: Trajectory) -> str | None:
-  """What the team answered; None where it did not come to an answer."""
+  """Returns the team's answer; None if it gave none."""
   if trajectory.status != Status.ENDED:
     return None
   return written_answer(trajectory.text) or None
@@ -140,12 +139,12 @@ def answer_of(trajectory: Trajectory) -> str | None:
 def play(
   server: InferenceServer, request: InferenceRequest, screen: Screen | None
 ) -> Trajectory | None:
-  """Plays one question to its end; None where Ctrl-C called it off.
+  """Plays one question to its end; returns None if Ctrl-C cancelled it.
 
   Raises:
     RuntimeError: the engine has failed.
   """
-  # The engine's thread writes, this one shows: only it can be interrupted.
+  # The engine's thread writes, this thread shows: only it can be interrupted.
   events: queue.SimpleQueue[TextDelta | Trajectory | None] = queue.SimpleQueue()
   episode = server.submit(request, events.put)
   try:
@@ -165,7 +164,7 @@ def play(
 
 
 def questions(console: Console) -> Iterator[str]:
-  """Questions from standard input, asked for where it is a terminal."""
+  """Yields questions from standard input, with a prompt on a terminal."""
   while True:
     if sys.stdin.isatty():
       console.print("question> ", style="bold", end="")
@@ -177,13 +176,13 @@ def questions(console: Console) -> Iterator[str]:
 
 
 def main(config: ml_collections.ConfigDict) -> None:
-  """Asks until there is nothing left to ask."""
-  # An exit, so that the tools' processes are ended on the way out.
+  """Asks all questions."""
+  # An exit, so that the tools' processes are ended, too.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(143))
   console = Console(stderr=True, highlight=False)
   failed = False
   with open_server(config) as server:
-    # Else the first question would wait for it without a word.
+    # Otherwise the first question would wait for it silently.
     console.print("compiling the sampler ...", style="dim")
     server.warm_up()
     lines = questions(console)
@@ -206,7 +205,7 @@ def main(config: ml_collections.ConfigDict) -> None:
         if t:
           answer = answer_of(t)
         failed |= answer is None
-        # On a terminal it stands in the frame; elsewhere each answer is one line.
+        # A terminal shows it in the frame; elsewhere each answer is one line.
         if not (sys.stdout.isatty() and sys.stderr.isatty() and not _QUIET.value):
           print(" ".join(clean(answer or "").split()), flush=True)
         if sys.stdin.isatty():

@@ -1,21 +1,18 @@
 """Responses in OpenAI's form: an attempt's answer, its reasoning and its log-probs.
 
-`message.content` is the answer, the one that would be graded: the last, where there are
-several; `message.reasoning_content` is the trajectory before it, tags and observations
-included, up to the answer's opening tag. A stream can take nothing back: text of any
-answer span is content there, and all the rest reasoning. `text` of /v1/completions is
-the answer alone.
+`message.content` is the graded answer: the last of several;
+`message.reasoning_content` is the trajectory before it, tags and observations included,
+up to the answer's opening tag. A stream cannot retract text: every answer span is
+content there, and the rest reasoning. `text` of /v1/completions is only the answer.
 
-`logprobs` has the tokens that the policy sampled: those of the answer under `content`,
-those before it under `reasoning_content` (as DeepSeek's API); observations and the
-answer's tags are left out. They are log-probs under the distribution that was sampled
-from (at temperature 0 that of temperature 1). A stream has them in a choice's last
-chunk.
+`logprobs` has the policy's sampled tokens: the answer's under `content`, earlier ones
+under `reasoning_content` (like DeepSeek's API); observations and the answer's tags are
+left out. They are log-probs under the sampling distribution (at temperature 0 under
+temperature 1). A stream has them in a choice's last chunk.
 
-Fields that OpenAI does not have: `usage.observation_tokens` (given by tools, so neither
-prompt nor completion), `coa.seed` (a request with this seed and temperature gets this
-answer again) and, for each choice, `coa` with the trajectory's status, tool calls and
-seconds.
+Additional fields: `usage.observation_tokens` (returned by tools, so neither prompt nor
+completion), `coa.seed` (a request with this seed and temperature gets this answer
+again) and, for each choice, `coa` with the trajectory's status, tool calls and seconds.
 """
 
 from __future__ import annotations
@@ -33,14 +30,14 @@ from coa_jax.rollout.streaming import TextDelta
 
 
 class Choice:
-  """One attempt on its way: what its pieces mean to an OpenAI client.
+  """One running attempt: converts its pieces for an OpenAI client.
 
   Attributes:
-    index: its place among the choices.
-    reasoning: all that `delta` has put under `reasoning_content`.
+    index: its position among the choices.
+    reasoning: all text put under `reasoning_content` by `delta`.
     content: likewise `content`.
     is_cut: whether the answer reached a stop string.
-    trajectory: what it became; None until it is over.
+    trajectory: its trajectory; None until it ends.
   """
 
   def __init__(
@@ -50,13 +47,13 @@ class Choice:
     top: int | None = None,
     raw: Callable[[list[int]], bytes] = bytes,
   ):
-    """Takes its place, and `stop` and `top` of the request.
+    """Takes its position, and the request's `stop` and `top`.
 
     Args:
-      index: its place.
-      stop: strings that end the answer.
+      index: its position.
+      stop: strings ending the answer.
       top: whether log-probs are sent; see `ChatRequest`.
-      raw: a tokenizer's bytes of tokens.
+      raw: a tokenizer's decoder, tokens -> bytes.
     """
     self.index = index
     self.reasoning = ""
@@ -65,16 +62,16 @@ class Choice:
     self._stop = stop
     self._top = top
     self._raw = raw
-    self._held = ""  # text of the answer that may yet turn out not to be sent
+    self._held = ""  # answer text possibly not to be sent
     self.trajectory: Trajectory | None = None
 
   def delta(self, piece: TextDelta) -> dict[str, str]:
-    """The piece as the delta of a stream; {} where there is nothing to send.
+    """Returns the piece as a stream's delta; {} if there is nothing to send.
 
-    White space around the answer is left out, and so is a stop string; what may be the
-    beginning of either is held back.
+    White space around the answer and stop strings are left out; a possible beginning of
+    either is held back.
     """
-    # Tags and white space around the answer are the protocol's, not its content.
+    # Tags and white space around the answer belong to the protocol.
     if self.is_cut:
       return {}
     if piece.role != ANSWER:
@@ -95,10 +92,10 @@ class Choice:
     return {"content": new}
 
   def end(self, trajectory: Trajectory | None) -> dict[str, str]:
-    """Takes what came at the end; returns the last delta.
+    """Takes the finished trajectory; returns the last delta.
 
     Raises:
-      RequestRefused: the attempt was called off, or its sandbox is down.
+      RequestRefused: the attempt was cancelled, or its sandbox is down.
     """
     if trajectory is None:
       raise RequestRefused("the server stops", None, "stopped", 503, "server_error")
@@ -114,7 +111,7 @@ class Choice:
 
   @property
   def ending(self) -> dict[str, Any]:
-    """The fields of a choice that is over."""
+    """Returns a finished choice's fields."""
     t = self.trajectory
     calls = []
     for call in t.calls:
@@ -130,7 +127,7 @@ class Choice:
 
   @property
   def whole(self) -> dict[str, Any]:
-    """The choice of a response that is not a stream."""
+    """Returns the choice for a response without streaming."""
     reasoning, content = self._parts
     message = {"role": "assistant", "content": content}
     message["reasoning_content"] = reasoning
@@ -138,14 +135,14 @@ class Choice:
 
   @property
   def whole_text(self) -> dict[str, Any]:
-    """The same of /v1/completions."""
+    """Returns the choice for /v1/completions."""
     return {**self.ending, "text": self._parts[1], **self.text_log_probs}
 
   @property
   def _parts(self) -> tuple[str, str]:
-    """The reasoning and the answer."""
+    """Returns the reasoning and the answer."""
     t = self.trajectory
-    # Unlike a stream it can take back: of several answers only the last is one.
+    # Unlike a stream it can retract: only the last of several answers counts.
     if t.status != Status.ENDED:
       return self.reasoning, self.content
     before, opening, _ = t.text.rpartition(open_tag(ANSWER))
@@ -154,7 +151,7 @@ class Choice:
 
   @property
   def log_probs(self) -> dict[str, Any]:
-    """The field `logprobs` of a chat's choice, where it was asked for."""
+    """Returns a chat choice's field `logprobs`, if requested."""
     if self._top is None:
       return {}
     out: dict[str, Any] = {}
@@ -168,7 +165,7 @@ class Choice:
 
   @property
   def text_log_probs(self) -> dict[str, Any]:
-    """The field `logprobs` of a choice of /v1/completions, or null."""
+    """Returns the field `logprobs` for /v1/completions, or null."""
     if self._top is None:
       return {"logprobs": None}
     tokens = self._tokens()[1]
@@ -185,8 +182,8 @@ class Choice:
     return {"logprobs": {**out, "top_logprobs": tops}}
 
   def _tokens(self) -> tuple[list[tuple[bytes, float]], list[tuple[bytes, float]]]:
-    """Bytes and log-probs of the policy's tokens: before the answer, and of it."""
-    # --- Of several answers the last one is meant, as in `written_answer`.
+    """Returns the policy's tokens (bytes, log-prob) before and in the answer."""
+    # --- The last of several answers counts, as in `written_answer`.
     segments = [s for s in self.trajectory.segments if s.author == Author.POLICY]
     opening = open_tag(ANSWER).encode()
     answers = [i for i, s in enumerate(segments) if opening in self._raw(s.ids)]
@@ -194,7 +191,7 @@ class Choice:
     answer: list[tuple[bytes, float]] = []
     content = self._parts[1].encode("utf-8", "replace")
     for i, segment in enumerate(segments[: answers[-1] + 1] if answers else segments):
-      # --- Where the answer stands in the segment, in bytes.
+      # --- The answer's position in the segment, in bytes.
       raw = self._raw(segment.ids)
       tag = begin = end = len(raw)
       if answers and i == answers[-1]:
@@ -214,7 +211,7 @@ class Choice:
 
 
 def _named(text: bytes) -> dict[str, str]:
-  """A token's text; half a character is written as OpenAI writes it."""
+  """Returns a token's text; half a character is in OpenAI's notation."""
   try:
     return {"token": text.decode()}
   except UnicodeDecodeError:
@@ -222,13 +219,13 @@ def _named(text: bytes) -> dict[str, str]:
 
 
 def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-  """The text before the first stop string, and whether there is one."""
+  """Returns the text before the first stop string, and whether there is one."""
   places = [at for at in map(text.find, stop) if at >= 0]
   return (text[: min(places)], True) if places else (text, False)
 
 
 def _held(text: str, stop: tuple[str, ...]) -> int:
-  """Characters at the end of the text that may be the beginning of a stop string."""
+  """Counts the text's final characters possibly beginning a stop string."""
   longest = max(map(len, stop), default=0) - 1
   for length in range(min(longest, len(text)), 0, -1):
     if any(each.startswith(text[-length:]) for each in stop):
@@ -237,7 +234,7 @@ def _held(text: str, stop: tuple[str, ...]) -> int:
 
 
 def usage(choices: Iterable[Choice], n: int = 1) -> dict[str, Any]:
-  """What a request cost; a prompt of `n` attempts is counted once."""
+  """Returns a request's token counts; a prompt of `n` attempts counts once."""
   costs = [c.trajectory.usage for c in choices]
   prompt = sum(u.prompt for u in costs[::n])
   completion = sum(u.generated for u in costs)
@@ -251,7 +248,7 @@ def usage(choices: Iterable[Choice], n: int = 1) -> dict[str, Any]:
 
 
 def envelope(kind: str, model: str) -> dict[str, Any]:
-  """The fields that all chunks of a response share; `kind` is its field `object`."""
+  """Returns the fields common to a response's chunks; `kind` is field `object`."""
   prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
   name = prefix + secrets.token_hex(12)
   return {"id": name, "object": kind, "created": int(time.time()), "model": model}

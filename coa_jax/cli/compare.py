@@ -1,13 +1,12 @@
-"""Compares runs: a table for each stage, and one page of overlaid curves.
+"""Compares runs: a table for each stage, and one page with overlaid curves.
 
   coa compare --out=runs/sweep/compare.html runs/sweep/*
   coa compare --figures=reward,dev_accuracy runs/rl runs/rl_again
 
-Runs of different stages (distill, sft, rl, evaluate, ...) are compared with their own
-stage. Runs whose configs differ in their seeds alone are one row of the table and one
-line of a curve: the mean over seeds, with the 95 % interval of Student's t. A row is
-named by the fields in which the configs differ; a single run whose fields do not fit
-a line, by its workdir.
+Runs are compared within their stage (distill, sft, rl, evaluate, ...). Runs with
+configs differing only in seeds are one table row and one line of a curve: the
+mean over seeds, with the 95 % interval of Student's t. A row is named by the differing
+fields; a single run with a longer name, by its workdir.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from coa_jax.runtime.config import ConfigError, nearest
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.record import read_run
 
-# Fields that only say which of several equal runs one is.
+# Fields that only number equal runs.
 SEEDS = ("seed",)
-# What the table and the curves show where no flag says it, as far as runs have it.
+# The default figures and curves, if runs have them.
 FIGURES = (
   "dev_accuracy",
   "reward",
@@ -54,7 +53,7 @@ FIGURES = (
   "seconds",
 )
 CURVES = ("reward", "dev_accuracy", "loss", "validation_loss", "entropy", "grad_norm")
-# A section that only this stage has -> the stage.
+# A stage's unique section -> the stage.
 _STAGES = {
   "quickstart": "quickstart",
   "teacher": "distill",
@@ -63,7 +62,7 @@ _STAGES = {
   "eval": "evaluate",
   "synthesis": "synthesize",
 }
-# Longer names of rows, in characters, give way to workdirs.
+# Rows with longer names, in characters, are named by workdir.
 _NAME = 60
 
 
@@ -73,9 +72,9 @@ class Run:
 
   Attributes:
     path: its workdir.
-    config: field -> value, by paths such as "optim.lr".
-    results: figure -> number, of `results.json`; empty while it runs.
-    log: the rows of `metrics.jsonl`.
+    config: field -> value, with paths such as "optim.lr".
+    results: figure -> number, from `results.json`; empty while it runs.
+    log: the `metrics.jsonl` rows.
   """
 
   path: str
@@ -85,7 +84,7 @@ class Run:
 
   @property
   def stage(self) -> str:
-    """The stage, by the sections of the config; "run" where they are of no stage."""
+    """Returns the stage, by the config's sections; "run" if none matches."""
     sections = {field.partition(".")[0] for field in self.config}
     return next((name for key, name in _STAGES.items() if key in sections), "run")
 
@@ -94,7 +93,7 @@ def read(path: str) -> Run:
   """Reads a workdir.
 
   Raises:
-    FileNotFoundError, ConfigError: it holds no run.
+    FileNotFoundError, ConfigError: it contains no run.
   """
   config, _ = read_run(os.path.join(path, "config.json"))
   results = {}
@@ -108,9 +107,9 @@ def read(path: str) -> Run:
 
 
 def find(paths: Sequence[str]) -> list[str]:
-  """Finds the workdirs among folders and right below them, in order.
+  """Finds the workdirs among folders and directly below them, in order.
 
-  Paths that exist and hold no run, as a glob also matches, are reported in one line.
+  Existing paths without a run, which globs also match, are reported in one line.
 
   Raises:
     FileNotFoundError: a path does not exist, or none has a run.
@@ -123,7 +122,7 @@ def find(paths: Sequence[str]) -> list[str]:
     below = [path]
     if os.path.isdir(path):
       below += [os.path.join(path, name) for name in sorted(os.listdir(path))]
-    # A quickstart is a run that holds runs: its own come first.
+    # A quickstart is a run containing runs: its own come first.
     found = [folder for folder in below if _holds_run(folder)]
     out += found
     if not found:
@@ -141,7 +140,7 @@ def find(paths: Sequence[str]) -> list[str]:
 def _holds_run(folder: str) -> bool:
   """Whether a folder is a workdir: a model folder's config.json has no `config`.
 
-  A damaged config.json counts, so that reading it names the fault.
+  A damaged config.json counts, so that reading it reports the fault.
   """
   path = os.path.join(folder, "config.json")
   if not os.path.isfile(path):
@@ -161,11 +160,11 @@ def by_stage(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
-  """Groups runs that differ in seeds alone, by what else sets them apart.
+  """Groups runs differing only in seeds.
 
   Returns:
     Name -> its runs. A name lists the fields that differ among all runs, with their
-    values; it is the workdir's where the list is long and the run is the only one.
+    values; if the list is long and the run is the only one, it is the workdir's.
   """
   fields = sorted({name for run in runs for name in run.config})
   differing = []
@@ -189,14 +188,14 @@ def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
     title = ", ".join(parts) or "all"
     if len(members) == 1 and (len(title) > _NAME or not parts):
       title = os.path.basename(os.path.abspath(members[0].path))
-    if title in out:  # as workdirs of one name in two folders
+    if title in out:  # e.g. workdirs with one name in two folders
       title += f" ({number})"
     out[title] = members
   return out
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float | None]:
-  """Computes a mean and half the width of its 95 % interval; None of one value."""
+  """Computes a mean and its 95 % interval's half width; None for one value."""
   if len(values) < 2:
     return values[0], None
   mean = statistics.fmean(values)
@@ -209,12 +208,12 @@ def table(
   figures: Sequence[str] = (),
   title: str = "Runs",
 ) -> Table:
-  """Makes a row for each group: mean and interval of every figure.
+  """Makes a row for each group: every figure's mean and interval.
 
   Args:
-    groups: as `group` makes them.
-    figures: of results.json; () for FIGURES. Those that some run has are shown.
-    title: of the table.
+    groups: the result of `group`.
+    figures: names in results.json; () for FIGURES. Those present in some run are shown.
+    title: the table's title.
   """
   known = _figures_of([run for runs in groups.values() for run in runs])
   shown = [name for name in figures or FIGURES if name in known]
@@ -238,7 +237,7 @@ def table(
 def figures_of(
   groups: Mapping[str, Sequence[Run]], curves: Sequence[str] = (), stage: str = ""
 ) -> dict[str, Any]:
-  """Draws each metric that some run has logged over steps, all groups in one panel."""
+  """Draws each logged metric over steps, all groups in one panel."""
   logs = {name: [run.log for run in runs] for name, runs in groups.items()}
   known = _metrics_of([run for runs in groups.values() for run in runs])
   out = {}
@@ -251,12 +250,12 @@ def figures_of(
 
 
 def _figures_of(runs: Sequence[Run]) -> set[str]:
-  """Figures that some run's results have."""
+  """Returns the figures in any run's results."""
   return {name for run in runs for name in run.results}
 
 
 def _metrics_of(runs: Sequence[Run]) -> set[str]:
-  """Metrics of which some run has logged a value."""
+  """Returns the metrics with a logged value in any run."""
   rows = [row for run in runs for row in run.log]
   found = {key for row in rows for key, value in row.items() if value is not None}
   return found - {"stage", "step"}
@@ -265,7 +264,7 @@ def _metrics_of(runs: Sequence[Run]) -> set[str]:
 def _check_names(
   flag: str, names: Sequence[str], known: Collection[str], what: str
 ) -> None:
-  """Refuses a figure or a metric that no run has."""
+  """Refuses a figure or a metric missing in all runs."""
   for name in names:
     if name not in known:
       raise ConfigError(f"--{flag}: no run {what} {name!r}{nearest(name, known)}")
@@ -277,10 +276,10 @@ def compare(
   figures: Sequence[str] = (),
   curves: Sequence[str] = (),
 ) -> None:
-  """Prints the tables of some workdirs, and writes the page if `out` names one.
+  """Prints the tables of workdirs, and writes the page if `out` names one.
 
   Raises:
-    FileNotFoundError, ConfigError: no run is there, or none has a figure or a metric.
+    FileNotFoundError, ConfigError: there is no run, or none has a figure or a metric.
   """
   runs = [read(path) for path in find(paths)]
   _check_names("figures", figures, _figures_of(runs), "has")
@@ -314,7 +313,7 @@ def compare(
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-  """Yields the fields of a config by their paths."""
+  """Yields a config's fields with their paths."""
   for name, value in config.items():
     if isinstance(value, dict) and value:
       yield from _flat(value, f"{above}{name}.")
@@ -323,7 +322,7 @@ def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def _numbers(results: Mapping[str, Any], above: str = "") -> dict[str, float]:
-  """The finite numbers of results.json, by their paths."""
+  """Returns the finite numbers in results.json, with their paths."""
   out = {}
   for name, value in results.items():
     if isinstance(value, dict):
@@ -334,19 +333,19 @@ def _numbers(results: Mapping[str, Any], above: str = "") -> dict[str, float]:
 
 
 def _as_json(value: Any) -> str:
-  """A value of a config, to be compared."""
+  """Returns a config's value as text, for comparison."""
   return json.dumps(value, sort_keys=True)
 
 
 def _shared_folder(values: Iterable[Any]) -> str:
-  """The folder that all texts among values begin with; "" for none."""
+  """Returns all texts' common parent folder; "" for none."""
   texts = [value for value in values if isinstance(value, str) and value]
-  # Letter by letter, then cut at a slash: paths may be absolute and relative.
+  # By letter, then cut at a slash: paths may be absolute and relative.
   return os.path.commonprefix(texts).rpartition("/")[0]  # noqa: RUF071
 
 
 def _brief(value: Any, shared: str = "") -> str:
-  """A value of a config in the name of a row, without the folder all values share."""
+  """Returns a config's value for a row's name, without the shared folder."""
   text = value if isinstance(value, str) else json.dumps(value)
   if shared and text.startswith(f"{shared}/"):
     text = text[len(shared) + 1 :]
@@ -360,7 +359,7 @@ def _define_flags() -> None:
 
 
 def main(paths: list[str]) -> None:
-  """Compares the workdirs of the command line."""
+  """Compares the command line's workdirs."""
   if not paths:
     raise ConfigError("name workdirs, or folders of them: experiments.compare runs/*")
   values = flags.FLAGS

@@ -1,15 +1,15 @@
-"""Requests to OpenAI's completions, as far as a Chain-of-Agents model can mean them.
+"""OpenAI completion requests, as far as a Chain-of-Agents model supports them.
 
 One request to /v1/chat/completions asks one question: the last message, which must be
 the user's. A trajectory begins with one question, so earlier turns are not read
 (`coa.ignored_messages` in the response counts them), and a system message is refused.
-With `conversation`, for models that can make something of them, they are written before
-the question, as plain text. /v1/completions takes each `prompt` for a question.
+With `conversation`, for models trained to use them, they are written before the
+question, as plain text. /v1/completions reads each `prompt` as a question.
 
 `stop` cuts the answer, and no further tokens are sampled; reasoning may contain it. The
-sampler keeps the log-prob of the sampled token alone: `top_logprobs` (`logprobs` of
-/v1/completions) is at most 1, and that at temperature 0, where the sampled token is the
-most likely one. Other fields are accepted where they ask for nothing.
+sampler keeps only the sampled token's log-prob: `top_logprobs` (`logprobs` in
+/v1/completions) is at most 1, and only at temperature 0, where the sampled token is the
+most likely one. Other fields are accepted only with a neutral value.
 
 budget: the fields of two kinds of request, and their refusals.
 """
@@ -30,7 +30,7 @@ from coa_jax.rollout.streaming import InferenceRequest
 from tools_sandbox import http_server
 
 _SYSTEM = ("system", "developer")
-# Other fields are accepted where they ask for nothing: with this value, or null.
+# Other fields are accepted only with this neutral value, or null.
 _NEUTRAL: dict[str, Any] = {
   "frequency_penalty": 0,
   "function_call": "none",
@@ -44,7 +44,7 @@ _NEUTRAL: dict[str, Any] = {
   "tool_choice": "none",
   "tools": [],
 }
-# Likewise of /v1/completions. `echo` would score a prompt's tokens: none was sampled.
+# Likewise for /v1/completions. `echo` would score the prompt's unsampled tokens.
 _TEXT_NEUTRAL: dict[str, Any] = {
   "best_of": 1,
   "echo": False,
@@ -53,12 +53,12 @@ _TEXT_NEUTRAL: dict[str, Any] = {
   "presence_penalty": 0,
   "suffix": "",
 }
-# OpenAI's limit; harnesses send more to /v1/completions.
+# OpenAI's limit; test harnesses send more to /v1/completions.
 _MOST_STOPS = {"chat": 4, "text": 16}
 
 
 class _Message(pydantic.BaseModel):
-  """Other fields, as those of an answer that is sent back, are not read."""
+  """Other fields, e.g. a returned answer's, are not read."""
 
   role: Literal["user", "assistant", "system", "developer"]
   content: Any = None
@@ -69,7 +69,7 @@ class _StreamOptions(http_server.Body):
 
 
 class _Body(http_server.Body):
-  """The fields that this server acts on, and those that change no answer."""
+  """The supported fields, and fields without effect on an answer."""
 
   model: str
   temperature: float = pydantic.Field(1.0, ge=0, le=2)
@@ -103,7 +103,7 @@ class _TextBody(_Body):
 
 
 class RequestRefused(Exception):
-  """A request that gets an error response, in OpenAI's words."""
+  """A refused request; it gets an error response in OpenAI's format."""
 
   def __init__(
     self,
@@ -113,7 +113,7 @@ class RequestRefused(Exception):
     status: int = 400,
     kind: str = "invalid_request_error",
   ):
-    """Args: what is wrong, the field, a short name for it, HTTP status, its class."""
+    """Args: the fault, the field, its code, HTTP status, error class."""
     super().__init__(message)
     self.status = status
     error = {"message": message, "type": kind, "param": param, "code": code}
@@ -122,16 +122,16 @@ class RequestRefused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-  """What a body asks for: attempts at one question, and how to send them.
+  """A request's attempts at one question, and their output format.
 
   Attributes:
-    attempts: of /v1/completions at several, `n` of each in a row.
+    attempts: `n` in a row per question; /v1/completions may have several questions.
     stream: whether they are sent as server-sent events.
-    include_usage: whether the stream ends with their cost.
-    ignored_messages: turns that are not part of the question.
+    include_usage: whether the stream ends with their token counts.
+    ignored_messages: turns outside the question.
     n: attempts at one question.
-    stop: strings that end an answer.
-    top: log-probs to send for each token, beside the sampled one's; None for none.
+    stop: strings ending an answer.
+    top: log-probs to send per token, besides the sampled one's; None for none.
     is_text: whether the request came to /v1/completions.
   """
 
@@ -146,7 +146,7 @@ class ChatRequest:
 
   @property
   def note(self) -> dict[str, Any]:
-    """The response's field `coa`."""
+    """Returns the response's field `coa`."""
     return {"seed": self.attempts[0].seed, "ignored_messages": self.ignored_messages}
 
 
@@ -157,8 +157,8 @@ def read_request(
 
   Args:
     data: JSON.
-    model: the name of what is served.
-    top_p: of the config.
+    model: the served model's name.
+    top_p: from the config.
     most: the largest n.
     conversation: system messages and earlier turns are part of the question.
 
@@ -181,7 +181,7 @@ def read_request(
 
 
 def read_text_request(data: bytes, model: str, top_p: float, most: int) -> ChatRequest:
-  """Reads a body of /v1/completions; args as of `read_request`.
+  """Reads a body of /v1/completions; args as in `read_request`.
 
   Raises:
     RequestRefused: naming the field.
@@ -219,7 +219,7 @@ def _request(
   most: int,
   most_stops: int,
 ) -> ChatRequest:
-  """What the fields say that both kinds of request have."""
+  """Reads the fields common to both kinds of request."""
   if body.n * len(questions) > most:
     name = "n" if len(questions) == 1 else "n times the number of prompts"
     raise RequestRefused(f"{name} must be between 1 and {most}", "n")
@@ -231,7 +231,7 @@ def _request(
     raise RequestRefused(
       f"stop must be at most {most_stops} strings that are not empty", "stop"
     )
-  # --- The attempts at a question differ in their numbers only.
+  # --- A question's attempts differ only in their numbers.
   own_top_p = None if body.top_p == top_p else body.top_p
   attempts = []
   for question in questions:
@@ -252,10 +252,10 @@ def _request(
 
 
 def _read_body(data: bytes, model: str, kind: type[_B], neutral: dict[str, Any]) -> _B:
-  """The fields that are read; null is as if left out.
+  """Reads the supported fields; null counts as missing.
 
   Raises:
-    RequestRefused: naming a field that is wrong, or asks for what is not served.
+    RequestRefused: naming a wrong field or an unsupported value.
   """
   try:
     body = json.loads(data)
@@ -263,7 +263,7 @@ def _read_body(data: bytes, model: str, kind: type[_B], neutral: dict[str, Any])
     raise RequestRefused(f"the body is not JSON: {e}") from None
   if not isinstance(body, dict):
     raise RequestRefused("the body must be a JSON object")
-  # --- Fields that may ask for nothing only; the rest is the body's.
+  # --- Fields with only a neutral value; the others belong to the body.
   fields = {}
   for name, value in body.items():
     if value is None:
@@ -272,11 +272,11 @@ def _read_body(data: bytes, model: str, kind: type[_B], neutral: dict[str, Any])
       fields[name] = value
       continue
     only = neutral[name]
-    # True equals 1 in Python; a client that says one for the other means neither.
+    # True equals 1 in Python; a client confusing them is mistaken.
     if value != only or isinstance(value, bool) != isinstance(only, bool):
       message = f"{name} is not supported; leave it out, or send {json.dumps(only)}"
       raise RequestRefused(message, name, "unsupported_parameter")
-  # --- A field that nobody knows may be a misspelt one.
+  # --- An unknown field may be misspelt.
   try:
     out = http_server.read_fields(kind, fields)
   except http_server.BadField as e:
@@ -293,13 +293,13 @@ def _read_body(data: bytes, model: str, kind: type[_B], neutral: dict[str, Any])
 
 
 def unknown_model(name: str, model: str) -> RequestRefused:
-  """The refusal of a model that is not served."""
+  """Returns the refusal of an unknown model."""
   message = f"there is no model {name!r}; this server has {model!r}"
   return RequestRefused(message, "model", "model_not_found", status=404)
 
 
 def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
-  """What the model is asked, and how many messages it is not told of."""
+  """Returns the question, and the count of ignored messages."""
   # --- The question is the last message.
   for i, message in enumerate(messages):
     if message.role in _SYSTEM and not conversation:
@@ -319,7 +319,7 @@ def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
     raise RequestRefused("the question must be a string that is not empty", where)
   if not conversation:
     return question, last
-  # --- In a conversation all is read; who speaks stands before a turn of several.
+  # --- In a conversation all is read; with several turns each begins with its role.
   turns = [m for m in messages if m.role not in _SYSTEM]
   blocks = []
   for i, message in enumerate(messages):
@@ -331,7 +331,7 @@ def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
 
 
 def _text(messages: list[_Message], i: int) -> str:
-  """The content of a message, whose parts must be text."""
+  """Returns a message's content; its parts must be text."""
   where = f"messages[{i}].content"
   content = messages[i].content
   if isinstance(content, list):

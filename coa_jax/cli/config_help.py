@@ -1,9 +1,9 @@
-"""Explains a journey's config: every section and field with type, default and meaning.
+"""Explains a stage's config: every section and field with type, default and meaning.
 
   coa rl --config.help
   coa rl --config=configs/rl_world.py --config.help=algo.loss
 
-All of it is read from the dataclasses: types and defaults from their fields, accepted
+Everything is read from the dataclasses: types and defaults from their fields, accepted
 values from the fields' metadata, meanings from the docstrings.
 """
 
@@ -25,20 +25,20 @@ from ml_collections.config_dict import RequiredValueError
 from coa_jax.runtime.config import ConfigError, Values, nearest
 from coa_jax.runtime.fields import accepted
 
-# The type of a dict whose keys are the user's and whose values are sections.
+# The type of a dict from the user's keys to sections.
 SECTIONS_BY_NAME = "sections by name"
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-  """One field of a config, in words.
+  """One config field, in words.
 
   Attributes:
-    path: where it stands, as "algo.loss.clip_low".
-    kind: its type, and which values of it are accepted.
-    default: as it would be written in a config; "" where it has to be given.
-    meaning: what the docstring says of it.
-    section: whether it is a section, whose fields follow.
+    path: its path, e.g. "algo.loss.clip_low".
+    kind: its type and accepted values.
+    default: in a config's notation; "" if it is required.
+    meaning: its entry in the docstring.
+    section: whether it is a section; its fields follow.
   """
 
   path: str
@@ -49,11 +49,11 @@ class Field:
 
 
 def list_fields(cls: type, path: str = "") -> list[Field]:
-  """Lists the fields of a config's dataclass, each section's before those inside it.
+  """Lists a config dataclass's fields, each section before its own sections.
 
   Args:
     cls: the dataclass.
-    path: where it stands, with a dot at its end; "" for a whole config.
+    path: its path, with a final dot; "" for a whole config.
   """
   hints = typing.get_type_hints(cls)
   meanings = _meanings(cls)
@@ -77,16 +77,16 @@ def list_fields(cls: type, path: str = "") -> list[Field]:
 
 
 def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
-  """Explains a config, one section of it, or one field, for a terminal.
+  """Explains a config, one section, or one field, for a terminal.
 
   Args:
-    cls: the dataclass that the config is read into.
-    wanted: the path of a section or field; "" for all.
-    config: what the config file holds; {} without one.
-    width: columns; 0 for those of the terminal.
+    cls: the config's dataclass.
+    wanted: a section's or field's path; "" for all.
+    config: the config file's values; {} without one.
+    width: columns; 0 for the terminal's.
 
   Raises:
-    ConfigError: nothing has that path; the nearest is named.
+    ConfigError: the path is unknown; the nearest is named.
   """
   width = width or min(shutil.get_terminal_size().columns, 100)
   fields = list_fields(cls)
@@ -111,7 +111,7 @@ def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
 
 
 def _value(field: Field, config: Values) -> str:
-  """Says what a field is: the file's value if it has one, else the default."""
+  """Returns a field's value as text: the file's, otherwise the default."""
   default = f" = {field.default}" if field.default else ""
   if field.section:
     return default
@@ -130,9 +130,9 @@ def _value(field: Field, config: Values) -> str:
 
 
 def _sections(hint: Any) -> Iterator[tuple[str, type]]:
-  """The dataclasses among the types of a hint, with what their paths have behind.
+  """Yields the dataclasses among a hint's types, with the suffixes of their paths.
 
-  Those of a dict stand under a name of the user's.
+  A dict's dataclasses are under the user's names.
   """
   for kind in _kinds(hint):
     if dataclasses.is_dataclass(kind):
@@ -149,7 +149,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def _kind(hint: Any, metadata: Mapping[str, Any]) -> str:
-  """The type of a field in words, and which values are accepted."""
+  """Returns a field's type and accepted values in words."""
   names = []
   for kind in _kinds(hint):
     if dataclasses.is_dataclass(kind):
@@ -170,9 +170,9 @@ def _kind(hint: Any, metadata: Mapping[str, Any]) -> str:
 
 
 def _default(field: dataclasses.Field[Any], is_section: bool) -> str:
-  """The default of a field as text; "" for one that has none, or is a section's."""
+  """Returns a field's default as text; "" if it has none or is a section."""
   value = field.default
-  # A section's default is its own fields', which may not fit each other yet.
+  # A section's default consists of its fields', which may be inconsistent yet.
   has_factory = field.default_factory is not dataclasses.MISSING
   if value is dataclasses.MISSING and has_factory and not is_section:
     value = field.default_factory()
@@ -182,14 +182,14 @@ def _default(field: dataclasses.Field[Any], is_section: bool) -> str:
 
 
 def shown(value: Any) -> str:
-  """Writes a value as a config file would."""
+  """Formats a value in a config file's notation."""
   if value == math.inf:
     return "unlimited"
   return repr(value)
 
 
 def _meanings(cls: type) -> dict[str, str]:
-  """What the docstrings of a dataclass and those above it say of each field."""
+  """Reads each field's meaning from the docstrings of a dataclass and its bases."""
   out: dict[str, str] = {}
   for each in reversed(cls.__mro__):
     text = inspect.cleandoc(each.__doc__ or "")

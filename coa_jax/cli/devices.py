@@ -1,4 +1,4 @@
-"""Refuses devices that the environment asks for and this machine does not have."""
+"""Refuses devices requested by the environment but missing on this machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 
 
 def check_devices(cpu_devices: int = 1) -> None:
-  """Has JAX find its devices where something asks for certain ones.
+  """Makes JAX find its devices, if certain ones are requested.
 
-  Each of several processes calls it after it has joined the others.
+  Each of several processes calls it after joining the others.
 
   Args:
     cpu_devices: the flag --cpu_devices.
@@ -29,7 +29,7 @@ def check_devices(cpu_devices: int = 1) -> None:
   try:
     jax.devices()
   except (AssertionError, RuntimeError, ValueError) as e:
-    # JAX finds no GPU by a bare assertion.
+    # JAX reports a missing GPU by a bare assertion.
     reason = str(e).partition(" (set JAX_PLATFORMS")[0] or "there is no such device"
     stop(
       f"{' '.join(asked)}: {reason.rstrip('.')}. Found: {_found()}; accepted: a "
@@ -38,7 +38,7 @@ def check_devices(cpu_devices: int = 1) -> None:
 
 
 def _found() -> str:
-  """The platforms that JAX finds when nothing is asked for."""
+  """Returns the platforms found by JAX without any request."""
   import jax
   from jax.extend import backend
 
@@ -55,7 +55,7 @@ def _found() -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-  """Discards the lines that libraries in C++ write to standard error."""
+  """Discards the output of C++ libraries to standard error."""
   kept = os.dup(2)
   nowhere = os.open(os.devnull, os.O_WRONLY)
   os.dup2(nowhere, 2)

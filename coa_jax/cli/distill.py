@@ -3,7 +3,7 @@
 coa distill --config=configs/X.py --workdir=DIR [--config.FIELD=VALUE]
   [--shard=I/N]
 
-The API key of a chat backend's endpoint, if it wants one, is read from COA_API_KEY.
+A chat endpoint's API key, if it requires one, is read from COA_API_KEY.
 """
 
 import os
@@ -22,7 +22,7 @@ from coa_jax.runtime.shard import Shard
 def run(
   config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
 ) -> dict[str, Any]:
-  """The journey with the key; a service that fails ends it with one line."""
+  """Runs the stage with the key; a failed service ends it with one line."""
   try:
     return distill.run(config, workdir, os.environ.get("COA_API_KEY"), shard)
   except (InfrastructureError, RefusedError) as e:
@@ -30,7 +30,7 @@ def run(
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-  """Makes tables of `results.json`: what every stage kept, and families."""
+  """Makes tables of `results.json`: every stage's kept runs, and families."""
   stages = {"convert": results["convert"], **results["filters"]}
   rows = [{"stage": "team runs", "kept": results["runs"], "dropped": ""}]
   for name, stage in stages.items():

@@ -1,4 +1,4 @@
-"""How the processes of one run meet: who waits for whom, how long, in what folder."""
+"""Meeting of a run's processes: waits, time limits and the shared folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _HEARTBEAT_S = flags.DEFINE_integer(
 
 
 def join(where: str) -> None:
-  """Joins the other processes of a run; `where` is the flag --distributed."""
+  """Joins a run's other processes; `where` is the flag --distributed."""
   import jax
 
   if where == "auto":
@@ -61,11 +61,11 @@ def join(where: str) -> None:
 
 
 def leave_devices_alone() -> None:
-  """Has processes that save wait for each other at JAX's coordination service.
+  """Makes saving processes synchronise through JAX's coordination service.
 
-  By itself Orbax has them meet on all devices. Those that `mesh.rollout` keeps are
-  given work by threads of their own meanwhile, and two programs that both talk between
-  devices could wait for each other. At the service a process waits 300 s at most.
+  By default Orbax synchronises over all devices. Meanwhile other threads dispatch work
+  to the devices of `mesh.rollout`, and two programs with collectives could deadlock. At
+  the service a process waits 300 s at most.
   """
   import orbax.checkpoint  # noqa: F401  # it has the flag
 
@@ -109,9 +109,9 @@ def _join_at(where: str) -> None:
       f"{seconds} s; start them, or wait longer with --distributed_wait_s",
       file=sys.stderr,
     )
-    os._exit(2)  # JAX's own end of the wait aborts the process
+    os._exit(2)  # JAX's own timeout aborts the process
 
-  # JAX waits longer than we do, so that ours is the message that is read.
+  # JAX waits longer than we do, so that the user sees our message.
   watch = threading.Timer(left, give_up)
   watch.daemon = True
   watch.start()
@@ -126,9 +126,9 @@ def _join_at(where: str) -> None:
 
 
 def _await_coordinator(host: str, port: int, seconds: float) -> None:
-  """Waits until process 0 listens, and says so; stops the program when it does not.
+  """Waits until process 0 listens, and reports it; stops the program after `seconds`.
 
-  JAX's own wait says nothing until it is over.
+  JAX's own wait is silent until its end.
   """
   began = time.monotonic()
   reason = ""
@@ -151,9 +151,9 @@ def _await_coordinator(host: str, port: int, seconds: float) -> None:
 
 
 def check_shared(workdir: str) -> None:
-  """Stops all processes where some have a workdir of their own under its name.
+  """Stops all processes if the workdir is not one shared folder.
 
-  Else they would wait for each other at the first checkpoint.
+  Otherwise they would wait for each other at the first checkpoint.
   """
   import jax
   import numpy as np
@@ -166,7 +166,7 @@ def check_shared(workdir: str) -> None:
     with open(path, "w", encoding="ascii"):
       pass
   multihost_utils.sync_global_devices("workdir")
-  for _ in range(50):  # a network's disk may be late
+  for _ in range(50):  # a network disk may be late
     if os.path.exists(path):
       break
     time.sleep(0.1)
@@ -183,15 +183,15 @@ def check_shared(workdir: str) -> None:
 
 @contextlib.contextmanager
 def in_bucket(uri: str, scratch: str) -> Iterator[str]:
-  """Yields this process's local folder of a workdir in a bucket.
+  """Yields this process's local folder for a workdir in a bucket.
 
   Args:
-    uri: of the workdir.
+    uri: the workdir's address.
     scratch: a folder on this machine's disk.
 
   Raises:
-    ValueError: another run works there, or the bucket can not be used. Where that is
-      so of the first process, all stop.
+    ValueError: another run works there, or the bucket can not be used. If the first
+      process raises it, all stop.
   """
   if not WHERE.value:
     with mirror.opened(uri, scratch) as folder:
@@ -205,12 +205,12 @@ def in_bucket(uri: str, scratch: str) -> Iterator[str]:
   process = jax.process_index()
   processes = jax.process_count()
   if processes > 1 and not uri.startswith("gs://"):
-    # Orbax, which writes each process's part, knows no other store.
+    # Orbax writes each process's part, and supports no other store.
     raise BucketError(f"{uri}: several processes need gs://, or a disk that they share")
   with contextlib.ExitStack() as stack:
-    # --- The first one takes the lease; the others hear its number.
+    # --- The first one takes the lease; the others receive its number.
     refusal = None
-    epoch = 0  # the number of its lease
+    epoch = 0  # its lease's number
     if process == 0:
       try:
         first = stack.enter_context(mirror.Mirror(uri, scratch, 0, processes))

@@ -1,4 +1,4 @@
-"""Evaluation: one journey, from one config file.
+"""Evaluation: one stage, from one config file.
 
   coa evaluate --config=configs/X.py --workdir=DIR [--json]
 
@@ -16,7 +16,7 @@ from coa_jax import evaluate
 from coa_jax.cli.launch import launch
 from coa_jax.report.tables import Table, cell
 
-# Figure of a summary -> its heading. Of pass@k and votes see `headings`.
+# Figure of a summary -> its heading. For pass@k and votes see `headings`.
 _FIGURES = {"pass1_greedy": "greedy", "pass1_sampled": "sampled"}
 _COSTS = {
   "tool_calls_per_task": "tool calls",
@@ -26,7 +26,7 @@ _COSTS = {
 
 
 def headings(results: Mapping[str, Any]) -> dict[str, str]:
-  """The figures that these results have, as columns of a table."""
+  """Returns the figures in these results, as columns of a table."""
   columns = dict(_FIGURES)
   for name in results:
     pass_k = re.fullmatch(r"pass(\d+)", name)
@@ -40,11 +40,11 @@ def headings(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def table(results: Mapping[str, Any], title: str = "Evaluation") -> Table:
-  """Makes a table of what `results.json` holds: all tasks, each source, each family."""
+  """Makes a table of `results.json`: all tasks, each source, each family."""
   columns = {"of": "tasks of", "tasks": "tasks", **headings(results)}
   groups = {"all": results}
   for by in ("by_source", "by_family"):
-    # One group is all of them again.
+    # A single group equals all tasks.
     if len(results[by]) > 1:
       kind = by.removeprefix("by_")
       groups |= {f"{kind} {name or '-'}": one for name, one in results[by].items()}

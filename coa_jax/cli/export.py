@@ -1,9 +1,9 @@
-"""Any kept checkpoint of an SFT or RL run as a Hugging Face folder.
+"""Exports any kept checkpoint of an SFT or RL run as a Hugging Face folder.
 
   coa export --workdir=DIR --out=DIR [--step=N]
 
-Writes OUT/model, and OUT/adapter of a run with section lora, as the run itself does at
-its end. The run may be going on; without --step the newest checkpoint is taken. The
+Writes OUT/model, and OUT/adapter for a run with section lora, like the run itself at
+its end. The run may still be running; without --step the newest checkpoint is used. The
 policy is exported, a critic is not.
 """
 
@@ -19,25 +19,25 @@ from coa_jax.runtime.lock import hold
 
 
 def _define_flags() -> None:
-  # Not on import: other programs have flags of these names, and tests import both.
+  # Not on import: other programs have equal flags, and tests import both.
   flags.DEFINE_string("workdir", None, "Of the run.", required=True)
   flags.DEFINE_string("out", None, "Where model/ is written.", required=True)
   flags.DEFINE_integer("step", None, "Updates made; the newest where empty.")
 
 
 def export(workdir: str, out: str, step: int | None = None) -> int:
-  """Writes the model of a checkpoint; returns its step.
+  """Writes a checkpoint's model; returns its step.
 
   Args:
     workdir: of an SFT or RL run.
-    out: where `model` and perhaps `adapter` are written.
-    step: one of those kept; None for the newest.
+    out: the folder for `model` and perhaps `adapter`.
+    step: a kept checkpoint's step; None for the newest.
 
   Raises:
-    FileNotFoundError: no run is there.
-    ValueError: it has no such checkpoint, or that is damaged.
+    FileNotFoundError: there is no run.
+    ValueError: it has no such checkpoint, or the checkpoint is damaged.
 
-  budget: a checkpoint's way from what was trained to what is saved.
+  budget: the way from a checkpoint to a model folder.
   """
   from coa_jax import sft
   from coa_jax.learner.checkpoint import read_params, whole_steps
@@ -51,7 +51,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.runtime.config import read_config
   from coa_jax.runtime.record import read_origin_of, read_run
 
-  # --- Which checkpoint.
+  # --- The checkpoint.
   config_file = os.path.join(workdir, "config.json")
   folder = os.path.join(workdir, "checkpoints")
   for path in (config_file, folder):
@@ -68,7 +68,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   if step is None:
     step = steps[-1]
 
-  # --- What was trained: all parameters or adapters; of RL the policy, not the critic.
+  # --- The trained parameters: all or adapters; in RL the policy, not the critic.
   trained = read_params(folder, step)
   if "algo" in config:
     trained = trained["policy"]
@@ -77,17 +77,17 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     lora_config = read_config(config["lora"], lora.LoraConfig, "lora")
   load = sft.read_model(config.get("model") or {}, config)
 
-  # --- What it was trained from: a model that the run drew, or one that it read.
+  # --- The initial model: drawn by the run, or read.
   init = config.get("init") or ""
-  base = None  # needed beside adapters alone
+  base = None  # needed only with adapters
   tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
-  if isinstance(load, ModelConfig):  # a model that the run drew itself
+  if isinstance(load, ModelConfig):  # a model drawn by the run itself
     cfg = sft.with_vocabulary(load, tokenizer)
     if lora_config:
       data = read_config(config.get("data"), sft.DataConfig, "data")
       base = init_params(cfg, data.seed)
   else:
-    # Nothing is computed with it, so another machine's kernel is no matter.
+    # Nothing is computed with it, so the kernel may be another machine's.
     load = dataclasses.replace(load, attention="auto")
     cfg = load_config(init, load)
     if lora_config:

@@ -1,4 +1,4 @@
-r"""Turns other people's traces into trajectories that SFT reads.
+r"""Converts external agent traces into trajectories for SFT.
 
   coa import --file=WebAgentSFTDataset.json --variant=web \
     --out=runs/web/trajectories.jsonl
@@ -17,17 +17,16 @@ conversations with tool calls (messages of OpenAI, Anthropic, Hermes, LangChain 
 LLaMA-Factory, ShareGPT, verifiers, ATIF, Responses; each question of a record becomes a
 trajectory), ReAct and Search-R1 text, our own runs and trajectories, and released RL
 rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources.
-A row with a call that no importer reads is dropped (unread_call).
+A row with a call unknown to all importers is dropped (unread_call).
 --formats.copies writes each trajectory in other tool formats too; --described_tools
-has prompts describe only the tools of the run that will play. What a row has that a
-trajectory has no place for, and every row that is dropped, is named with the reason on
-standard output, then what helps with each reason; the last line has the counts. Beside
-OUT it writes OUT's manifest (what was asked, the commit, counts per stage, statistics
-before and after, the file's hash) and pictures of the funnel and of the statistics.
---shard=I/N reads each alone every N-th row from the I-th on; the last of these N
-processes puts all together (`coa_jax.cli.shards`; their parts stay in OUT.work).
+makes prompts describe only the tools of the later run. Unmapped fields and dropped rows
+are printed with the reason on standard output, then a remedy for each reason; the last
+line has the counts. Next to OUT it writes OUT's manifest (flags, commit, counts per
+stage, statistics before and after, the file's hash) and pictures of the funnel and the
+statistics. With --shard=I/N each process reads every N-th row from the I-th on; the
+last of these N processes joins all (`coa_jax.cli.shards`; parts stay in OUT.work).
 
-budget: a third of it is the flags, each with its help.
+budget: a third is the flags, each with its help.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ from coa_jax.runtime.lock import hold
 from coa_jax.runtime.record import hash_files, write_manifest
 from coa_jax.runtime.shard import Shard
 
-# Most agents that others run: thoughts, calls and an answer.
+# Most external agents: thoughts, calls and an answer.
 _ALONE = "unified-plan-reflection-suggested_answer-double_check"
 
 
 def _define_section(name: str, cls: type) -> Any:
-  """Flags --NAME.FIELD for the fields of a dataclass."""
+  """Defines flags --NAME.FIELD for a dataclass's fields."""
   config = ml_collections.ConfigDict()
   fill_defaults(config, cls)
   return config_flags.DEFINE_config_dict(name, config)
@@ -97,7 +96,7 @@ _DESCRIBED_TOOLS = flags.DEFINE_multi_string(
   "Those of the run that will play (config.tools), whose prompts these should be. "
   "Without it all of the variant.",
 )
-# Its earlier name, so that a command with it says what to write.
+# Its earlier name, so that old commands report the new one.
 flags.DEFINE_multi_string("told", None, "It is called --described_tools now.")
 flags.register_validator(
   "told", lambda value: value is None, "it is called --described_tools now"
@@ -122,7 +121,7 @@ _WORKERS = flags.DEFINE_integer("workers", 0, "Processes besides this one.", 0)
 _SHARD = flags.DEFINE_string(
   "shard", "", "Read part I of N alone, as 0/8; the last one joins. auto/8: by index."
 )
-_ROWS = "rows.jsonl"  # what a shard leaves behind
+_ROWS = "rows.jsonl"  # a shard's result
 _FILTER = flags.DEFINE_bool("filter", False, "Apply the filters (--filters.FIELD).")
 _FILTERS = _define_section("filters", filters.FiltersConfig)
 _CONVERT = _define_section("convert", ConvertConfig)
@@ -130,11 +129,11 @@ _FORMATS = _define_section("formats", ToolAugmentation)
 
 
 def main() -> None:
-  """Imports FILE, alone or a shard of it."""
+  """Imports FILE, whole or a shard of it."""
   shard = read_shard(_SHARD.value) if _SHARD.value else None
   suffix_of(_OUT.value)  # refused before any work
 
-  # --- What the rows are; files of a bucket are read from copies.
+  # --- The rows; files in a bucket are read from copies.
   cache = os.path.join(SCRATCH.value, "inputs")
   for name in ("file", "tasks", "tokenizer"):
     flags.FLAGS[name].value = inputs.localized(flags.FLAGS[name].value, cache)
@@ -155,7 +154,7 @@ def main() -> None:
       _write_tasks(records, out)
     return
 
-  # --- All of them here, or each shard its own and the last one all.
+  # --- All rows here, or each shard its own and the last one all.
   pipeline = _pipeline(chosen)
   job = ImportJob(pipeline, _WORKERS.value)
   if not shard:
@@ -180,7 +179,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _output() -> Iterator[str]:
-  """Yields the path to write OUT to, and what stands beside it; nobody else does."""
+  """Yields a path for OUT and the files next to it, and locks out others."""
   folder, _, name = _OUT.value.rpartition("/")
   if not is_uri(_OUT.value):
     with hold(os.path.abspath(folder), f".{name}.lock"):
@@ -190,7 +189,7 @@ def _output() -> Iterator[str]:
   os.makedirs(SCRATCH.value, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=SCRATCH.value) as local:
     yield os.path.join(local, name)
-    # The manifest last: what it tells of is there.
+    # The manifest last: its files exist by then.
     for file in sorted(os.listdir(local), key=lambda file: file.endswith(".json")):
       bucket.put(os.path.join(local, file), file)
 
@@ -202,21 +201,21 @@ def _write(
   job: ImportJob,
   lines_of: Callable[..., Iterator[str]],
 ) -> int:
-  """Filters, writes and tells.
+  """Filters, writes and reports.
 
   budget: one pass, stage by stage.
 
   Args:
     out: the file to write.
     chosen: the format.
-    pipeline: what was done to each row.
-    job: counts them.
-    lines_of: takes what to do with rows dropped and imported.
+    pipeline: processes each row.
+    job: counts the rows.
+    lines_of: takes callbacks for dropped and imported rows.
 
   Returns:
-    How many trajectories are written.
+    The number of trajectories written.
   """
-  # --- Those that stay.
+  # --- The kept rows.
   unit = "tokens" if _TOKENIZER.value else "characters"
   dropped_first: dict[str, tuple[Dropped, Record]] = {}  # by reason
   before = plots.Statistics(unit)
@@ -236,17 +235,17 @@ def _write(
     lines = lines_of(on_dropped, on_imported)
     num_rows = write_lines(out, lines, at_least_one=True)
   except EOFError:
-    # An empty file would only fail where it is trained on.
+    # An empty file would only fail later, in training.
     dropped, filtered = _dropped(job.counts())
     for reasons in filtered.values():
       dropped.update(reasons)
     message = f"{_FILE.value}: no record is left to train on ({_counted(dropped)})"
-    if dropped_first:  # one line: what helps with most of them
+    if dropped_first:  # one line: the remedy for most of them
       most = max(dropped_first, key=lambda reason: dropped[reason])
       message += f"; {hints.hint(pipeline.importer, *dropped_first[most])}"
     stop(message)
 
-  # --- Say what became of all.
+  # --- Report the outcome.
   counts = job.counts()
   _report(out, _settings(chosen, pipeline), pipeline, counts, before, after)
   dropped, filtered = _dropped(counts)
@@ -266,7 +265,7 @@ def _write(
 
 
 def _dropped(counts: dict[str, Any]) -> tuple[Counter[str], dict[str, Counter[str]]]:
-  """Why rows were dropped at import, and by each filter where there are any."""
+  """Counts reasons for dropped rows at import, and by each filter, if any."""
   filtered = {}
   if "filters" in counts:
     for stage in filters.STAGES:
@@ -275,7 +274,7 @@ def _dropped(counts: dict[str, Any]) -> tuple[Counter[str], dict[str, Counter[st
 
 
 def _pipeline(chosen: str) -> RowPipeline:
-  # --- Flags that do not fit the format, or each other.
+  # --- Flags contradicting the format, or each other.
   if _KEEP_ILLEGAL.value and chosen not in hints.VERBATIM:
     verbatim = " and ".join(hints.VERBATIM)
     raise ValueError(
@@ -287,7 +286,7 @@ def _pipeline(chosen: str) -> RowPipeline:
   if formats.copies and _PROMPT.value == "brief":
     raise ValueError("--formats.copies: only --prompt=full describes formats")
 
-  # --- How a row is read.
+  # --- The rows' reader.
   tasks = {}
   if _TASKS.value:
     tasks = {task.id: task for task in load_tasks(_TASKS.value)}
@@ -302,7 +301,7 @@ def _pipeline(chosen: str) -> RowPipeline:
     tasks=tasks,
   )
 
-  # --- Which trajectories stay.
+  # --- The filters.
   config = read_config(_FILTERS.value, filters.FiltersConfig, "filters")
   if not _FILTER.value:
     if config != filters.FiltersConfig():
@@ -324,7 +323,7 @@ def _variant() -> Variant:
 
 
 def _print(text: str) -> None:
-  """One line, whatever a row's strings would do to a terminal."""
+  """Prints one line, with terminal control characters escaped."""
   print("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
 
@@ -333,7 +332,7 @@ def _counted(reasons: Counter[str]) -> str:
 
 
 def _write_tasks(records: Iterator[importers.Record], out: str) -> None:
-  """Released RL rows as tasks, in JSON lines."""
+  """Writes released RL rows as tasks, in JSON lines."""
   if not _OUT.value.endswith(".jsonl"):
     raise ValueError(f"{_OUT.value}: tasks are written as .jsonl")
   dropped: Counter[str] = Counter()
@@ -363,8 +362,8 @@ def _report(
   before: plots.Statistics,
   after: plots.Statistics,
 ) -> None:
-  """The manifest and the pictures, beside the output."""
-  # --- Pictures: how many each stage left, and what the trajectories look like.
+  """Writes the manifest and the pictures next to the output."""
+  # --- Pictures: each stage's counts, and statistics of the trajectories.
   imported = counts["import"]
   bars = {"import": (imported["kept"], imported["dropped"])}
   if pipeline.filters:
@@ -396,7 +395,7 @@ def _report(
 
 
 def _settings(chosen: str, pipeline: RowPipeline) -> dict[str, Any]:
-  """What would write the same file again."""
+  """Returns the settings to reproduce the file."""
   return {
     "file": _FILE.value,
     "format": chosen,

@@ -1,6 +1,6 @@
-"""What every launcher does before its journey: flags, config, compile cache, errors.
+"""Every stage's preparation: flags, config, compile cache, errors.
 
-budget: all that happens before a journey, in its order.
+budget: everything before a stage, in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from coa_jax.runtime.config import ConfigError, as_json, fill_defaults, read_con
 from coa_jax.runtime.interruption import Interrupted
 from coa_jax.runtime.shard import Shard
 
-# Takes (config, workdir), and a shard where it can be cut.
+# Takes (config, workdir), and a shard if it supports shards.
 Journey = Callable[..., dict[str, Any]]
 
 _CONFIG_HELP = (
@@ -89,7 +89,7 @@ _FLAGS = (
 
 
 def show(results: dict[str, Any]) -> None:
-  """Prints a journey's results as JSON."""
+  """Prints a stage's results as JSON."""
   print(json.dumps(results, indent=2, sort_keys=True))
 
 
@@ -103,21 +103,19 @@ def launch(
 
   budget: its flags and its work share them.
 
-  Any field can be given, whether the config file has it or not; None empties it, or
-  leaves out a section that may be missing. A config, a file or a value that can not be
-  used ends the program with one line on standard error and exit status 2, before any
-  work.
+  Any field can be set, whether the config file has it or not; None empties it, or
+  removes an optional section. An unusable config, file or value ends the program with
+  one line on standard error and exit status 2, before any work.
 
   Args:
-    journey: what runs.
-    config_class: the dataclass that it reads its config into; its defaults fill what
-      the file leaves out.
-    tables: of the results, printed at the end; --json prints the results themselves,
-      as programs without tables do.
-    logs: files from which the journey goes on, where it can be cut into shards: see
+    journey: the stage's function.
+    config_class: the dataclass of its config; its defaults fill missing fields.
+    tables: makes the results' tables, printed at the end; --json prints the results
+      themselves, like programs without tables.
+    logs: files from which the stage resumes, if it supports shards: see
       `coa_jax.cli.shards`.
   """
-  # --- Flags of its own.
+  # --- Its own flags.
   if logs:
     flags.DEFINE_string(
       "shard", "", "Do part I of N alone, as 0/8; the last one joins. auto/8: by index."
@@ -128,7 +126,7 @@ def launch(
   flags.mark_flag_as_required("workdir")
 
   def work(config: ml_collections.ConfigDict) -> None:
-    # --- Where it runs, and beside whom.
+    # --- The workdir and the other processes.
     if not workdir.value:
       stop("--workdir is empty; name the folder where the run writes and goes on")
     shard = _shard() if logs else None
@@ -140,7 +138,7 @@ def launch(
       if not is_uri(workdir.value):
         distributed.check_shared(workdir.value)
 
-    # --- A part of the work, or all of it; in a bucket both work on a folder here.
+    # --- A part of the work, or all; in a bucket both work in a local folder.
     run = _watched(journey, config)
     if shard:
       settings = inputs.named(as_json(read_config(config, config_class)))
@@ -168,10 +166,10 @@ def launch(
 def _watched(
   journey: Journey, config: ml_collections.ConfigDict
 ) -> Callable[[str, Shard | None], dict[str, Any]]:
-  """The journey with its config, which is left to hang for --hang_s at most."""
+  """Returns the stage with its config; it may hang for --hang_s at most."""
 
   def run(folder: str, shard: Shard | None) -> dict[str, Any]:
-    # Not while a bucket is read or written: that may last, and gives up by itself.
+    # Not during access to a bucket: it may last, and has its own timeouts.
     heartbeat.watch(HANG_S.value)
     try:
       with disk.clear_errors(folder):
@@ -185,7 +183,7 @@ def _watched(
 
 
 def _shard() -> Shard | None:
-  """Reads the flag --shard; None where it is empty."""
+  """Reads the flag --shard; None if it is empty."""
   if not flags.FLAGS.shard:
     return None
   if distributed.WHERE.value:
@@ -196,9 +194,9 @@ def _shard() -> Shard | None:
 def start(
   work: Callable[[ml_collections.ConfigDict], None], config_class: type
 ) -> None:
-  """As `launch`, for a program that needs a config and no workdir."""
+  """Like `launch`, for a program with a config and without a workdir."""
   outlive_readers()
-  # It tells of every request, so of every tool call, at a level that we show.
+  # It logs every request, so every tool call, at a visible level.
   python_logging.getLogger("httpx").setLevel(python_logging.WARNING)
   file = ""
 
@@ -216,7 +214,7 @@ def start(
       _end_interrupted()
     except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
       stop(_override_error(e, file))
-    except (RecursionError, MemoryError):  # a literal of thousands of brackets
+    except (RecursionError, MemoryError):  # a literal with thousands of brackets
       stop(f"{file}: a value of --config.FIELD is nested too deeply")
 
   def main(argv: list[str]) -> None:
@@ -234,12 +232,12 @@ def start(
 
 
 def config_of_words(words: list[str], config_class: type) -> ml_collections.ConfigDict:
-  """Reads the config that a command line asks for, as `launch` would.
+  """Reads a command line's config, like `launch`.
 
   Args:
     words: the command line without the program; flags other than --config.FIELD are
       ignored.
-    config_class: the dataclass that the stage reads its config into.
+    config_class: the stage's config dataclass.
   """
   file, argument, rest = _take_config(words)
   if not file:
@@ -257,7 +255,7 @@ def config_of_words(words: list[str], config_class: type) -> ml_collections.Conf
 
 
 def fetch_inputs(config: ml_collections.ConfigDict) -> None:
-  """Puts the paths of local copies in the place of gs:// and s3:// addresses."""
+  """Replaces gs:// and s3:// addresses by local copies' paths."""
   cache = os.path.join(SCRATCH.value, "inputs")
   for name, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
@@ -274,14 +272,14 @@ def _define_config(
   """Defines the flag --config: the file's values, the defaults, a flag for each field.
 
   Args:
-    file: the config file; "" for none, which the flag's parser then complains of.
+    file: the config file; "" for none, then refused by the flag's parser.
     argument: of its `get_config`, if it has one.
     argv: the command line without --config.
-    config_class: the dataclass that the journey reads its config into.
+    config_class: the stage's config dataclass.
 
   Returns:
-    The command line without the flags that are None, which no typed flag can read
-    (their fields are None now), and the paths of the file's required placeholders.
+    The command line without flags set to None, unreadable to typed flags (their fields
+    are None now), and the paths of the file's required placeholders.
   """
   required = []
   paths = []
@@ -313,7 +311,7 @@ def _define_config(
       "config",
       config,
       _CONFIG_HELP,
-      # Entries of a free dict, and misspelt fields, of which the journey says more.
+      # Entries of a free dict, and misspelt fields; the stage refuses the latter.
       accept_new_attributes=True,
       lock_config=False,
       sys_argv=rest,
@@ -330,10 +328,10 @@ def _define_config(
 def _release_placeholders(
   config: ml_collections.ConfigDict, above: str = ""
 ) -> list[str]:
-  """Makes required placeholders optional: a flag can not show a required one.
+  """Makes required placeholders optional: flags can not show required ones.
 
   Returns:
-    Their paths, as "section.field".
+    Their paths, e.g. "section.field".
   """
   paths = []
   for name in config:
@@ -354,7 +352,7 @@ def _release_placeholders(
 def _check_filled(
   config: ml_collections.ConfigDict, paths: list[str], file: str
 ) -> None:
-  """Refuses a config whose required placeholders have no value."""
+  """Refuses a config with empty required placeholders."""
   for path in paths:
     value: Any = config
     for name in path.split("."):
@@ -366,7 +364,7 @@ def _check_filled(
 def _answer_help(
   file: str, argument: list[str], argv: list[str], config_class: type
 ) -> None:
-  """Prints what --config.help or --config.help=SECTION asks for, and ends."""
+  """Answers --config.help or --config.help=SECTION, and ends the program."""
   for word in argv:
     path, _, wanted = word.lstrip("-").partition("=")
     if word.startswith("-") and path == "config.help":
@@ -379,7 +377,7 @@ def _answer_help(
 
 
 def _path_of(word: str) -> str:
-  """The field that a word of a command line sets, as "section.field"; "" if none."""
+  """Returns the field set by a command line's word, as "section.field", or ""."""
   name = word.lstrip("-").partition("=")[0].removeprefix("no")
   if word.startswith("-") and name.startswith("config."):
     return name.removeprefix("config.")
@@ -387,9 +385,10 @@ def _path_of(word: str) -> str:
 
 
 def _join_values(argv: list[str]) -> list[str]:
-  """Writes `--config.FIELD VALUE` as one word.
+  """Joins `--config.FIELD VALUE` to one word.
 
-  The flag of a field that the config lacks would take the value for an argument.
+  Otherwise the flag of a field missing in the config would treat the value as an
+  argument.
   """
   out = []
   for word in argv:
@@ -402,7 +401,7 @@ def _join_values(argv: list[str]) -> list[str]:
 
 
 def _set_none(section: ml_collections.ConfigDict, field: str) -> None:
-  """Empties a field, or a section that the journey can do without."""
+  """Empties a field, or an optional section."""
   if field in section:
     del section[field]  # its type goes with it
   section[field] = None
@@ -411,10 +410,10 @@ def _set_none(section: ml_collections.ConfigDict, field: str) -> None:
 def _make_sections(
   config: ml_collections.ConfigDict, path: str
 ) -> ml_collections.ConfigDict:
-  """Makes the sections on the way to a field that a flag sets, where there are none.
+  """Makes missing sections on a flag field's path.
 
   Returns:
-    The one that the field is in.
+    The field's section.
 
   Raises:
     ValueError: one of them is a value.
@@ -432,10 +431,10 @@ def _make_sections(
 def _refuse_texts_for_sections(
   argv: list[str], config: ml_collections.ConfigDict
 ) -> None:
-  """Says of a flag that gives a section a text how to set the section's fields.
+  """Refuses a text as a section's value, and explains how to set its fields.
 
   Raises:
-    ValueError: a flag does; a dict in Python's writing is no text.
+    ValueError: a flag has one; a Python dict literal is accepted.
   """
   for word in argv:
     path = _path_of(word)
@@ -451,12 +450,12 @@ def _refuse_texts_for_sections(
 
 
 def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
-  """Runs a program that has flags of its own and no config; errors as of `launch`.
+  """Runs a program with its own flags and without a config; errors as in `launch`.
 
   Args:
-    main: what runs.
-    takes_words: whether it is given the words of the command line that are no flags;
-      else there must be none.
+    main: the program's function.
+    takes_words: whether it gets the command line's words other than flags; otherwise
+      there must be none.
   """
 
   def parse(argv: list[str]) -> list[str]:
@@ -479,14 +478,14 @@ def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
 
 
 def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
-  """Settles the process: allocator, log, compile cache, devices of a CPU.
+  """Sets up the process: allocator, log, compile cache, CPU devices.
 
-  Call it before JAX is used.
+  Call it before using JAX.
   """
   _keep_freed_memory()
   disk.report_once()
   logging.set_verbosity(logging.WARNING)
-  # Lines for the user: without the time, thread and line of the code.
+  # Lines for the user: without time, thread and line of code.
   handler = logging.get_absl_handler()
   handler.setFormatter(_PlainFormatter())
   handler.addFilter(_is_for_the_user)
@@ -500,32 +499,31 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
     jax.config.update("jax_compilation_cache_dir", compile_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   joins = flags.FLAGS.is_parsed() and distributed.WHERE.value
-  if not joins:  # else once they have joined
+  if not joins:  # otherwise after joining
     check_devices(cpu_devices)
 
 
 def _is_for_the_user(record: python_logging.LogRecord) -> bool:
-  """Leaves out what Orbax says of files that we write in another way."""
+  """Filters Orbax's messages about files written by us in another way."""
   of_orbax = f"{os.sep}orbax{os.sep}" in record.pathname
   return not of_orbax or record.levelno >= python_logging.ERROR
 
 
 class _PlainFormatter(python_logging.Formatter):
-  """Shows a message as the program's own lines stand: `warning: ...`."""
+  """Formats a message like the program's own lines: `warning: ...`."""
 
   def format(self, record: python_logging.LogRecord) -> str:
-    """The line, and the traceback where there is one."""
+    """Returns the line, and the traceback if there is one."""
     return f"{record.levelname.lower()}: {super().format(record)}"
 
 
 def _keep_freed_memory() -> None:
-  """Has glibc keep large temporaries, in huge pages, instead of mapping them anew.
+  """Makes glibc keep large temporaries, in huge pages, instead of remapping them.
 
-  Page faults and misses of the address translation would cost a small model on a CPU
-  more than its arithmetic: kept memory brings a training step of the quickstart to two
-  thirds of the time, huge pages to about nine tenths of that. The threshold above which
-  glibc maps can not be raised past 32 MiB, so mapping is turned off instead, and one
-  arena keeps the memory for all threads.
+  Page faults and TLB misses would cost a small model on a CPU more than its arithmetic:
+  kept memory reduces a quickstart training step to two thirds of the time, huge pages
+  to about nine tenths of that. glibc's mapping threshold can not exceed 32 MiB, so
+  mapping is turned off instead, and one arena keeps the memory for all threads.
   """
   trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # malloc.h
   try:
@@ -541,13 +539,13 @@ def _keep_freed_memory() -> None:
   mallopt(arena_max, 1)
   mallopt(trim_threshold, -1)
   mallopt(top_pad, 1 << 28)
-  # The heap grows once, to a size that costs nothing until it is used: what the kernel
-  # is told of an area does not carry over to what is added to it later.
+  # The heap grows once; its size costs nothing until it is used: madvise does not apply
+  # to later extensions.
   room = min(8 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
   block = libc.malloc(room)
   if not block:
     return
-  huge, page = 14, 2 << 20  # MADV_HUGEPAGE; x86's and most others' huge page
+  huge, page = 14, 2 << 20  # MADV_HUGEPAGE; huge page of x86 and most others
   start = -(-block // page) * page
   libc.madvise(start, room - (start - block), huge)
   libc.free(block)
@@ -556,7 +554,7 @@ def _keep_freed_memory() -> None:
 def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
   """Runs `work`; wrong input becomes one line and exit status 2.
 
-  Ctrl-C is status 130, and SIGTERM in a journey that saves before it leaves 143.
+  Ctrl-C is status 130, and SIGTERM in a stage that saves before its end 143.
   """
   try:
     with disk.clear_errors():
@@ -566,7 +564,7 @@ def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
   except (ValueError, RequiredValueError) as e:
     stop(str(e))
   except OSError as e:
-    # The system's own words stand in brackets before the path; ours need no change.
+    # The system puts its words in brackets before the path; ours need no change.
     stop(f"{e.filename}: {e.strerror}" if e.filename else str(e))
   except Interrupted as e:
     print(e, file=sys.stderr)
@@ -584,7 +582,7 @@ def _take_config(argv: list[str]) -> tuple[str, list[str], list[str]]:
   """Takes --config from a command line.
 
   Returns:
-    The file, "" where there is none; its :ARGUMENT if it has one; and the rest of the
+    The file, "" if there is none; its :ARGUMENT if it has one; and the rest of the
     command line. Of several files the last one counts, as for any flag.
   """
   value = ""
@@ -601,7 +599,7 @@ def _take_config(argv: list[str]) -> tuple[str, list[str], list[str]]:
 
 
 def _read_config(file: str, argument: list[str]) -> ml_collections.ConfigDict:
-  """What a config file answers; it is foreign code, and may fail in any way."""
+  """Runs a config file's `get_config`; foreign code may fail in any way."""
   if not os.path.isfile(file):
     stop(f"{file}: there is no such config file")
   get_config = config = None
@@ -609,7 +607,7 @@ def _read_config(file: str, argument: list[str]) -> ml_collections.ConfigDict:
     get_config = runpy.run_path(file).get("get_config")
     if callable(get_config):
       config = get_config(*argument)
-  except ValueError as e:  # its own words for an argument that it does not know
+  except ValueError as e:  # its own words for an unknown argument
     stop(f"{file}: {e}")
   except SyntaxError as e:
     stop(f"{file}:{e.lineno or 1}: {e.msg}")
@@ -628,7 +626,7 @@ def _read_config(file: str, argument: list[str]) -> ml_collections.ConfigDict:
 
 
 def _refuse_cycles(value: Any, path: str, above: tuple[int, ...]) -> None:
-  """Refuses a section, list or dict that contains itself."""
+  """Refuses a section, list or dict containing itself."""
   if id(value) in above:
     stop(f"{path} contains itself")
   above = (*above, id(value))
@@ -643,13 +641,13 @@ def _refuse_cycles(value: Any, path: str, above: tuple[int, ...]) -> None:
 
 
 def _override_error(error: Exception, file: str) -> str:
-  """A misspelt or mistyped flag in words."""
+  """Describes a misspelt or mistyped flag."""
   ours = isinstance(error, flags.Error) and "--config." not in str(error)
   return _flag_error(error) if ours or not file else f"{file}: {error}"
 
 
 def _flag_error(error: Exception) -> str:
-  """An error of absl in words; flags that must be given are named alone."""
+  """Describes an absl error; of required flags it gives only the names."""
   missing = re.findall(r"flag --(\w+)=None: Flag --\1 must", str(error))
   if not missing:
     return str(error)

@@ -10,7 +10,7 @@ from typing import NoReturn
 from coa_jax.cli.refusal import stop
 from coa_jax.runtime.fields import nearest
 
-# Command -> what it does. Its code is the module of this name, or as below.
+# Command -> its purpose. Its module has this name, or the name in MODULES.
 COMMANDS = {
   "distill": "play teacher runs and write them as trajectories",
   "sft": "fine-tune a model on trajectories",
@@ -32,7 +32,7 @@ MODULES = {"import": "import_traces", "select": "select_tasks"}
 
 
 def usage() -> str:
-  """Lists the commands, one a line."""
+  """Lists the commands, one per line."""
   lines = [f"  {name:<12}{about}" for name, about in COMMANDS.items()]
   return "\n".join(
     [
@@ -49,7 +49,7 @@ def split_program(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
   """Splits a command line, `coa COMMAND ...` or `MODULE ...`, for another process.
 
   Returns:
-    The program as `experiments.NAME`, or the module; what `python -m` runs; its flags.
+    The program as `experiments.NAME`, or the module; `python -m`'s words; its flags.
   """
   module, *rest = words
   if module != "coa":
@@ -62,17 +62,17 @@ def split_program(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
 
 
 def run(command: str, words: Sequence[str]) -> None:
-  """Runs a command, one of `COMMANDS`, on the words of its command line."""
+  """Runs a command in `COMMANDS` with its command line's words."""
   module = importlib.import_module(f"coa_jax.cli.{MODULES.get(command, command)}")
-  # --help prints the docstring of the main module and the flags that are defined under
-  # the program's name.
+  # --help prints the main module's docstring and the flags defined under the program's
+  # name.
   sys.modules["__main__"].__doc__ = module.__doc__
   sys.argv = [module.__name__, *words]
   module.command()
 
 
 def main() -> None:
-  """Runs the command that the command line names; without one, lists them."""
+  """Runs the command named in the command line; without one, lists them."""
   command, *words = sys.argv[1:] or ["--help"]
   if command in ("-h", "-help", "--help"):
     print(usage())
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _refuse(command: str) -> NoReturn:
-  """Ends the program with one line, which names the nearest command or all."""
+  """Ends the program with one line naming the nearest command or all."""
   stop(f"coa {command}: there is no such command{nearest(command, COMMANDS)}")
 
 

@@ -1,4 +1,4 @@
-r"""Prints what starts a run on a pod: a GKE JobSet, an sbatch file, or gcloud commands.
+r"""Prints the start of a run on a pod: a GKE JobSet, an sbatch file or gcloud commands.
 
   coa pod --slice=v6e-64 --image=REGISTRY/coa-jax \
     -- coa rl --config=configs/rl_afm.py --workdir=gs://BUCKET/runs/rl ...
@@ -8,16 +8,16 @@ r"""Prints what starts a run on a pod: a GKE JobSet, an sbatch file, or gcloud c
   coa pod --vm --slice=v6e-64 --zone=us-east5-b -- coa sft ...
 
 The words after `--` are the program and its flags, as on one machine; every host runs
-them with --distributed=auto. Their config is read first: a mesh that does not fit the
-devices, or a file, an address or a sandbox that the hosts do not have, is refused. With
-`--shards` no host needs another: it is an Indexed Job, whose pods run the words with
+them with --distributed=auto. Their config is read first: a mesh unsuited to the
+devices, or a file, an address or a sandbox missing on the hosts, is refused. With
+`--shards` the hosts are independent: an Indexed Job's pods run the words with
 --shard=auto/N, on hosts without TPUs or, with --slice, on one host of TPUs each.
-`--apply` hands the manifest to kubectl. The manifests are checked against Kubernetes'
-schemas; none of this has been run on a cluster yet.
+`--apply` passes the manifest to kubectl. The manifests are checked against Kubernetes'
+schemas; none of them has been run on a cluster yet.
 
-A host that dies ends its process on all others: JAX's coordination service notices
+If a host dies, the processes on all others end: JAX's coordination service notices
 within 100 seconds. The JobSet then recreates all of them, and the run resumes from its
-last checkpoint. SIGTERM ends rollouts at once and an update at its end, and saves: the
+last checkpoint. SIGTERM stops rollouts at once, finishes an update, and saves: the
 grace period should cover an update and a checkpoint.
 """
 
@@ -47,7 +47,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """Defines this program's flags: not on import, for other programs have like ones."""
+  """Defines the flags; not on import, because other programs have equal names."""
   flags.DEFINE_bool("slurm", False, "Print an sbatch file for hosts with GPUs.")
   flags.DEFINE_bool("vm", False, "Print the gcloud commands of a queued resource.")
   flags.DEFINE_bool("apply", False, "Hand the manifest to kubectl, too.")
@@ -100,7 +100,7 @@ _IN_SHARDS = (
   "experiments.synthesize",
   "experiments.import_traces",
 )
-# Flags that only one form reads.
+# Flags read by only one form.
 _ONLY = {
   "--slurm": ("nodes", "gpus", "time", "account", "partition", "venv"),
   "--vm": ("zone",),
@@ -114,7 +114,7 @@ _TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"  # of man sbatch, --time
 
 
 def _check_flags() -> None:
-  """Refuses flags of another form, and values that no cluster would take."""
+  """Refuses another form's flags, and values invalid on any cluster."""
   if FLAGS.slurm and FLAGS.vm:
     stop("--slurm and --vm: give one of them, or none for a JobSet")
   form = "Kubernetes"
@@ -145,7 +145,7 @@ def _check_flags() -> None:
 
 
 def _read_env() -> dict[str, str]:
-  """The variables of --env."""
+  """Reads the variables in --env."""
   out = {}
   for text in FLAGS.env:
     name, equals, value = text.partition("=")
@@ -156,7 +156,7 @@ def _read_env() -> dict[str, str]:
 
 
 def _read_secrets() -> dict[str, tuple[str, str]]:
-  """The Secrets of --secret, by variable or path."""
+  """Reads the Secrets in --secret, by variable or path."""
   out = {}
   for text in FLAGS.secret:
     match = re.fullmatch(
@@ -171,7 +171,7 @@ def _read_secrets() -> dict[str, tuple[str, str]]:
 
 
 def main(words: list[str]) -> None:
-  """Prints what the flags ask for. budget: three forms, one after the other."""
+  """Prints the requested form. budget: three forms, one after the other."""
   command, words = _read_command(words, FLAGS.shards)
   _check_flags()
   env = _read_env()
@@ -252,7 +252,7 @@ def main(words: list[str]) -> None:
 
 
 def _machines(job: PodJob) -> Machines:
-  """What the checks of a config need to know of the hosts."""
+  """Describes the hosts for the config's checks."""
   name = f"--slice={FLAGS.slice}" if FLAGS.slice else f"--shards={FLAGS.shards}"
   if FLAGS.slices > 1:
     name += f" --slices={FLAGS.slices}"
@@ -268,8 +268,7 @@ def _read_command(words: list[str], shards: int) -> tuple[list[str], list[str]]:
   """Reads the words after `--`.
 
   Returns:
-    The command that every host runs; and the program, as experiments.NAME, with its
-    flags.
+    The command for every host; and the program, as experiments.NAME, with its flags.
   """
   if not words:
     stop("name the program after --, as: -- coa rl --config=... --workdir=...")
@@ -288,7 +287,7 @@ def _read_command(words: list[str], shards: int) -> tuple[list[str], list[str]]:
 
 
 def _apply(manifest: str) -> None:
-  """Hands a manifest to kubectl."""
+  """Passes a manifest to kubectl."""
   kubectl = shutil.which("kubectl")
   if not kubectl:
     stop("--apply needs kubectl, which is not on the PATH")

@@ -1,11 +1,11 @@
-"""How every program refuses what it can not use."""
+"""Every program's refusal of unusable input."""
 
 from __future__ import annotations
 
 import sys
 from typing import NoReturn
 
-_MAX_LINE = 2000  # characters; a value of thousands of digits is cut in its middle
+_MAX_LINE = 2000  # characters; a value with thousands of digits is cut in its middle
 
 
 def stop(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Agentic RL: one journey, from one config file.
+"""Agentic RL: one stage, from one config file.
 
   coa rl --config=configs/X.py --workdir=DIR
 

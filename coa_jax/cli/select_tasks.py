@@ -1,13 +1,13 @@
-r"""Difficulty selection for RL: how often a model solves each task; keep a band.
+r"""Difficulty selection for RL: a model's pass rate per task; keep a band.
 
   coa select --config=configs/select_world.py --workdir=DIR \
     [--shard=I/N]
 
-Plays the tasks as `evaluate` does and writes, beside what that writes:
-  tasks.jsonl       the tasks kept, with meta.pass_rate and meta.attempts; a `tasks.uri`
-  selection.json    the funnel, the histogram of pass rates, the tokens spent
+Plays the tasks like `evaluate` and writes, in addition to its files:
+  tasks.jsonl       the kept tasks, with meta.pass_rate and meta.attempts; a `tasks.uri`
+  selection.json    the funnel, the histogram of pass rates, the token counts
 
-The samples are kept: another band, on the same workdir, plays nothing again.
+The samples are kept: another band, in the same workdir, replays nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from coa_jax.runtime.fields import section
 from coa_jax.runtime.lock import hold
 from coa_jax.runtime.shard import Shard
 
-# Reasons for which `keep_tasks` leaves tasks out, but for too few attempts.
+# Reasons for which `keep_tasks` leaves tasks out, except too few attempts.
 _LEFT_OUT = ("used", "all_wrong", "all_right", "too_hard", "too_easy", "limit")
 
 
@@ -50,7 +50,7 @@ class SelectTasksConfig(evaluate.EvaluateConfig):
   """Config of a selection: an evaluation's sections, and `select`.
 
   Attributes:
-    select: which tasks are kept.
+    select: criteria for kept tasks.
   """
 
   select: SelectConfig = section(SelectConfig)
@@ -64,25 +64,25 @@ class SelectTasksConfig(evaluate.EvaluateConfig):
 def run(
   config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
 ) -> dict[str, Any]:
-  """Estimates pass rates and keeps the tasks that `select` asks for.
+  """Estimates pass rates and keeps tasks by the criteria in `select`.
 
-  budget: attempts, and what of the tasks they leave.
+  budget: attempts, and the tasks kept by them.
 
   Args:
-    config: as `SelectTasksConfig` says; where `select` names files of attempts, `tasks`
-      is all that is needed besides: of other sections only the names are looked at.
-    workdir: where everything goes.
-    shard: plays this part of the tasks only: see `evaluate.run`.
+    config: see `SelectTasksConfig`; if `select` names files of attempts, only `tasks`
+      is needed besides: for other sections only the names are checked.
+    workdir: the output folder.
+    shard: plays only this part of the tasks: see `evaluate.run`.
 
   Returns:
-    What selection.json holds.
+    selection.json's content.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: before anything is played; see
-      `evaluate.run`. Or no task is left.
+    ConfigError, ValueError, FileNotFoundError: before any play; see `evaluate.run`. Or
+      no task is left.
   """
-  # --- Read the config. Without new attempts most sections may be missing, so only the
-  # names of all are looked at.
+  # --- Read the config. Without new attempts most sections may be missing, so only
+  # their names are checked.
   select = read_config(config.get("select"), SelectConfig, "select")
   if select.played:
     names = [field.name for field in dataclasses.fields(SelectTasksConfig)]
@@ -94,7 +94,7 @@ def run(
   used = _used(select.without)
   if select.played and shard:
     raise ConfigError("select.played plays nothing, so there are no shards of it")
-  # --- Attempts: those that were made before, or new ones.
+  # --- Attempts: earlier or new ones.
   tasks = select_tasks(read_config(config.get("tasks"), TasksConfig, "tasks"))
   played: list[Trajectory | Scored] = []
   if select.played:
@@ -107,13 +107,13 @@ def run(
       return evaluation
     own = read_trajectories(os.path.join(process_dir(workdir), "sampled.jsonl"))
     played += evaluate.gather_scored(own, tasks)
-  # --- Which tasks they leave.
+  # --- The kept tasks.
   counted = graded(played)
   attempts = pass_rates((t.task_id, correct(t)) for t in counted)
   chosen_tasks, funnel = keep_tasks(tasks, attempts, select, used)
   results = {"select": vars(select), **funnel, **_usage(played, len(counted))}
   with hold(process_dir(workdir)):
-    # Before the refusal: the funnel tells why nothing is left.
+    # Before the refusal: the funnel shows why nothing is left.
     write_json(os.path.join(workdir, "selection.json"), results)
     if not chosen_tasks:
       reasons = []
@@ -131,9 +131,9 @@ def run(
 
 
 def _used(paths: tuple[str, ...]) -> set[str]:
-  """Questions of the tasks or trajectories in these files; ids where they say none.
+  """Returns the questions of the files' tasks or trajectories; ids if they have none.
 
-  An id is a name in its own file: often no more than the file's and a number.
+  An id is unique only in its file: often just the file's name and a number.
   """
   used: set[str] = set()
   for path in paths:
@@ -145,13 +145,13 @@ def _used(paths: tuple[str, ...]) -> set[str]:
 
 
 def _name_of(row: Row, where: str) -> str:
-  """The question of a row of tasks or trajectories, else its id.
+  """Returns the question of a task's or trajectory's row, otherwise its id.
 
   Raises:
     ValueError: the row has neither.
   """
   if "segments" not in row:
-    # As a run asks it: with its options, decrypted, from any column.
+    # As in a run: with its options, decrypted, from any column.
     with contextlib.suppress(ValueError):
       return read_task(row, where, where).question
   meta = row.get("meta") if isinstance(row.get("meta"), dict) else {}
@@ -175,7 +175,7 @@ def _usage(played: list[Trajectory | Scored], counted: int) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Any]) -> Table:
-  """Makes a table of `selection.json`: tasks by pass rate, and how many are kept."""
+  """Makes a table of `selection.json`: all and kept tasks by pass rate."""
   rows = []
   for rate, tasks in results["rates"].items():
     kept = results["kept_rates"].get(rate, 0)

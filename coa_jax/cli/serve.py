@@ -6,20 +6,19 @@ r"""A trained team behind OpenAI's API: any OpenAI client can ask it.
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
     -d '{"model": "coa", "messages": [{"role": "user", "content": "..."}]}'
 
-Takes the config of an evaluation, so that what is evaluated is what is served; what it
-says of tasks, rewards and attempts is not read, and one over vLLM (section vllm) is
-refused. Serves POST /v1/chat/completions and /v1/completions (with "stream": true as
-server-sent events), GET /v1/models, GET /v1/models/NAME and GET /health; GET / is a
-page to chat with, GET /metrics Prometheus's (`coa_jax/cli/serve_metrics.py`). Fields of
-requests are described in `coa_jax/cli/completions.py`, those of responses in
-`coa_jax/cli/choices.py`.
+Takes an evaluation's config, so that the evaluated system is served; its tasks, rewards
+and attempts are not read, and vLLM (section vllm) is refused. Serves POST
+/v1/chat/completions and /v1/completions (with "stream": true as server-sent events),
+GET /v1/models, GET /v1/models/NAME and GET /health; GET / is a page to chat with, GET
+/metrics Prometheus's (`coa_jax/cli/serve_metrics.py`). See `coa_jax/cli/completions.py`
+for requests' fields and `coa_jax/cli/choices.py` for responses' fields.
 
 All requests share the `rollout.slots`; further ones wait, and beyond
---max_waiting they get status 429. A request with a seed has the same answer whoever
-else is served. A client that goes away frees its slot after the rest of the window that
-runs and one more token, or when the tool that its question waits for is done. Ctrl-C or
-SIGTERM stop it: requests have GRACE_S seconds left. There is no key and no encryption:
-on a --host that others reach, they can run programs in the sandbox.
+--max_waiting they get status 429. A request with a seed has the same answer regardless
+of other requests. A disconnected client frees its slot after the rest of the running
+window and one more token, or after its question's running tool. Ctrl-C or SIGTERM stop
+the server: requests have GRACE_S seconds left. There is no key and no encryption: on a
+--host reachable by others, they can run programs in the sandbox.
 
 budget: one server: its routes, its streams, and its end.
 """
@@ -88,7 +87,7 @@ MAX_BODY = 1 << 20
 
 
 class Exchange:
-  """The attempts of one HTTP request; their events arrive in the event loop."""
+  """One HTTP request's attempts; their events arrive in the event loop."""
 
   def __init__(
     self,
@@ -96,7 +95,7 @@ class Exchange:
     parsed: ChatRequest,
     metrics: ServeMetrics,
   ):
-    """Submits all; where one is refused, none stays.
+    """Submits all; if one is refused, all are cancelled.
 
     Raises:
       RequestRefused: too long, too many, or too late.
@@ -109,7 +108,7 @@ class Exchange:
     self._events: asyncio.Queue[tuple[int, TextDelta | Trajectory | None]]
     self._events = asyncio.Queue()
     self._episodes: list[StreamingEpisode] = []
-    self._counted: set[int] = set()  # attempts whose end is in the metrics
+    self._counted: set[int] = set()  # attempts with their end in the metrics
     try:
       for index, request in enumerate(parsed.attempts):
         on_event = functools.partial(self._on_event, index)
@@ -124,11 +123,11 @@ class Exchange:
     ]
 
   def _on_event(self, index: int, event: TextDelta | Trajectory | None) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and the client gone
+    with contextlib.suppress(RuntimeError):  # the loop has ended: no client
       self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
   def cancel(self) -> None:
-    """Frees the slots, as soon as can be; nothing happens where all is over."""
+    """Frees the slots as soon as possible; no effect after the end."""
     for index, episode in enumerate(self._episodes):
       self._server.cancel(episode)
       self._count_end(index, None)
@@ -139,12 +138,12 @@ class Exchange:
       self._metrics.ended(trajectory, time.monotonic() - self._began)
 
   async def deltas(self) -> AsyncIterator[tuple[Choice, dict[str, str]]]:
-    """Yields what `Choice.delta` makes of text as it comes, until all is over.
+    """Yields `Choice.delta` of arriving text until all choices end.
 
-    The last one of a choice is that of `Choice.end`.
+    A choice's last delta comes from `Choice.end`.
 
     Raises:
-      RequestRefused: an attempt ended without being the model's fault.
+      RequestRefused: an attempt failed without the model's fault.
     """
     silent = set(range(len(self.choices)))
     while any(c.trajectory is None for c in self.choices):
@@ -171,15 +170,15 @@ def _refusal(error: Exception) -> RequestRefused:
 
 
 class Json(JSONResponse):
-  """As its parent, in ASCII: a lone surrogate, of a client or a tool, is no UTF-8."""
+  """Like its parent, in ASCII: UTF-8 can not encode a lone surrogate."""
 
   def render(self, content: Any) -> bytes:
-    """The body. See `starlette.responses.Response`."""
+    """Returns the body. See `starlette.responses.Response`."""
     return json.dumps(content, allow_nan=False).encode("ascii")
 
 
 class EventStream(StreamingResponse):
-  """Server-sent events of an exchange, which is over when the response is."""
+  """Server-sent events of an exchange; it ends with the response."""
 
   def __init__(self, exchange: Exchange, events: AsyncIterator[str]):
     """Args: the exchange, and its events as text."""
@@ -204,10 +203,10 @@ def make_app(
   """Makes the application. budget: its handlers.
 
   Args:
-    server: what answers.
-    name: what requests call it.
-    hosts: accepted values of the header Host, so that no page of the web can reach a
-      server on loopback under a name of its own.
+    server: the inference server.
+    name: the model's name in requests.
+    hosts: accepted values of the header Host, so that no web page can reach a server on
+      loopback under its own domain.
     conversation: see `completions.read_request`.
   """
 
@@ -268,7 +267,7 @@ def make_app(
   async def numbers(request: Request) -> Response:
     return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-  # --- Errors; all have OpenAI's body, those of a wrong path or method too.
+  # --- Errors; all have OpenAI's body, also for a wrong path or method.
   async def refused(request: Request, e: RequestRefused) -> Response:
     metrics.refused(e.status)
     headers = None
@@ -297,7 +296,7 @@ def make_app(
 
 
 async def _unless_gone(request: Request, exchange: Exchange) -> None:
-  """Plays an exchange to its end; calls it off when the client goes away."""
+  """Plays an exchange to its end; cancels it when the client disconnects."""
 
   async def play() -> None:
     async for _ in exchange.deltas():
@@ -323,7 +322,7 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
 async def _events(
   exchange: Exchange, parsed: ChatRequest, name: str
 ) -> AsyncIterator[str]:
-  """The exchange as server-sent events."""
+  """Yields the exchange as server-sent events."""
   kind = "text_completion" if parsed.is_text else "chat.completion.chunk"
   shared = choices.envelope(kind, name)
   if parsed.include_usage:
@@ -332,7 +331,7 @@ async def _events(
   def chunk(*parts: dict[str, Any], **more: Any) -> str:
     return _event({**shared, "choices": parts, **more})
 
-  # --- Every choice of a chat begins with its role; then text, as it comes.
+  # --- Every choice of a chat begins with its role; then text as it arrives.
   note = {"coa": parsed.note}
   for choice in exchange.choices:
     if not parsed.is_text:
@@ -346,12 +345,12 @@ async def _events(
         fields |= choice.ending
         fields |= choice.text_log_probs if parsed.is_text else choice.log_probs
       if parsed.is_text:
-        # Reasoning is no part of the text.
+        # Reasoning is not part of the text.
         if choice.trajectory or "content" in delta:
           yield chunk({"logprobs": None, **fields, "text": delta.get("content", "")})
       elif choice.trajectory or delta:
         yield chunk({**fields, "delta": delta})
-  except RequestRefused as e:  # too late for a status: it has been sent
+  except RequestRefused as e:  # too late for a status: it was sent
     yield _event(e.body)
     return
   # --- The end.
@@ -365,11 +364,11 @@ def _event(value: dict[str, Any]) -> str:
 
 
 def main(config: ml_collections.ConfigDict) -> None:
-  """Serves until it is stopped."""
-  # Wherever it strikes, threads and processes are ended on the way out.
+  """Serves until stopped."""
+  # At any point, the exit ends threads and processes.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
   host = _HOST.value
-  # The port first: one that is taken is said before a model is loaded.
+  # The port first: a used port is reported before loading a model.
   with (
     contextlib.suppress(KeyboardInterrupt),
     http_server.bind(host, _PORT.value) as sock,

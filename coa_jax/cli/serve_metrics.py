@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus: GET /metrics of `coa serve`."""
+"""A server's counts for Prometheus: GET /metrics of `coa serve`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class ServeMetrics:
-  """Counts of one server, in a registry of its own."""
+  """One server's counts, in a separate registry."""
 
   def __init__(self, server: InferenceServer):
-    """Args: whose running and waiting questions are read at each scrape."""
+    """Args: the server; each scrape reads its running and waiting questions."""
     self._registry = CollectorRegistry()
     registry = self._registry
     self._ended = Counter(
@@ -66,7 +66,7 @@ class ServeMetrics:
     self._first.observe(seconds)
 
   def ended(self, trajectory: Trajectory | None, seconds: float) -> None:
-    """Counts an attempt's end; None where it was called off."""
+    """Counts an attempt's end; None if it was cancelled."""
     if trajectory is None:
       self._ended.labels("cancelled").inc()
       return
@@ -77,7 +77,7 @@ class ServeMetrics:
       self._tokens.labels(kind).inc(getattr(usage, kind))
 
   def refused(self, code: int) -> None:
-    """Counts a request that got an error."""
+    """Counts a request with an error."""
     self._refused.labels(str(code)).inc()
 
   def text(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: one journey, from one config file.
+"""Supervised fine-tuning: one stage, from one config file.
 
   coa sft --config=configs/X.py --workdir=DIR
 

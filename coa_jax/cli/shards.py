@@ -1,12 +1,12 @@
-"""Work that is cut into shards: each a process of its own, the last one joins them.
+"""Work in shards: each is a separate process, the last one joins them.
 
 `--shard=I/N` does part I of N (from 0) in `WORKDIR/shards/I-of-N`; `auto/N` takes I
-from the job's index under Kubernetes or Slurm. Whoever ends last puts the logs of all
-into the workdir and has the journey go on there: what one process would have written is
-then in it. A shard that was lost goes on by the same command; nothing is done twice.
+from the job's index under Kubernetes or Slurm. The last shard to end copies all logs
+into the workdir and resumes the stage there: the result equals one process's. A lost
+shard resumes by the same command; nothing is done twice.
 
-They meet in a workdir on a disk that they share, or in a bucket, where each works in a
-folder of its machine that stands for its part (`bucket.mirror`).
+The workdir is on a shared disk, or in a bucket, where each shard works in a local
+mirror of its part (`bucket.mirror`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from coa_jax.runtime.lock import InUseError, hold
 from coa_jax.runtime.shard import Shard
 
 _FOLDER = "shards"
-_CLAIM = f"{_FOLDER}/shards.json"  # what they all are shards of
-_DONE = "done.json"  # of a shard: what it returned; of the folder: all is joined
-# Where schedulers say which of a job's processes this is.
+_CLAIM = f"{_FOLDER}/shards.json"  # the common settings
+_DONE = "done.json"  # in a shard: its result; in the folder: all is joined
+# Schedulers' variables for a process's index in its job.
 _INDEX = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID")
 _MOST = 10_000
 
-# Takes (folder, shard). Without a shard it goes on from the logs in the folder.
+# Takes (folder, shard). Without a shard it resumes from the logs in the folder.
 Journey = Callable[[str, Shard | None], dict[str, Any]]
 
 
 def read_shard(text: str) -> Shard:
-  """Reads the flag --shard: I/N, or auto/N; ends the program where it is neither."""
+  """Reads the flag --shard: I/N, or auto/N; otherwise ends the program."""
   match = re.fullmatch(r"(\d+|auto)/(\d+)", text)
   if not match:
     stop(f"--shard={text}: give I/N with I from 0, or auto/N under Kubernetes or Slurm")
@@ -64,22 +64,22 @@ def run_shard(
   logs: Sequence[str],
   scratch: str,
 ) -> tuple[dict[str, Any], bool]:
-  """Does one shard of a journey, and joins all where it is the last.
+  """Does one shard of a stage, and joins all if it is the last.
 
   Args:
-    journey: takes a folder and a shard.
-    settings: JSON values that the shards of one journey have in common.
-    workdir: of the whole journey: a folder, or an address in a bucket.
-    shard: which part is done here.
-    logs: names of the files that a shard leaves behind.
-    scratch: a folder on this machine's disk, where the workdir is in a bucket.
+    journey: the stage; takes a folder and a shard.
+    settings: JSON values common to all shards.
+    workdir: for the whole stage: a folder, or an address in a bucket.
+    shard: the part to do here.
+    logs: names of a shard's result files.
+    scratch: a folder on this machine's disk, if the workdir is in a bucket.
 
   Returns:
-    What the journey returns, and whether of all: so where this was the last shard.
+    The stage's result, and whether it covers all shards: true for the last one.
 
   Raises:
     ValueError: the other shards there have other settings or another number, or the
-      workdir holds a run that was not cut.
+      workdir holds a run without shards.
     InUseError: another process does this shard.
   """
   place: _Disk | _InBucket = _Disk(workdir)
@@ -87,7 +87,7 @@ def run_shard(
     place = _InBucket(workdir, scratch)
   _claim(place, settings, shard.count)
 
-  # --- This shard, unless it was done before.
+  # --- This shard, unless done before.
   own = _name(shard)
   done = place.read(f"{own}/{_DONE}")
   if done is None:
@@ -97,7 +97,7 @@ def run_shard(
   else:
     results = parse_object(done, f"{workdir}/{own}/{_DONE}")
 
-  # --- All of them.
+  # --- All shards.
   names = [_name(Shard(i, shard.count)) for i in range(shard.count)]
   missing = set(names) - place.done()
   if missing:
@@ -113,13 +113,13 @@ def run_shard(
 
 
 class _Disk:
-  """A workdir on a disk that all shards share."""
+  """A workdir on the shards' common disk."""
 
   def __init__(self, workdir: str):
     self.workdir = workdir
 
   def read(self, name: str) -> bytes | None:
-    """Reads a file of the workdir; None where there is none."""
+    """Reads a file in the workdir; None if there is none."""
     path = os.path.join(self.workdir, name)
     if not os.path.exists(path):
       return None
@@ -127,23 +127,23 @@ class _Disk:
       return f.read()
 
   def create(self, name: str, text: str) -> None:
-    """Writes a file of the workdir unless there is one."""
+    """Writes a file in the workdir unless it exists."""
     if self.read(name) is None:
       with atomic_write(os.path.join(self.workdir, name)) as f:
         f.write(text)
 
   def done(self) -> set[str]:
-    """Lists the folders of shards that are done."""
+    """Lists finished shards' folders."""
     found = glob.glob(f"{_FOLDER}/*/{_DONE}", root_dir=self.workdir)
     return {os.path.dirname(name) for name in found}
 
   def part(self, name: str) -> contextlib.AbstractContextManager[str]:
-    """Yields the folder of a shard; the journey keeps others out of it."""
+    """Yields a shard's folder; the stage locks it."""
     return contextlib.nullcontext(os.path.join(self.workdir, name))
 
   @contextlib.contextmanager
   def whole(self) -> Iterator[str]:
-    """Yields the folder of all.
+    """Yields the common folder.
 
     Raises:
       InUseError: another process joins them.
@@ -153,7 +153,7 @@ class _Disk:
 
 
 class _InBucket:
-  """A workdir in a bucket: as `_Disk`, with local folders that stand for it."""
+  """A workdir in a bucket: like `_Disk`, with local mirrors."""
 
   def __init__(self, uri: str, scratch: str):
     self._bucket = Bucket(uri)
@@ -182,8 +182,8 @@ def _name(shard: Shard) -> str:
 
 
 def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> None:
-  """Notes of what the shards are, or refuses one that does not fit the others."""
-  settings = json.loads(json.dumps(settings))  # as they are read
+  """Records the shards' settings, or refuses a shard with different ones."""
+  settings = json.loads(json.dumps(settings))  # as read back
   known = place.read(_CLAIM)
   if known is None:
     if place.read("config.json") is not None:
@@ -192,7 +192,7 @@ def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> No
         "workdir"
       )
     place.create(_CLAIM, json.dumps({"config": settings, "shards": count}, indent=2))
-    # Two may have begun at once: what is there now holds for both.
+    # Two may have begun at once: the stored record applies to both.
     known = place.read(_CLAIM)
   there = f"{place.workdir}/{_FOLDER}"
   noted = parse_object(known or b"", f"{place.workdir}/{_CLAIM}")
@@ -213,9 +213,9 @@ def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> No
 
 
 def _join(workdir: str, names: Sequence[str], logs: Sequence[str]) -> None:
-  """Puts the shards' logs, one after the other, into the workdir; once."""
+  """Concatenates the shards' logs into the workdir; once."""
   joined = os.path.join(workdir, _FOLDER, _DONE)
-  if os.path.exists(joined):  # the journey may have added to them since
+  if os.path.exists(joined):  # the stage may have appended since
     return
   for log in logs:
     parts = [os.path.join(workdir, name, log) for name in names]
@@ -230,7 +230,7 @@ def _join(workdir: str, names: Sequence[str], logs: Sequence[str]) -> None:
 
 
 def _note(path: str, value: dict[str, Any]) -> None:
-  """Writes what says that something is done; in a bucket after all that it tells of."""
+  """Writes a marker for finished work; in a bucket after all its files."""
   mirror.push(path)
   write_json(path, value)
   mirror.push(path)

@@ -1,4 +1,4 @@
-"""Standard output and standard error that outlive their reader."""
+"""Standard output and standard error after the end of their reader."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import io
 import os
 import sys
 
-# The reader of a pipe ended; the terminal closed.
+# The pipe's reader ended; the terminal closed.
 _GONE = (errno.EPIPE, errno.EIO)
 
 
 class _Outliving(io.FileIO):
-  """A file descriptor that is /dev/null from the moment its reader is gone."""
+  """A file descriptor that becomes /dev/null when its reader is gone."""
 
   def write(self, data: bytes) -> int:
-    """Writes to the reader, or to nobody."""
+    """Writes to the reader, otherwise to /dev/null."""
     try:
       return super().write(data)
     except OSError as e:
@@ -28,14 +28,14 @@ class _Outliving(io.FileIO):
 
 
 def outlive_readers() -> None:
-  """Lets the program go on when a reader of its output ends, as `program 2>&1 | head`.
+  """Lets the program continue when its output's reader ends (`program 2>&1 | head`).
 
-  A run writes its numbers to its workdir, so it loses nothing but the lines shown.
+  A run writes its numbers to its workdir, so it loses only the printed lines.
   """
   for name in ("stdout", "stderr"):
     stream = getattr(sys, name)
     if stream is None or stream is not getattr(sys, f"__{name}__"):
-      continue  # closed, or another program's, as a test's or a notebook's
+      continue  # closed, or another program's, e.g. a test's or a notebook's
     stream.flush()
     raw = _Outliving(stream.fileno(), "w", closefd=False)
     outliving = io.TextIOWrapper(

@@ -1,11 +1,11 @@
-r"""Runs one journey for every combination of some fields' values and seeds.
+r"""Runs one stage for every combination of field values and seeds.
 
   coa sweep --workdir=runs/lr --grid optim.lr=1e-3,3e-3 --seeds=3 \
     -- coa sft --config=configs/sft_world.py --config.data.steps=400
 
-Each combination is a run of its own below --workdir, one after the other, named by its
-values. The same command goes on where it stopped; --shard=I/N runs every Nth of them
-(I from 0), for N machines that share the folder. At the end all runs are compared as by
+Each combination is a separate run below --workdir, one after the other, named by its
+values. The same command resumes a stopped sweep; --shard=I/N runs every Nth run (I from
+0), for N machines with a shared folder. At the end all runs are compared as in
 `coa compare`.
 """
 
@@ -28,7 +28,7 @@ from coa_jax.runtime.config import ConfigError
 from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object
 
-# The field that says which of several equal runs of a journey one is.
+# A stage's field that numbers equal runs.
 SEED_FIELDS = {
   "experiments.distill": "scripted.seed",
   "experiments.sft": "data.seed",
@@ -39,10 +39,10 @@ _RECORD = "sweep.json"
 
 
 def parse_grid(text: str) -> tuple[str, list[str]]:
-  """Reads "FIELD=A,B,C"; commas within brackets or quotes part nothing.
+  """Reads "FIELD=A,B,C"; commas within brackets or quotes do not separate.
 
   Raises:
-    ConfigError: it is not of that form.
+    ConfigError: it has another form.
   """
   field, equals, rest = text.partition("=")
   field = field.removeprefix("--config.").removeprefix("config.")
@@ -70,10 +70,10 @@ def parse_grid(text: str) -> tuple[str, list[str]]:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-  """Reads "I/N", which is 0 <= I < N.
+  """Reads "I/N", 0 <= I < N.
 
   Raises:
-    ConfigError: it is not of that form.
+    ConfigError: it has another form.
   """
   index, _, count = text.partition("/")
   if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
@@ -84,7 +84,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 def combinations(
   grid: Sequence[tuple[str, Sequence[str]]], seed_field: str, seeds: int
 ) -> Iterator[list[str]]:
-  """Yields the fields of each run, as "FIELD=VALUE"; all seeds of a point in a row."""
+  """Yields each run's fields, as "FIELD=VALUE"; a point's seeds in a row."""
   axes = [[f"{field}={value}" for value in values] for field, values in grid]
   if seeds:
     axes.append([f"{seed_field}={seed}" for seed in range(seeds)])
@@ -99,22 +99,22 @@ def sweep(
   seeds: int = 0,
   shard: tuple[int, int] = (0, 1),
 ) -> list[str]:
-  """Runs what is not finished.
+  """Runs all unfinished runs.
 
   Args:
-    workdir: the folder of all runs.
+    workdir: the runs' common folder.
     command: `coa` and a command, or a module; and its flags, without --workdir.
     grid: fields and their values.
-    seeds: runs of each combination, with seeds 0, 1, ...; 0 for one, whose seed is the
-      config's.
-    shard: (I, N): which part of the runs is ours.
+    seeds: runs per combination, with seeds 0, 1, ...; 0 for one run with the
+      config's seed.
+    shard: (I, N): our part of the runs.
 
   Returns:
-    The workdirs of all runs of the sweep.
+    The workdirs of all runs in the sweep.
 
   Raises:
-    ConfigError: the folder holds a sweep of another command; or runs have failed, which
-      are named when the others are done.
+    ConfigError: the folder holds a sweep of another command; or runs have failed; they
+      are named after the others' end.
   """
   module, start, arguments = split_program(command)
   if start == [module] and importlib.util.find_spec(module) is None:
@@ -139,11 +139,11 @@ def sweep(
     print(title, flush=True)
     flags_of_run = [f"--config.{field}" for field in runs[i]]
     words = [*arguments, *flags_of_run, f"--workdir={folders[i]}"]
-    # Its results are in the table at the end; what it says meanwhile is shown.
+    # Its results are in the final table; its messages are shown meanwhile.
     done = subprocess.run(
       [sys.executable, "-m", *start, *words], stdout=subprocess.DEVNULL, check=False
     )
-    if done.returncode in (130, 143):  # Ctrl-C, SIGTERM: it is saved
+    if done.returncode in (130, 143):  # Ctrl-C, SIGTERM: it has saved
       raise KeyboardInterrupt
     if done.returncode:
       failed.append(folders[i])
@@ -153,13 +153,13 @@ def sweep(
 
 
 def folder_name(fields: Sequence[str]) -> str:
-  """The folder of a run: its fields, with nothing in it that a path could not hold."""
+  """Returns a run's folder name: its fields, without characters unsafe in a path."""
   name = ",".join(fields) or "run"
   return "".join(c if c.isalnum() or c in "._=,-+" else "_" for c in name)
 
 
 def _check_record(workdir: str, command: list[str]) -> None:
-  """Refuses a folder whose runs are of another command."""
+  """Refuses a folder with another command's runs."""
   path = os.path.join(workdir, _RECORD)
   if os.path.exists(path):
     before = read_object(path).get("command")
@@ -183,7 +183,7 @@ def _define_flags() -> None:
 
 
 def main(command: list[str]) -> None:
-  """Runs the sweep of the command line, and compares its finished runs."""
+  """Runs the command line's sweep, and compares its finished runs."""
   if not command:
     raise ConfigError("after -- name the journey: -- coa sft --config=...")
   values = flags.FLAGS

@@ -1,12 +1,12 @@
-"""Task synthesis: tasks that need the tools, from the documents that a tool searches.
+"""Task synthesis: tasks requiring the tools, from a search tool's documents.
 
   coa synthesize --config=configs/synthesize_chat.py --workdir=DIR
   coa synthesize --config=configs/synthesize_cloze.py --workdir=DIR
 
-The second needs no model: it asks for what fills gaps in the documents' sentences.
-Writes `tasks.jsonl` (a `tasks.uri`), `results.json` (tasks by family, why the others
-did not hold, the bill) and `calls.jsonl`, from which an interrupted run goes on without
-paying for a call twice. The endpoint's key, if it wants one, is read from COA_API_KEY.
+The second needs no model: its questions are gaps in the documents' sentences. Writes
+`tasks.jsonl` (a `tasks.uri`), `results.json` (tasks by family, reasons of rejected
+ones, the bill) and `calls.jsonl`, from which an interrupted run resumes without paying
+for a call twice. The endpoint's key, if it requires one, is read from COA_API_KEY.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tools_sandbox.search.index import read_corpus
 
 CALLS = "calls.jsonl"
-# What a shard leaves behind, to be put together with that of the others.
+# A shard's results, to be joined with the others'.
 LOGS = (CALLS,)
 _TOOL = "wiki_search"
 _MAY_CHANGE = (
@@ -62,11 +62,11 @@ _MAY_CHANGE = (
 
 @dataclasses.dataclass(frozen=True)
 class SynthesizeConfig:
-  """Config of synthesis: its sections.
+  """The synthesis config's sections.
 
   Attributes:
-    synthesis: how many tasks, and of which kind.
-    tools: the search tool, and the corpus that it searches.
+    synthesis: number and kind of tasks.
+    tools: the search tool and its corpus.
     chat: the endpoint of `synthesis.backend="chat"`.
   """
 
@@ -93,19 +93,19 @@ def run(
 ) -> dict[str, Any]:
   """Synthesises tasks over `tools.corpus` through its search tool.
 
-  budget: one journey, from a corpus to its tasks.
+  budget: one stage, from a corpus to its tasks.
 
   Args:
-    config: as `SynthesizeConfig` says.
-    workdir: where everything goes.
-    shard: grows tasks of this part of the documents only, into `LOGS`. The other
-      parts' logs beside them, the whole synthesis goes on from there.
+    config: see `SynthesizeConfig`.
+    workdir: the output folder.
+    shard: makes tasks only from this part of the documents, into `LOGS`. With all
+      parts' logs joined, the whole synthesis resumes from there.
 
   Returns:
-    What results.json holds.
+    results.json's content.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: before anything is asked.
+    ConfigError, ValueError, FileNotFoundError: before any request.
     InfrastructureError, RefusedError: the endpoint or the tool fails or refuses.
   """
   # --- Read the config, and the corpus.
@@ -135,8 +135,8 @@ def run(
       usd = {"usd": settings.chat.usd}
     journal = stack.enter_context(Journal(path, **usd))
 
-    # --- Make tasks of documents, then of pairs of these. Calls are on record under the
-    # document's or the pair's key, so a run that goes on pays for none twice.
+    # --- Make tasks from documents, then from pairs of tasks. Calls are recorded under
+    # the document's or the pair's key, so a resumed run pays for none twice.
     def maker(key: str) -> Synthesizer:
       run_key = (key, SAMPLE)
       return Synthesizer(
@@ -163,7 +163,7 @@ def run(
     pairs = _pairs(grown, plan)
     attempts += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
     bill = journal.bill()
-  # --- Write them, and what became of the rest.
+  # --- Write them, and counts of the rest.
   tasks = [m.task for m in attempts if m.task is not None]
   write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in tasks])
   count = collections.Counter
@@ -180,7 +180,7 @@ def run(
 
 
 def _pairs(tasks: list[Task], plan: SynthesisConfig) -> list[tuple[Task, Task]]:
-  """Tasks that are asked together: of different documents, each in one pair at most."""
+  """Returns pairs of tasks from different documents, each in one pair at most."""
   drawn = list(tasks)
   random.Random(plan.seed + 1).shuffle(drawn)
   drawn = drawn[: round(plan.width * len(drawn))]
@@ -199,7 +199,7 @@ def _in_parallel(
   workdir: str,
   stage: str,
 ) -> list[SynthesisResult]:
-  """What `work` makes of every item, in their order."""
+  """Returns `work`'s results for all items, in their order."""
   items = list(items)
   out: list[SynthesisResult] = []
   pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=stage)
@@ -208,12 +208,12 @@ def _in_parallel(
       for done, some in enumerate(pool.map(work, items), 1):
         out += some
         num_tasks = sum(m.task is not None for m in out)
-        # A hundred lines for any number of documents, and one for the last.
+        # A hundred lines for any number of documents, and the last.
         if done % max(1, len(items) // 100) == 0 or done == len(items):
           figure = f"{num_tasks} tasks  {journal.spent()}"
           metrics.log(done, {"tasks": num_tasks, **journal.values()}, figure)
   except BaseException:
-    journal.stop()  # other threads would go on asking, and paying
+    journal.stop()  # other threads would continue to ask and pay
     raise
   finally:
     pool.shutdown(cancel_futures=True)
@@ -223,7 +223,7 @@ def _in_parallel(
 def with_service_errors(
   config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
 ) -> dict[str, Any]:
-  """`run`; a service that fails ends the program with one line."""
+  """Calls `run`; a failed service ends the program with one line."""
   try:
     return run(config, workdir, shard)
   except (InfrastructureError, RefusedError) as e:
@@ -231,7 +231,7 @@ def with_service_errors(
 
 
 def table(results: Mapping[str, Any]) -> Table:
-  """Makes a table of `results.json`: tasks by family and hops, and those left out."""
+  """Makes a table of `results.json`: tasks by family and hops, and rejected ones."""
   rows = []
   for title, counts in (
     ("family", results["by_family"]),

@@ -1,13 +1,13 @@
-"""Looks at tasks before a run does: kinds, sources, samples, and are they gradable?
+"""Checks tasks before a run: kinds, sources, samples, and are they gradable?
 
   coa tasks --config=configs/rl_world.py
   coa tasks --uri=problems.csv --kind=math
   coa tasks --uri=set.jsonl --fields=question=query,answers=gold
 
-Tasks of section `dev` are looked at, too. Every accepted answer is graded by the grader
-of the run's `reward`, or by the default one: what does not earn 1 is listed, and the
-exit status is then 1. A judge is asked as in the run. Of programming tasks the tests
-are read, for no solution is known.
+Tasks of section `dev` are checked, too. Every accepted answer is graded by the run's
+`reward`, or by the default one: answers with less than 1 are listed, and the exit
+status is then 1. A judge is asked as in the run. For programming tasks only the tests
+are read, because no solution is known.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _FIELDS = flags.DEFINE_list(
 
 @dataclasses.dataclass(frozen=True)
 class TasksCheckConfig:
-  """What is read of any config that has tasks.
+  """The sections read from any config with tasks.
 
   Attributes:
-    tasks: to look at.
-    reward: what grades them.
-    dev: those of RL's evaluations, to look at as well; None where there are none.
+    tasks: the tasks to check.
+    reward: their grader.
+    dev: tasks of RL's evaluations, to check as well; None if there are none.
   """
 
   tasks: TasksConfig
@@ -59,7 +59,7 @@ class TasksCheckConfig:
 
 
 def table_of(tasks: list[Task], grader: Grader) -> Table:
-  """Counts tasks by source, family, kind and who grades them."""
+  """Counts tasks by source, family, kind and grader."""
   counts = collections.Counter(
     (t.source, t.family, t.kind.value, grader.grader_of(t)) for t in tasks
   )
@@ -73,7 +73,7 @@ def table_of(tasks: list[Task], grader: Grader) -> Table:
 
 
 def faults_of(task: Task, grader: Grader) -> list[str]:
-  """Says of each accepted answer of a task that does not earn 1 what it earns."""
+  """Lists a task's accepted answers with a reward other than 1."""
   if task.kind == Kind.CODE and grader.grader_of(task) == "code":
     read_tests(task)
     return []
@@ -90,7 +90,7 @@ def faults_of(task: Task, grader: Grader) -> list[str]:
 
 
 def work(config: ml_collections.ConfigDict) -> None:
-  """Looks at the tasks of a config, with what the flags say in its place."""
+  """Checks the tasks of a config; flags override it."""
   given = {"uri": _URI.value, "kind": _KIND.value, "fields": _fields()}
   tasks = {
     **dict(config.get("tasks") or {}),
@@ -103,14 +103,14 @@ def work(config: ml_collections.ConfigDict) -> None:
 
 
 def check(settings: TasksCheckConfig) -> None:
-  """Prints tables, samples and faults; exit status 1 where there are faults."""
+  """Prints tables, samples and faults; exit status 1 if there are faults."""
   sections = {"tasks": select_tasks(settings.tasks)}
   if settings.dev is not None:
     sections["dev"] = select_tasks(settings.dev.tasks(settings.tasks))
   tasks = [task for found in sections.values() for task in found]
 
   with Grader(settings.reward) as grader:
-    # --- What there is.
+    # --- Counts and samples.
     for name, found in sections.items():
       print(f"{name}:")
       rich.print(rich_table(table_of(found, grader)))
@@ -119,7 +119,7 @@ def check(settings: TasksCheckConfig) -> None:
         print(f"\n{task.id}\n  {task.question.strip()[:300]}\n  -> {answers[:200]}")
       print()
 
-    # --- Is it gradable? Nothing of a trajectory's length is asked here.
+    # --- Are they gradable? A trajectory's length does not matter here.
     grader.check(tasks, sys.maxsize)
     faults = [fault for task in tasks for fault in faults_of(task, grader)]
   for fault in faults[:_MOST_LISTED]:
@@ -136,7 +136,7 @@ def check(settings: TasksCheckConfig) -> None:
 
 
 def _fields() -> dict[str, str] | None:
-  """The flag --fields as a mapping."""
+  """Reads the flag --fields as a mapping."""
   if _FIELDS.value is None:
     return None
   fields = {}
@@ -149,7 +149,7 @@ def _fields() -> dict[str, str] | None:
 
 
 def main() -> None:
-  """Looks at the tasks of --uri alone."""
+  """Checks only the tasks of --uri."""
   if not _URI.value:
     raise ValueError("name tasks by --uri=FILE, or a config by --config=FILE")
   work(ml_collections.ConfigDict())

@@ -1,6 +1,6 @@
 """Refuses sizes beyond this machine's memory, before any allocation.
 
-It counts the minimum memory of a size, so a refused size can not work; an accepted one
+It counts a size's minimum memory, so a refused size can not work; an accepted one
 may still be too large. Fixed bounds per field would refuse sizes possible on a larger
 machine.
 """
@@ -28,15 +28,15 @@ def check_host(needs: Mapping[str, int]) -> None:
 
 
 def check(needs: Mapping[str, int], room: float, who: str) -> None:
-  """As `check_host`, of so many bytes; `who` begins the words for them."""
+  """Like `check_host`, with `room` in bytes; `who` is its owner in the message."""
   if sum(needs.values()) <= room:
     return
-  # Two of them say what to make smaller; more would be read by nobody.
+  # Two fields suffice to know which to reduce.
   most = sorted(needs.items(), key=lambda need: -need[1])
   largest = "; ".join(f"{name}: {size / 1e9:,.0f} GB" for name, size in most[:2])
   raise ValueError(f"too large, at the least: {largest}; {who} {room / 1e9:,.0f} GB")
 
 
 def host_bytes() -> int:
-  """The machine's memory."""
+  """Returns the machine's memory in bytes."""
   return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

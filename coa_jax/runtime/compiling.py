@@ -1,4 +1,4 @@
-"""Compiling before work begins, with progress: for a large model it takes minutes."""
+"""Compilation ahead of work, with progress: a large model needs minutes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import jax
 
 from coa_jax.runtime import heartbeat
 
-_AT_ONCE = 8  # programs; each takes some GB of the host's memory
-_SAY_S = 10.0  # between two lines that say how far compiling is
-_TURN = threading.Lock()  # of those who compile one after the other
+_AT_ONCE = 8  # programs; each uses some GB of host memory
+_SAY_S = 10.0  # between two progress lines
+_TURN = threading.Lock()  # held by each caller that compiles in turn
 
 
 def compile_all(
@@ -24,19 +24,19 @@ def compile_all(
   lowered: Sequence[Callable[[], jax.stages.Lowered]],
   replica_on: str = "",
 ) -> None:
-  """Compiles programs beside each other; says on standard error how far it is.
+  """Compiles programs in parallel; reports progress on standard error.
 
-  JAX calls what was compiled so without compiling it again, and its persistent cache,
-  if there is one, has it at the next start. Only process 0 writes there. On GPUs one
-  entry serves the programs of all replicas of the model: those of a process compile one
-  after the other, so that all but the first find them there. Elsewhere each replica has
-  an entry of its own, since a TPU's compiler makes another program for other chips:
-  replicas of later processes are compiled again at every start.
+  JAX runs these programs without recompiling them, and its persistent cache, if there
+  is one, has them at the next start. Only process 0 writes there. On GPUs all replicas
+  share one entry per program: a process's replicas compile in turn, so that all but the
+  first find the entry. Elsewhere each replica has its own entry, because a TPU's
+  compiler makes a different program for other chips: later processes' replicas are
+  recompiled at every start.
 
   Args:
-    of: whose they are, for messages.
-    lowered: what traces each.
-    replica_on: the backend, where they are a replica's.
+    of: their owner, for messages.
+    lowered: functions tracing one program each.
+    replica_on: the backend, if the programs belong to a replica.
   """
   in_turn = replica_on not in ("", "tpu") and jax.config.jax_compilation_cache_dir
   with _TURN if in_turn else contextlib.nullcontext():
@@ -54,7 +54,7 @@ def _compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) -
     ]
     done = concurrent.futures.as_completed(compiling)
     for number, program in enumerate(done, 1):
-      program.result()  # raises where it does not compile
+      program.result()  # raises if compilation failed
       heartbeat.beat()
       now = time.monotonic()
       if now - said > _SAY_S or number == len(lowered):

@@ -1,8 +1,8 @@
 """Reads an ml_collections ConfigDict into a frozen dataclass.
 
 Every program does this first, so a misspelt field is an error on line one, and
-ConfigDicts never travel further (nor into jit). A journey's dataclass has a field for
-each section, which is a dataclass of its own.
+ConfigDicts are not passed on (nor into jit). A stage's dataclass has a field for each
+section, itself a dataclass.
 
 budget: reading, defaults and every message about a field are one subject.
 """
@@ -28,32 +28,31 @@ Values = ml_collections.ConfigDict | Mapping
 
 
 class ConfigError(ValueError):
-  """A config that cannot be used; the message names section, field and remedy."""
+  """An unusable config; the message names section, field and remedy."""
 
 
 def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
-  """Reads a config, or one section of it, into the dataclass `cls`.
+  """Reads a config, or one section, into the dataclass `cls`.
 
-  budget: one pass over the fields, in the order in which faults are named.
+  budget: one pass over the fields, in the order of reported faults.
 
-  Lists become tuples; an int is accepted where a float is asked for; a field that is
-  itself a dataclass, or a dict of them, is read from a section inside. Fields that the
-  config leaves out take the dataclass's defaults. In a whole config a section that is
-  empty (None, "" or {}) says what one that is missing says: the defaults, or None where
-  the dataclass allows that.
+  Lists become tuples; an int is accepted for a float; a dataclass field, or a dict of
+  dataclasses, is read from a nested section. Missing fields have the dataclass's
+  defaults. In a whole config an empty section (None, "" or {}) equals a missing one:
+  the defaults, or None if the dataclass allows it.
 
-  A field with metadata "read" is made by that function, of what the config holds there
-  and of the whole config: where the type of a section depends on others.
+  A field with metadata "read" is made by that function, from its value and the whole
+  config, if a section's type depends on others.
 
   Args:
     config: the values; None for none.
-    cls: what to read them into.
-    section: its name for messages, as "algo.loss"; "" for a whole config.
+    cls: their dataclass.
+    section: its name for messages, e.g. "algo.loss"; "" for a whole config.
 
   Raises:
-    ConfigError: a field is unknown (the nearest is suggested),
-      missing, of the wrong type, NaN or infinite, or an integer of more than 64 bits; a
-      section is a value; or `cls` itself refuses the values (ValueError).
+    ConfigError: a field is unknown (the nearest is suggested), missing, of the wrong
+      type, NaN or infinite, or an integer beyond 64 bits; a section is a value; or
+      `cls` itself refuses the values (ValueError).
   """
   values = _values(config, section)
   fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -71,7 +70,7 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
     if name not in fields:
       raise ConfigError(f"{where} has no {kind} {name!r}{_suggestion(name, cls)}")
 
-  # --- Every field has a value of its type, or a default; what is given comes first.
+  # --- Every field has a value of its type, or a default; config values come first.
   arguments = {}
   for name in sorted(fields, key=lambda name: name not in values):
     field = fields[name]
@@ -85,13 +84,13 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
       value = _section_or_nothing(value, hints[name], path)
     allows_none = type(None) in _kinds(hints[name])
     if value is None and _is_required(field) and not allows_none:
-      value = dataclasses.MISSING  # a placeholder that no flag has filled
+      value = dataclasses.MISSING  # a placeholder not filled by a flag
     if value is not dataclasses.MISSING:
       arguments[name] = _typed(value, hints[name], f"config.{path}")
     elif _is_required(field):
       raise ConfigError(f"{where} lacks field {name!r}")
 
-  # --- The dataclass has checks of its own.
+  # --- The dataclass has its own checks.
   try:
     return cls(**arguments)
   except ConfigError:
@@ -105,18 +104,18 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
 def fill_defaults(
   config: ml_collections.ConfigDict, cls: type, types_only: bool = False
 ) -> None:
-  """Writes the defaults of `cls` into a config where it leaves a field out.
+  """Writes `cls`'s defaults into a config's missing fields.
 
-  So a flag can override every field, by its type. A field that has no default, or the
-  default None, becomes a typed placeholder. A section that the config may do without
-  stays away, and what `cls` does not know stays as it is.
+  So a flag can override every field, by its type. A field without a default, or with
+  default None, becomes a typed placeholder. An optional section stays missing, and
+  fields unknown to `cls` are unchanged.
 
-  A section with metadata "read" gets types alone: its function knows better defaults.
+  A section with metadata "read" gets only types: its function knows better defaults.
 
   Args:
-    config: of a whole journey, or a section of it.
-    cls: the dataclass that it is read into.
-    types_only: make every field that is left out a typed placeholder.
+    config: for a whole stage, or a section.
+    cls: its dataclass.
+    types_only: make every missing field a typed placeholder.
   """
   hints = typing.get_type_hints(cls)
   for field in dataclasses.fields(cls):
@@ -125,10 +124,10 @@ def fill_defaults(
     try:
       value = config.get(name)
     except config_dict.RequiredValueError:
-      continue  # a placeholder of the file's own
+      continue  # the file's own placeholder
     has_reader = "read" in field.metadata
     if hint is Any or (has_reader and not dataclasses.is_dataclass(hint)):
-      continue  # of which of several classes it is, its function decides
+      continue  # its function chooses between several classes
     if _is_section(hint):
       is_dict = isinstance(value, ml_collections.ConfigDict)
       if is_empty(value) or (is_dict and not value):
@@ -144,7 +143,7 @@ def fill_defaults(
       if not types_only:
         value = _default_of(field, value)
       if value == math.inf:
-        continue  # no value that a config can hold
+        continue  # not a valid config value
     elif hint is float and type(value) is int:
       value = float(value)
     else:
@@ -153,14 +152,14 @@ def fill_defaults(
 
 
 def _put(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
-  """Sets a field, of whatever type the value was that it had."""
+  """Sets a field, regardless of its previous value's type."""
   if name in config:
     del config[name]
   config[name] = value
 
 
 def _default_of(field: dataclasses.Field[Any], otherwise: Any) -> Any:
-  """A field's default; `otherwise` where that is None or there is none."""
+  """Returns a field's default; `otherwise` if it is None or missing."""
   default = None
   if field.default is not dataclasses.MISSING:
     default = field.default
@@ -170,15 +169,15 @@ def _default_of(field: dataclasses.Field[Any], otherwise: Any) -> Any:
 
 
 def _placeholder(hint: Any) -> Any:
-  """None that a flag fills with a value of the hint's type."""
+  """Returns a placeholder for a flag's value of the hint's type."""
   kinds = [kind for kind in _kinds(hint) if kind is not type(None)]
-  # A tuple of strings is a tuple to the parser of flags.
+  # The flag parser treats a tuple of strings as a tuple.
   kind = typing.get_origin(kinds[0]) or kinds[0]
   return config_dict.placeholder(kind)
 
 
 def _values(config: Any, section: str) -> dict[str, Any]:
-  """The fields of a section; none where it is empty or missing."""
+  """Returns a section's fields; none if it is empty or missing."""
   if config is dataclasses.MISSING or config is None or config == "":
     return {}
   if not isinstance(config, Values):
@@ -187,7 +186,7 @@ def _values(config: Any, section: str) -> dict[str, Any]:
 
 
 def _section_or_nothing(value: Any, hint: Any, path: str) -> Any:
-  """A section's values; None for an empty one that the journey can do without."""
+  """Returns a section's values; None for an empty optional section."""
   values = _values(value, path)
   if not values and type(None) in _kinds(hint):
     return None
@@ -195,14 +194,14 @@ def _section_or_nothing(value: Any, hint: Any, path: str) -> Any:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-  """The types of a union, or the one type."""
+  """Returns a union's types, or the one type."""
   if isinstance(hint, types.UnionType):
     return typing.get_args(hint)
   return (hint,)
 
 
 def _section_class(hint: Any) -> type:
-  """The dataclass among the types of a hint."""
+  """Returns the dataclass among a hint's types."""
   return next(kind for kind in _kinds(hint) if dataclasses.is_dataclass(kind))
 
 
@@ -216,11 +215,11 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _suggestion(name: str, cls: type) -> str:
-  """Names the section that has an unknown field, or the nearest field.
+  """Names the section containing an unknown field, or the nearest field.
 
   Args:
-    name: the field that `cls` does not have.
-    cls: the dataclass of the section; its sections are looked into.
+    name: the field missing in `cls`.
+    cls: the section's dataclass; its nested sections are searched.
   """
   names = [field.name for field in dataclasses.fields(cls)]
   for path, field in _fields_within(cls):
@@ -235,7 +234,7 @@ def _suggestion(name: str, cls: type) -> str:
 def _fields_within(
   cls: type, above: str = ""
 ) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-  """Yields the fields of a dataclass with their paths, then those of its sections."""
+  """Yields a dataclass's fields with their paths, then its sections' fields."""
   hints = typing.get_type_hints(cls)
   fields = dataclasses.fields(cls)
   for field in fields:
@@ -247,9 +246,9 @@ def _fields_within(
 
 
 def as_json(config: Any) -> dict[str, Any]:
-  """A config, a dataclass or a ConfigDict, as JSON values.
+  """Returns a config, a dataclass or a ConfigDict, as JSON values.
 
-  Defaults that are infinite, which JSON does not know, are left out.
+  Infinite defaults are left out, because JSON has no infinity.
   """
   if dataclasses.is_dataclass(config):
     values = dataclasses.asdict(config)
@@ -269,17 +268,17 @@ def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_empty(section: Any) -> bool:
-  """Whether a value says what a section that is missing says."""
+  """Whether a value equals a missing section."""
   return section is None or section == "" or section == {}
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
-  """The value as a field of this type; `where` names it in messages."""
+  """Returns the value as this type; `where` names it in messages."""
   if isinstance(value, float) and not math.isfinite(value):
     raise ConfigError(f"{where} is {value}; it must be a finite number")
   if isinstance(value, int) and abs(value) >= 2**63:
     raise ConfigError(f"{where} is {shown(value)}; it must fit in 64 bits")
-  # JSON knows no tuples, and a ConfigDict is no dict.
+  # JSON has no tuples, and a ConfigDict is not a dict.
   if isinstance(value, list):
     value = tuple(value)
   if isinstance(value, ml_collections.ConfigDict):
@@ -299,13 +298,13 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
       entries = zip(value, of, range(len(of)), strict=True)
       return tuple(_typed(v, kind, f"{where}[{i}]") for v, kind, i in entries)
 
-  # --- A section inside.
+  # --- A nested section.
   kinds = tuple(typing.get_origin(kind) or kind for kind in _kinds(hint))
   for kind in kinds:
     if isinstance(value, dict) and dataclasses.is_dataclass(kind):
       return read_config(value, kind, where.removeprefix("config."))
 
-  # --- A plain value; to Python True is an int, but no number to a reader.
+  # --- A plain value; in Python True is an int, but for a reader not a number.
   is_bool = isinstance(value, bool)
   if float in kinds and isinstance(value, int) and not is_bool:
     return float(value)

@@ -1,6 +1,6 @@
-"""Files that are whole or absent, and what a disk refuses, in one line.
+"""Files that are whole or absent, and disk errors in one line.
 
-A disk that is full or read-only or refuses a name ends the work with a `DiskError`.
+A full or read-only disk, or a refused name, ends the work with a `DiskError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, Any
 
 _MAKE_ROOM = "make room"
 _OTHER_PLACE = "choose another place"
-# What nobody can write into, and what helps.
+# Errors of disks and limits -> their remedies.
 REMEDIES = {
   errno.ENOSPC: _MAKE_ROOM,
   errno.EDQUOT: _MAKE_ROOM,
@@ -31,20 +31,20 @@ REMEDIES = {
   errno.ESTALE: "mount the disk again",
 }
 
-_STATUS = re.compile(r"[A-Z_]+: ")  # how TensorStore's errors begin
+_STATUS = re.compile(r"[A-Z_]+: ")  # the beginning of TensorStore's errors
 
 
 class DiskError(ValueError):
-  """The disk, or a limit of files, ended the work; the message says how to go on."""
+  """The disk, or a limit of files, ended the work; the message has the remedy."""
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
-  """Yields a path to write a file or a folder to, which then takes the name `path`.
+  """Yields a temporary path for a file or folder, then renames it to `path`.
 
-  So a reader sees all of it or nothing, even where the writer is killed. Folders above
-  are made where they are missing. Where the block raises, what it wrote is removed and
-  what was there before stays.
+  So a reader sees all of it or nothing, even if the writer is killed. Missing parent
+  folders are made. If the block raises, its output is removed and the previous file
+  stays.
 
   Raises:
     DiskError: something other than a regular file has the name: it is not replaced.
@@ -53,7 +53,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
   unfinished = path + ".tmp"
   _check_replaceable(path)
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-  # A file that a killed writer left, or a link or a FIFO, which `open` would follow.
+  # A killed writer's file, or a link or a FIFO, which `open` would follow.
   if os.path.islink(unfinished) or not os.path.isdir(unfinished):
     with contextlib.suppress(FileNotFoundError):
       os.remove(unfinished)
@@ -61,7 +61,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
     yield unfinished
     os.replace(unfinished, path)  # at once, on POSIX
   except BaseException:
-    # Also at Ctrl-C: what is half written may be large.
+    # Also at Ctrl-C: a partial file may be large.
     if os.path.isdir(unfinished):
       shutil.rmtree(unfinished, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _check_replaceable(path: str) -> None:
-  """Raises DiskError unless the path is a regular file's or nobody's."""
+  """Raises DiskError unless the path is a regular file or free."""
   try:
     kind = kind_of_file(os.lstat(path).st_mode)
   except FileNotFoundError:
@@ -82,7 +82,7 @@ def _check_replaceable(path: str) -> None:
 
 
 def kind_of_file(mode: int) -> str:
-  """Says in words what kind of file a mode of `os.stat` tells of."""
+  """Returns the file's kind, in words, for a mode from `os.stat`."""
   for is_kind, name in _KINDS.items():
     if is_kind(mode):
       return name
@@ -104,11 +104,11 @@ _KINDS = {
 def atomic_write(
   path: str | os.PathLike[str], fsync: bool = False
 ) -> Iterator[IO[str]]:
-  """Yields an open text file (UTF-8) that takes the name `path` when it is complete.
+  """Yields an open text file (UTF-8); renames it to `path` when complete.
 
   Args:
     path: as for `atomic_path`.
-    fsync: wait until its bytes are on the disk, so that a power cut does not cost them.
+    fsync: wait until its bytes are on the disk, so that they survive a power cut.
   """
   with atomic_path(path) as unfinished:
     with open(unfinished, "w", encoding="utf-8") as f:
@@ -118,25 +118,25 @@ def atomic_write(
 
 
 def fsync_file(path: str) -> None:
-  """Waits until all bytes of a file are on the disk."""
+  """Waits until all bytes in a file are on the disk."""
   with open(path, "rb") as f:
     os.fsync(f.fileno())
 
 
 @contextlib.contextmanager
 def clear_errors(where: str = "") -> Iterator[None]:
-  """Turns what a disk refused, however deep it lies in an error, into a DiskError.
+  """Converts a disk's error, at any depth inside another error, to a DiskError.
 
-  Libraries wrap it in errors of their own, or only quote the system's words. A
-  ValueError that does not is left as it is: it names a file of the user's already.
+  Libraries wrap it in their own errors, or only quote the system's words. Any other
+  ValueError is unchanged: it names a file of the user's already.
 
   Args:
-    where: the work writes, for errors that do not say it.
+    where: the output place, for errors without one.
   """
   try:
     yield
   except Exception as e:
-    # Its message is for the user already, whatever it was raised from.
+    # Its message is already for the user, whatever its cause.
     if isinstance(e, ValueError) and not _number(e):
       raise
     if message := _refusal(e, where, set()):
@@ -145,11 +145,11 @@ def clear_errors(where: str = "") -> Iterator[None]:
 
 
 def report_once() -> None:
-  """Keeps a program's libraries from printing the errors that they raise as well.
+  """Stops libraries from also printing the errors they raise.
 
-  A checkpoint that can not be written is the error of each thread that wrote a part of
-  it: orbax and asyncio log every one, and TensorStore prints one for every part that
-  ends after the first failed, when nobody listens any more.
+  A failed checkpoint is an error in each thread writing a part: orbax and asyncio log
+  every one, and TensorStore prints one for every part ending after the first failure,
+  without a listener.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).addFilter(_is_no_repetition)
@@ -165,14 +165,14 @@ def _is_no_repetition(record: logging.LogRecord) -> bool:
 
 def _print_unless_late(unraisable: Any) -> None:
   error = unraisable.exc_value
-  # TensorStore's late parts find the loop of asyncio closed.
+  # TensorStore's late parts find asyncio's loop closed.
   if not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
     sys.__unraisablehook__(unraisable)
 
 
 def _refusal(error: BaseException | None, where: str, seen: set[int]) -> str:
-  """What the disk refused in the error, its causes or its members; "" for nothing."""
-  # --- This error itself. Errors may be each other's causes: none is read twice.
+  """Returns the disk's refusal in an error, its causes or members; "" if none."""
+  # --- This error itself. Causes may be cyclic: none is read twice.
   if error is None or id(error) in seen:
     return ""
   seen.add(id(error))
@@ -186,7 +186,7 @@ def _refusal(error: BaseException | None, where: str, seen: set[int]) -> str:
       "command goes on: what was saved before stands"
     )
 
-  # --- The members of a group, its cause, and what was handled when it was raised.
+  # --- A group's members, its cause, and its context.
   inside = list(getattr(error, "exceptions", ()))
   inside.append(error.__cause__)
   if not error.__suppress_context__:
@@ -199,12 +199,12 @@ def _refusal(error: BaseException | None, where: str, seen: set[int]) -> str:
 
 
 def _number(error: BaseException) -> int:
-  """The number of what a disk refused; 0 for any other error."""
+  """Returns a disk error's number; 0 for any other error."""
   if isinstance(error, OSError) and error.errno:
     if error.errno in REMEDIES:
       return error.errno
     return 0
-  # Libraries in C++ and Rust quote the system's words; a ValueError of ours may, too.
+  # C++ and Rust libraries quote the system's words; our ValueError may, too.
   words = str(error)
   if isinstance(error, ValueError) and not _STATUS.match(words):
     return 0

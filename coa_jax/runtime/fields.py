@@ -1,10 +1,10 @@
-"""Bounds of a config's fields, as metadata of the fields, and the one check of them.
+"""Bounds of config fields, as field metadata, and their one check.
 
   rows: int = bounded(16, least=1)
   ratio: str = choice("token", of=("token", "sequence"))
 
-The dataclass calls `check_fields(self)` in its `__post_init__`, before checks of its
-own that need several fields.
+The dataclass calls `check_fields(self)` in its `__post_init__`, before its own checks
+of several fields.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def bounded(
   most: float | None = None,
   below: float | None = None,
 ) -> Any:
-  """Returns a dataclass field whose number must lie within bounds.
+  """Returns a dataclass field for a number within bounds.
 
   Args:
-    default: of the field; left out, the field has to be given.
+    default: the default; without it, the field is required.
     least: the least value, itself accepted.
     above: as `least`, itself not accepted.
     most: the largest value, itself accepted.
@@ -39,25 +39,25 @@ def bounded(
 
 
 def choice(default: Any = dataclasses.MISSING, *, of: Sequence[str]) -> Any:
-  """Returns a dataclass field that must be one of the names in `of`.
+  """Returns a dataclass field for one of the names in `of`.
 
   Args:
-    default: of the field; left out, the field has to be given.
+    default: the default; without it, the field is required.
     of: the names.
   """
   return dataclasses.field(default=default, metadata={"of": tuple(of)})
 
 
 def section(cls: type) -> Any:
-  """Returns a dataclass field that is a section inside, by default all of defaults."""
+  """Returns a dataclass field for a nested section, by default with its defaults."""
   return dataclasses.field(default_factory=cls)
 
 
 def check_fields(config: Any) -> None:
-  """Refuses a dataclass with a field out of its bounds, or a number that is none.
+  """Refuses a dataclass with a field out of its bounds, or not finite.
 
   Raises:
-    ValueError: naming the field, its value and what is accepted.
+    ValueError: naming the field, its value and accepted values.
   """
   for field in dataclasses.fields(config):
     value = getattr(config, field.name)
@@ -84,7 +84,7 @@ def _within(value: float, bounds: Any) -> bool:
 
 
 def accepted(bounds: Any) -> str:
-  """Says bounds in words: "at least 1", "from 0 to 1", "above 0 and below 2"."""
+  """Returns bounds in words: "at least 1", "from 0 to 1", "above 0 and below 2"."""
   if "least" in bounds and "most" in bounds:
     return f"from {bounds['least']} to {bounds['most']}"
   words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
@@ -94,7 +94,7 @@ def accepted(bounds: Any) -> str:
 
 
 def nearest(name: str, known: Any) -> str:
-  """`; did you mean 'x'?`, or the list of what there is where nothing is near."""
+  """Returns `; did you mean 'x'?`, or the list of names if none is near."""
   close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
   if close:
     return f"; did you mean {close[0]!r}?"

@@ -1,7 +1,7 @@
-"""Ends a program in which nothing has moved for too long, and shows where it hangs.
+"""Ends a program without progress for too long, and shows where it hangs.
 
-A process that hangs holds up all the others of its run, and a scheduler sees nothing of
-it. `beat` is called wherever work moves on; who starts no watch pays nothing.
+A hanging process blocks all others in its run, invisibly to a scheduler. `beat` is
+called at every progress; without a watch it costs nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import faulthandler
 import threading
 import time
 
-_EVERY_S = 1.0  # more often than this a watch is not wound up again
+_EVERY_S = 1.0  # the timer is not reset more often
 
 _lock = threading.Lock()
 _seconds = 0.0
@@ -18,10 +18,10 @@ _wound = 0.0
 
 
 def watch(seconds: float) -> None:
-  """Begins to watch; 0 ends it.
+  """Starts a watch; 0 ends it.
 
   Args:
-    seconds: the longest time between two beats. After it the stacks of all threads are
+    seconds: the longest time between two beats. After it all threads' stacks are
       written to standard error and the process ends with status 1, whatever hangs.
   """
   global _seconds, _wound
@@ -34,13 +34,13 @@ def watch(seconds: float) -> None:
 
 
 def beat() -> None:
-  """Says that work moves on; from any thread."""
+  """Reports progress; from any thread."""
   global _wound
   if not _seconds:
     return
   with _lock:
     now = time.monotonic()
     if _seconds and now - _wound >= min(_EVERY_S, _seconds / 4):
-      # A thread of C's, which no Python that hangs can hold up.
+      # A C thread, which hanging Python code can not block.
       faulthandler.dump_traceback_later(_seconds, exit=True)
       _wound = now

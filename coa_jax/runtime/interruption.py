@@ -1,7 +1,7 @@
-"""SIGTERM (a machine is taken back) and SIGINT (Ctrl-C): the end of a run, in order.
+"""SIGTERM (a preempted machine) and SIGINT (Ctrl-C): a run's orderly end.
 
-The first signal asks: the run saves at its next boundary and leaves. A second one ends
-the process at once, whatever it is doing.
+At the first signal the run saves at its next boundary and exits. A second one ends the
+process at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _KEY = "coa_jax/signal"
 
 
 class Interrupted(KeyboardInterrupt):
-  """A signal has ended the run, and where it stands is saved.
+  """A signal has ended the run, and its state is saved.
 
   Attributes:
-    number: of the signal.
+    number: the signal's number.
     status: the exit status of the process, by convention 128 + the signal's number.
   """
 
   def __init__(self, number: int, message: str = ""):
-    """Takes the signal, and what to tell the user."""
+    """Takes the signal, and a message for the user."""
     super().__init__(message)
     self.number = number
     self.status = 128 + number
 
 
 class SharedSignal:
-  """Tells a signal to all processes of a run; use as a context manager.
+  """Shares a signal with a run's processes; use as a context manager.
 
-  A scheduler may signal one process only, and the others would play on meanwhile. JAX's
+  A scheduler may signal only one process, and the others would continue. JAX's
   coordination service carries the number: no device waits for it.
   """
 
   def __init__(self, interruption: Interruption):
-    """Tells what `interruption` hears, and has it hear what others tell."""
+    """Sends signals from `interruption`, and sets it from others' signals."""
     self._interruption = interruption
     self._left = threading.Event()
     self._thread = threading.Thread(target=self._share, name="signal", daemon=True)
@@ -71,13 +71,13 @@ class SharedSignal:
 
 
 class Interruption:
-  """Listens for signals while it is entered; in the main thread only, else to none.
+  """Listens for signals inside its context; only in the main thread.
 
-  A thread reads signals from a pipe that Python's C handler fills, so that a second one
+  A thread reads signals from a pipe filled by Python's C handler, so that a second one
   counts while the main thread waits for a device or a compiler.
 
   Attributes:
-    number: the signal that asked for the end, 0 for none.
+    number: the first signal, 0 for none.
   """
 
   def __init__(self):
@@ -90,7 +90,7 @@ class Interruption:
     self._entered = threading.current_thread() is threading.main_thread()
     if not self._entered:
       return self
-    # The C handler may not block where it writes; the thread that reads may.
+    # The C handler may not block when writing; the reading thread may.
     self._pipe = os.pipe()
     os.set_blocking(self._pipe[1], False)
     self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -101,7 +101,7 @@ class Interruption:
   def __exit__(self, *unused: object) -> None:
     if not self._entered:
       return
-    # As it was, for who comes after: Ctrl-C ends the program again.
+    # Restored for later code: Ctrl-C ends the program again.
     for number, handler in zip(_SIGNALS, self._handlers, strict=True):
       signal.signal(number, handler)
     signal.set_wakeup_fd(self._wakeup)
@@ -112,7 +112,7 @@ class Interruption:
     """Lets the first signal raise `Interrupted` in the main thread while inside."""
     self._at_once = self._entered
     try:
-      # One that came before counts, too.
+      # An earlier signal counts, too.
       if self.number and self._entered:
         raise Interrupted(self.number)
       yield
@@ -120,16 +120,16 @@ class Interruption:
       self._at_once = False
 
   def _handle(self, number: int, frame: object) -> None:
-    """Python's handler; it runs in the main thread once that comes back to Python."""
+    """Python's handler; it runs when the main thread returns to Python."""
     del frame
     self.number = self.number or number
     if self._at_once:
-      self._at_once = False  # once: what is saved then must not be interrupted
+      self._at_once = False  # once: the following save must not be interrupted
       raise Interrupted(number)
 
   def _listen(self) -> None:
-    """The thread: says what happens, and does not wait for the main thread."""
-    # Ends when the pipe is closed: it reads nothing then.
+    """The thread: reports signals without waiting for the main thread."""
+    # Ends when the pipe is closed: the read is empty then.
     count = 0
     while byte := os.read(self._pipe[0], 1):
       if byte[0] not in _SIGNALS:  # Python writes every signal's number

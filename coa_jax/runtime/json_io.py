@@ -1,8 +1,8 @@
-"""Reads JSON that may hold anything: each fault is one ValueError that says where.
+"""Reads untrusted JSON: each fault is one ValueError with its place.
 
 Python's own reader raises four kinds of errors (not JSON, not UTF-8, nested too deeply,
-a number of too many digits), and what it returns may be of any type. Here a file or a
-line becomes a value, and an object a dataclass whose fields have the types it names.
+a number with too many digits), and its result may have any type. Here a file or a line
+becomes a value, and an object a dataclass with checked field types.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pydantic_core
 from pydantic_core import core_schema
 
 T = TypeVar("T")
-# Deeper than any file of ours; Python's own functions (copies, repr) recurse per level.
+# Deeper than any of our files; Python's own functions (copies, repr) recurse per level.
 MAX_DEPTH = 100
 _TOO_DEEP = f"nested too deeply; at most {MAX_DEPTH} levels are read"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -33,13 +33,13 @@ def parse_json(text: str | bytes, where: str, surrogates: bool = False) -> Any:
   """Reads one JSON value.
 
   Args:
-    text: the value; bytes are UTF-8, with or without a mark of byte order.
-    where: how messages name its place, as "FILE:LINE".
+    text: the value; bytes are UTF-8, with or without a byte order mark.
+    where: its place for messages, e.g. "FILE:LINE".
     surrogates: accept half of a surrogate pair in a text.
 
   Raises:
     ValueError: it is not JSON, not UTF-8, nested more than `MAX_DEPTH` levels deep, or
-      has a field twice, a number that is too long or half of a surrogate pair.
+      has a duplicate field, a number with too many digits or half a surrogate pair.
   """
   try:
     if isinstance(text, bytes):
@@ -47,14 +47,14 @@ def parse_json(text: str | bytes, where: str, surrogates: bool = False) -> Any:
     value = json.loads(text, object_pairs_hook=_unique)
   except json.JSONDecodeError as e:
     line = ""
-    if e.lineno > 1:  # in a file of one value; a line of JSON lines is in `where`
+    if e.lineno > 1:  # in a one-value file; for JSON lines `where` has the line
       line = f" at line {e.lineno}"
     raise ValueError(f"{where}: not JSON ({e.msg}{line})") from e
   except UnicodeDecodeError as e:
     raise ValueError(f"{where}: not UTF-8 ({e.reason} at byte {e.start})") from e
   except RecursionError:
     raise ValueError(f"{where}: {_TOO_DEEP}") from None
-  except ValueError:  # more digits than Python converts
+  except ValueError:  # more digits than Python's limit
     digits = sys.get_int_max_str_digits()
     raise ValueError(
       f"{where}: not JSON (a whole number has more than {digits} digits)"
@@ -73,7 +73,7 @@ def parse_json(text: str | bytes, where: str, surrogates: bool = False) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """An object whose fields have different names."""
+  """Returns an object; refuses duplicate field names."""
   value = dict(pairs)
   if len(value) < len(pairs):
     names = [name for name, _ in pairs]
@@ -90,7 +90,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
     for one in containers:
       if isinstance(one, dict):
         one = one.values()
-      # Most lists hold thousands of numbers: their types alone are looked at.
+      # Most lists have thousands of numbers: only their types are checked.
       if {dict, list} & set(map(type, one)):
         inside += [x for x in one if isinstance(x, dict | list)]
     containers = inside
@@ -98,7 +98,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
-  """`parse_json` of what must be a JSON object.
+  """Reads one JSON object.
 
   Raises:
     ValueError: as `parse_json`; or it is another value.
@@ -110,7 +110,7 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """The JSON object that a file holds.
+  """Reads a file's JSON object.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -121,17 +121,17 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ()) -> T:
-  """Builds a dataclass from a JSON object, checking the type of every field.
+  """Builds a dataclass from a JSON object, checking every field's type.
 
-  A number must be finite, but not in a list: there may be many, and log-probs of -inf
-  among them. No `__post_init__` is called.
+  A number must be finite, except in a list: there may be many, some of them log-probs
+  of -inf. No `__post_init__` is called.
 
   Args:
     row: the object.
-    cls: of fields that are text, numbers, bool, Any, enums or dataclasses, or None, and
-      lists, tuples and dicts of those.
-    where: how messages name the row, as "FILE:LINE".
-    needed: fields that may not be left out, though the dataclass has a default.
+    cls: with fields of text, numbers, bool, Any, enums or dataclasses, or None, and
+      lists, tuples and dicts of these.
+    where: the row's place for messages, e.g. "FILE:LINE".
+    needed: required fields, although the dataclass has a default.
 
   Raises:
     ValueError: a field is missing, unknown or of another type; named with its value.
@@ -140,7 +140,7 @@ def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ())
     value = _validator(cls).validate_python(row)
   except pydantic_core.ValidationError as e:
     raise ValueError(f"{where}: {_message(e.errors(include_url=False)[0])}") from None
-  # A default stands for what an earlier version did not write, not for these.
+  # Defaults are for fields missing in earlier versions, not for these.
   for name in needed:
     if name not in row:
       raise ValueError(f"{where}: field {name!r} is missing")
@@ -148,7 +148,7 @@ def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ())
 
 
 def _message(fault: pydantic_core.ErrorDetails) -> str:
-  """One line on a field: its path, its value, what would be accepted."""
+  """Returns one line on a field: its path, its value, accepted values."""
   steps = fault["loc"]
   if fault["type"] == "unknown":
     accepted = fault["msg"].split(", ")
@@ -166,10 +166,10 @@ def _message(fault: pydantic_core.ErrorDetails) -> str:
 
 
 def shown(value: Any, most: int = 80) -> str:
-  """A value as messages show it: short, and whatever it is."""
+  """Returns any value as a short text for messages."""
   try:
     text = repr(value)
-  except (RecursionError, ValueError):  # an int of more digits than Python writes
+  except (RecursionError, ValueError):  # an int with more digits than Python's limit
     text = f"a {type(value).__name__}"
   if len(text) > most:
     text = text[: most - 3] + "..."
@@ -190,7 +190,7 @@ def _validator(cls: type) -> pydantic_core.SchemaValidator:
 
 
 def _schema(hint: Any, finite: bool = True) -> core_schema.CoreSchema:
-  """The pydantic schema of a type; pydantic's own strict ones refuse dicts."""
+  """Returns a type's pydantic schema; pydantic's own strict ones refuse dicts."""
   if hint is Any:
     return core_schema.any_schema()
   if isinstance(hint, types.UnionType):  # T | None
@@ -203,7 +203,7 @@ def _schema(hint: Any, finite: bool = True) -> core_schema.CoreSchema:
   if origin is tuple:
     item = _schema(arguments[0], False)
     return core_schema.tuple_schema([item], variadic_item_index=0, fail_fast=True)
-  if origin is dict:  # JSON has no other keys than text
+  if origin is dict:  # JSON's keys are always text
     return core_schema.dict_schema(values_schema=_schema(arguments[1]))
   if dataclasses.is_dataclass(hint):
     return _object(hint)
@@ -238,8 +238,8 @@ def _object(cls: type) -> core_schema.CoreSchema:
       )
     fields[f.name] = core_schema.dataclass_field(f.name, schema)
 
-  # An unknown field is a mistake in the file, or of a later version: never dropped.
-  # Before the others: it may be a missing one, misspelt.
+  # An unknown field is a mistake in the file, or from a later version: never dropped.
+  # Checked first: it may be a misspelt missing one.
   def refuse_unknown(value: Any) -> Any:
     if isinstance(value, dict) and not value.keys() <= fields.keys():
       raise pydantic_core.PydanticCustomError("unknown", ", ".join(fields))

@@ -1,10 +1,10 @@
-"""One process at a time works in a workdir: who comes second is refused by name.
+"""One process at a time works in a workdir: the second is refused by name.
 
-The lock is POSIX's (`fcntl.lockf`). The kernel drops it when its process dies, by
-SIGKILL or a power cut too, and so does the server of an NFS, where it holds for all
-hosts. Unlike one of `flock` it is that process's alone: children that outlive it do not
-keep it. But closing any descriptor of the file would drop it, so a process opens the
-file once: `_HELD` knows which.
+The lock is POSIX's (`fcntl.lockf`). The kernel drops it when its process dies, also by
+SIGKILL or a power cut; an NFS server does so too, and there it holds for all hosts.
+Unlike `flock`'s it belongs to that process only: surviving children do not keep it. But
+closing any descriptor of the file would drop it, so a process opens the file once:
+`_HELD` records it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coa_jax.runtime.names import check_workdir
 FILE = ".lock"  # in a workdir
 _LOCKED = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_HELD: dict[str, int] = {}  # lock file -> the process: one that is forked holds nothing
+_HELD: dict[str, int] = {}  # lock file -> the process: a forked one holds nothing
 _GUARD = threading.Lock()
 _log = logging.getLogger(__name__)
 
@@ -35,22 +35,22 @@ Journey = Callable[..., dict[str, Any]]
 
 
 class InUseError(ValueError):
-  """Another process works there; the message says where, who, and what to do."""
+  """Another process works there; the message has the place, owner and remedy."""
 
 
 def exclusive(
   folder_of: Callable[[str], str] = lambda workdir: workdir,
 ) -> Callable[[Journey], Journey]:
-  """Decorates `run(config, workdir)`: it holds the workdir while it runs.
+  """Decorates `run(config, workdir)` to hold the workdir while it runs.
 
   Args:
-    folder_of: what is held of a workdir that several processes share by right.
+    folder_of: returns the folder to hold in a workdir shared by several processes.
   """
 
   def decorate(run: Journey) -> Journey:
     @functools.wraps(run)
     def alone(config: Any, workdir: str, *rest: Any, **named: Any) -> dict[str, Any]:
-      # Also while the config is read: two that begin at once are told apart here.
+      # Also while the config is read: two may begin at once.
       with hold(folder_of(workdir)):
         return run(config, workdir, *rest, **named)
 
@@ -61,22 +61,22 @@ def exclusive(
 
 @contextlib.contextmanager
 def hold(workdir: str, file: str = FILE) -> Iterator[None]:
-  """Keeps all others out of a workdir, which is made where it is missing.
+  """Locks a workdir; makes it if missing.
 
-  It is removed again where it was made here and nothing came of it. A file system that
-  knows no locks is named in the log, and nobody is kept out.
+  A workdir made here is removed if it stays empty. A file system without locks is named
+  in the log, and others are not excluded.
 
   Args:
     workdir: a folder.
-    file: the lock's name in it: several may be held in a folder for its parts.
+    file: the lock's name in it: a folder may have several, for its parts.
 
   Raises:
-    InUseError: another process, or another journey of this one, works there.
+    InUseError: another process, or another stage in this one, works there.
     OSError: the lock's file can not be written.
     ValueError: something other than a regular file has the lock's name, or the
       folder's name is not UTF-8.
   """
-  # --- Lock it. A lock of POSIX keeps out other processes only; _HELD this one's own.
+  # --- Lock it. A POSIX lock excludes only other processes; _HELD excludes our own.
   check_workdir(workdir)
   path = os.path.join(os.path.realpath(workdir), file)
   with _GUARD:
@@ -88,11 +88,11 @@ def hold(workdir: str, file: str = FILE) -> Iterator[None]:
   try:
     yield
   finally:
-    # --- Let it go; of a folder that was made for nothing, nothing is left.
+    # --- Release it; a folder made here and still empty is removed.
     with _GUARD:
       mine = _HELD.pop(path) == os.getpid()
-      with contextlib.suppress(OSError):  # others may be at work there, or remove it
-        # A child that was forked meanwhile leaves the folder to its parent.
+      with contextlib.suppress(OSError):  # others may work there, or remove it
+        # A child forked meanwhile leaves the folder to its parent.
         if mine and is_new and os.listdir(workdir) == [file]:
           os.remove(path)
           os.rmdir(workdir)
@@ -100,16 +100,16 @@ def hold(workdir: str, file: str = FILE) -> Iterator[None]:
 
 
 def _open_locked(path: str) -> int:
-  """Opens and locks the file, and writes into it who did; returns its descriptor."""
+  """Opens and locks the file, and writes its owner; returns its descriptor."""
   while True:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = _open(path)
     try:
       _lock(fd, path)
-      # Written is a file that has no other name: another one could be anybody's.
+      # Write only to a file with a single name: a hard link may be another's file.
       if os.fstat(fd).st_nlink > 1:
         os.remove(path)
-      # Who held it may have removed it since it was opened.
+      # The previous holder may have removed it since it was opened.
       if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(fd)):
         os.ftruncate(fd, 0)
         os.pwrite(fd, _this().encode() + b"\n", 0)
@@ -118,11 +118,11 @@ def _open_locked(path: str) -> int:
     except BaseException:
       os.close(fd)
       raise
-    os.close(fd)  # of a file that is gone: try the one that took its place
+    os.close(fd)  # the file is gone: try its replacement
 
 
 def _open(path: str) -> int:
-  """Opens a lock's file, which no link, FIFO or device can stand for."""
+  """Opens a lock's file; refuses links, FIFOs and devices."""
   # Without waiting for a FIFO's other end.
   flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
   try:

@@ -1,6 +1,6 @@
-"""What the files of a folder were when they were written, so that damage is found.
+"""Manifests: hashes of a folder's files at writing time, so that damage is found.
 
-The SHA-256 of every file stands beside them, written last and atomically.
+Every file's SHA-256 is in the folder's manifest, written last and atomically.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.names import path_below
 
 MANIFEST = "manifest.json"
-TAG = "tag "  # in the place of a hash: what a bucket says of an object (bucket_steps)
+TAG = "tag "  # instead of a hash: a bucket's tag for an object (bucket_steps)
 _log = logging.getLogger(__name__)
 
 
 def derive(folder: str, make: Callable[[str], None], source: str) -> None:
-  """Makes a folder, unless it is there and whole; it appears when it is complete.
+  """Makes a folder unless it exists undamaged; it appears when complete.
 
   Args:
-    folder: of data that can be made again at any time.
-    make: writes it to the path that it is given.
-    source: what it is made from, for the line that tells of damage.
+    folder: of reproducible data.
+    make: writes it to its argument, a path.
+    source: its source, for the message about damage.
 
   Raises:
     OSError: it can not be written.
   """
-  # --- It is there: as it was written, or damaged since.
+  # --- It exists: unchanged, or damaged since.
   if os.path.exists(folder):
     fault = fault_of(folder)
     if not fault:
@@ -49,13 +49,13 @@ def derive(folder: str, make: Callable[[str], None], source: str) -> None:
 
 
 def write_manifest(folder: str) -> None:
-  """Writes the size and SHA-256 of every file of a folder, all of them on disk."""
+  """Writes the size and SHA-256 of every file in a folder, after an fsync of each."""
   # The manifest is written after this, so it does not name itself.
   files = {}
   for parent, _, names in os.walk(folder):
     for name in names:
       path = os.path.join(parent, name)
-      fsync_file(path)  # else a power cut could leave the proof without the bytes
+      fsync_file(path)  # otherwise a power cut could leave the proof without the bytes
       files[os.path.relpath(path, folder)] = _size_and_hash(path)
   with atomic_write(os.path.join(folder, MANIFEST), fsync=True) as f:
     json.dump(files, f, indent=1, sort_keys=True)
@@ -68,7 +68,7 @@ def _size_and_hash(path: str) -> list[Any]:
 
 
 def fault_of(folder: str) -> str:
-  """Says in words what a folder lacks of its manifest; "" where it is whole."""
+  """Describes a folder's deviation from its manifest; "" if undamaged."""
   try:
     files = read_object(os.path.join(folder, MANIFEST))
     if not files:
@@ -83,7 +83,7 @@ def fault_of(folder: str) -> str:
       _, actual_sha256 = _size_and_hash(path)
       if actual_sha256 != sha256 and not sha256.startswith(TAG):
         return f"{name} has other bytes than were written"
-  # It may be damaged itself, and then hold anything.
+  # The manifest itself may be damaged, with any content.
   except (OSError, ValueError, TypeError, AttributeError) as e:
     return f"{MANIFEST} can not be used: {e}"
   return ""

@@ -1,7 +1,7 @@
-"""The one check of names from outside before they become paths.
+"""The one check for external names before they become paths.
 
-Objects of a bucket, members of archives, files that a manifest or an index names: who
-wrote them may be a stranger. A name that passes leads to a file below its folder.
+Objects in a bucket, members of archives, files named in a manifest or an index: their
+author is untrusted. An accepted name leads to a file below its folder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _MOST_BYTES_OF_A_PART = 255  # as on a disk
 
 
 def check_name(name: str, where: str) -> None:
-  """Refuses a name that does not lead to a file below its folder on any system.
+  """Refuses a name unless it leads to a file below its folder on every system.
 
   Args:
     name: relative to its folder, with "/" between its parts.
-    where: how messages name its place.
+    where: its place for messages.
 
   Raises:
     ValueError: naming the place, the name and the reason.
@@ -35,11 +35,11 @@ def check_name(name: str, where: str) -> None:
 
 
 def check_names(names: Iterable[str], where: str) -> None:
-  """Refuses names that are not all files of one folder.
+  """Refuses names unless they can all be files of one folder.
 
   Raises:
-    ValueError: as `check_name`; or two are the same but for Unicode's normal form, or
-      one is a file and a folder.
+    ValueError: as `check_name`; or two differ only in Unicode's normal form, or one is
+      a file and a folder.
   """
   seen: dict[str, str] = {}
   for name in names:
@@ -59,7 +59,7 @@ def check_names(names: Iterable[str], where: str) -> None:
 
 
 def path_below(folder: str, name: str, where: str) -> str:
-  """Returns the path of a checked name in a folder; no symlink leads out of that.
+  """Returns the path of a checked name in a folder; refuses symlinks out of it.
 
   Raises:
     ValueError: as `check_name`, or a symlink leads out of the folder.
@@ -75,11 +75,11 @@ def path_below(folder: str, name: str, where: str) -> str:
 
 
 def check_workdir(path: str | os.PathLike[str], with_globs: bool = True) -> None:
-  """Refuses a folder whose path the libraries that write there can not take.
+  """Refuses a folder with a path unsupported by the writing libraries.
 
   Args:
-    path: of the folder.
-    with_globs: whether it may have the characters of a glob; of checkpoints it may not.
+    path: the folder's path.
+    with_globs: whether glob characters are allowed; for checkpoints they are not.
 
   Raises:
     ValueError: naming the folder and the reason.
@@ -97,7 +97,7 @@ def check_workdir(path: str | os.PathLike[str], with_globs: bool = True) -> None
 
 
 def _fault(name: str) -> str:
-  """Says in words why a name is refused; "" where it is not."""
+  """Returns the reason to refuse a name; "" if it is accepted."""
   if not isinstance(name, str):
     return "is not a text"
   try:

@@ -1,6 +1,6 @@
-"""What the processes of one run tell each other.
+"""Communication between a run's processes.
 
-Everything goes to everybody, as JSON or bytes.
+Everything goes to all processes, as JSON or bytes.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_PIECE = 1 << 26  # bytes of all processes that a device holds at once
-_own_devices: list[jax.Device] = []  # that all of this goes over; all where empty
+_PIECE = 1 << 26  # bytes of all processes on a device at once
+_own_devices: list[jax.Device] = []  # used for communication; all if empty
 
 
 def keep_to(devices: Iterable[jax.Device]) -> None:
-  """Has processes talk over these devices alone; over all where there are none.
+  """Restricts communication to these devices; without any, all are used.
 
-  Others may belong to rollouts, whose threads give them work meanwhile: two programs
-  that both talk between devices could wait for each other.
+  Others may belong to rollouts, with work from other threads meanwhile: two programs
+  with collectives could deadlock.
   """
   _own_devices[:] = devices
   _mesh.cache_clear()
 
 
 def gather_json(value: Any) -> list[Any]:
-  """Returns a JSON value of every process, in their order; all have to call this."""
+  """Returns every process's JSON value, in their order; all have to call this."""
   if jax.process_count() == 1:
     return [value]
   return [json.loads(x) for x in gather_bytes(json.dumps(value).encode())]
 
 
 def gather_bytes(own: bytes) -> list[bytes]:
-  """Returns the bytes of every process, in their order; all have to call this."""
-  # An all-gather takes arrays of one shape: the bytes, padded to the longest.
+  """Returns every process's bytes, in their order; all have to call this."""
+  # An all-gather needs arrays of one shape: the bytes, padded to the longest.
   sizes = _all_gather(np.array([len(own)], np.int32))[:, 0]
   padded = np.zeros(_rounded(int(sizes.max())), np.uint8)
   padded[: len(own)] = np.frombuffer(own, np.uint8)
-  # In pieces: each is on every device as a whole, beside model and caches.
+  # In pieces: each is whole on every device, in addition to model and caches.
   most = max(1, _PIECE // len(sizes))
   pieces = []
   for begin in range(0, len(padded), most):
@@ -53,7 +53,7 @@ def gather_bytes(own: bytes) -> list[bytes]:
 
 
 def _all_gather(own: np.ndarray) -> np.ndarray:
-  """Returns the arrays of all processes, which are of one shape, stacked."""
+  """Returns all processes' arrays, with one shape, stacked."""
   mesh = _mesh()
   of_process = NamedSharding(mesh, PartitionSpec("process"))
   whole = jax.make_array_from_process_local_data(of_process, own[None])
@@ -62,7 +62,7 @@ def _all_gather(own: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _mesh() -> Mesh:
-  """The devices of each process in a row, as many of each."""
+  """Returns a mesh with a row of devices per process, all rows equally long."""
   rows: dict[int, list[jax.Device]] = {}
   for device in _own_devices or jax.devices():
     rows.setdefault(device.process_index, []).append(device)
@@ -73,11 +73,11 @@ def _mesh() -> Mesh:
 
 @functools.cache
 def _gather(mesh: Mesh) -> Any:
-  """The program of `_all_gather`; compiled anew for every length."""
+  """Returns `_all_gather`'s program; recompiled for every length."""
   return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _rounded(size: int) -> int:
-  """The size made longer by up to 1/8: few lengths, and so few programs."""
+  """Rounds the size up by at most 1/8: few lengths, so few programs."""
   unit = 1 << max(0, size.bit_length() - 4)
   return max(1, -(-size // unit) * unit)

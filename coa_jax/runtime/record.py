@@ -1,9 +1,9 @@
-"""Records what a run was made of: `workdir/config.json`, hashes of what was read.
+"""Records a run's config and hashes of its inputs in `workdir/config.json`.
 
-A workdir belongs to one config and one set of inputs; `prepare_workdir` refuses to go
-on there with others.
+A workdir belongs to one config and one set of inputs; `prepare_workdir` refuses to
+resume there with others.
 
-budget: what is recorded, and what of it binds, is one subject.
+budget: the record and its binding fields are one subject.
 """
 
 from __future__ import annotations
@@ -36,31 +36,30 @@ def prepare_workdir(
 ) -> None:
   """Writes the whole config, the commit and the time to `workdir/config.json`.
 
-  What is there already binds, unless nothing came of it: a run that was refused for
-  what its config says can be started again with another. A field that the record lacks,
-  since an earlier version wrote it, counts as its default.
+  An existing record binds, unless its run has no output: a run refused for its config
+  can be restarted with another. A field missing in an earlier version's record counts
+  as its default.
 
   Args:
-    config: of the run that begins or goes on here: a dataclass, or a ConfigDict.
-    workdir: where it writes.
-    may_change: fields, as "section.field", or whole sections, that change nothing of
-      what comes out: a run may go on with others than it began with.
-    inputs: name -> hash of what was read (`hash_json`, `hash_files`): the same path may
-      hold something else by the time that a run goes on.
-    scratch_dirs: folders of the workdir that can be made again; where it holds no more,
-      and the config is another, they are removed.
-    may_grow: whole-numbered fields, as "section.field", with which a run is extended:
-      a larger number takes the place of the one on record. Each with the reason why it
-      can not be, "" for none.
-    origin: what else to record of how the model is trained, for `read_origin_of`.
+    config: of the new or resumed run: a dataclass, or a ConfigDict.
+    workdir: its output folder.
+    may_change: fields, as "section.field", or whole sections, without effect on
+      results: a run may resume with other values.
+    inputs: name -> hash of an input (`hash_json`, `hash_files`): the same path may have
+      other contents when a run resumes.
+    scratch_dirs: reproducible folders in the workdir; they are removed if it contains
+      nothing else and the config differs.
+    may_grow: integer fields, as "section.field", to extend a run: a larger number
+      replaces the recorded one. Each with the reason why it can not grow, "" for none.
+    origin: further facts on the model's training, for `read_origin_of`.
 
   Raises:
-    ConfigError: the workdir holds a run of another config or of other inputs; the
-      fields or the input that differ are named.
+    ConfigError: the workdir has a run with another config or other inputs; the
+      differing fields or input are named.
 
-  budget: every argument is said; the rest is in two steps.
+  budget: every argument is explained; the rest is in two steps.
   """
-  # --- A run that something came of goes on as it began; another config is refused.
+  # --- A run with output resumes with its config; another config is refused.
   path = os.path.join(workdir, "config.json")
   if os.path.exists(path) and not _alone(path):
     grown, faults = _grown(path, config, may_grow or {})
@@ -76,7 +75,7 @@ def prepare_workdir(
       )
     for name in scratch_dirs:
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
-  # --- A new run, or one that nothing came of.
+  # --- A new run, or one without output.
   now = named(as_json(config))
   record = {
     "begun": _begun_with(path, now) or round(time.time(), 3),
@@ -85,24 +84,24 @@ def prepare_workdir(
     "inputs": inputs or {},
     "origin": origin,
   }
-  # Whole or absent: half of a record would refuse every run that goes on.
+  # Whole or absent: a partial record would refuse every resume.
   with atomic_write(path) as f:
     json.dump(record, f, indent=2)
 
 
 def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The config and the hashes of inputs in a `config.json` of `prepare_workdir`.
+  """Returns the config and the input hashes from `prepare_workdir`'s `config.json`.
 
   Raises:
     FileNotFoundError: there is no such file.
-    ConfigError: it is none that `prepare_workdir` wrote; the file is named.
+    ConfigError: `prepare_workdir` did not write it; the file is named.
   """
   record = _read_record(path)
   return record["config"], record["inputs"]
 
 
 def _read_record(path: str) -> dict[str, Any]:
-  """All that a `config.json` holds; raises as `read_run`."""
+  """Reads a whole `config.json`; raises as `read_run`."""
   try:
     record = read_object(path)
   except ValueError as e:
@@ -119,9 +118,9 @@ def _read_record(path: str) -> dict[str, Any]:
 
 
 def read_origin_of(workdir: str) -> dict[str, Any] | None:
-  """What `prepare_workdir` was given as `origin`, with the commit that began the run.
+  """Returns `prepare_workdir`'s `origin`, with the run's first commit.
 
-  None of a run of an earlier version, which recorded none.
+  None for a run of an earlier version without this record.
 
   Raises:
     FileNotFoundError, ConfigError: as `read_run`.
@@ -134,7 +133,7 @@ def read_origin_of(workdir: str) -> dict[str, Any] | None:
 
 
 def read_begun(workdir: str) -> float | None:
-  """When `prepare_workdir` began a run, in Unix time; None where no record says so."""
+  """Returns a run's start by `prepare_workdir`, in Unix time; None if unrecorded."""
   path = os.path.join(workdir, "config.json")
   if not os.path.exists(path):
     return None
@@ -143,12 +142,12 @@ def read_begun(workdir: str) -> float | None:
 
 
 def _begun_with(path: str, config: dict[str, Any]) -> float | None:
-  """When a run of the same config began, of which nothing came yet; None for none."""
+  """Returns the start of a run with the same config and no output, or None."""
   try:
     before, _ = read_run(path)
   except (FileNotFoundError, ConfigError):
     return None
-  # As it reads from JSON: lists for tuples.
+  # As read from JSON: lists for tuples.
   same = before == json.loads(json.dumps(config))
   return read_begun(os.path.dirname(path)) if same else None
 
@@ -156,10 +155,10 @@ def _begun_with(path: str, config: dict[str, Any]) -> float | None:
 def _grown(
   path: str, config: Any, may_grow: Mapping[str, str]
 ) -> tuple[dict[str, int], str]:
-  """Fields that are larger now than in a `config.json`, and why others can not be.
+  """Returns fields larger now than in a `config.json`, and faults of others.
 
   Returns:
-    The former with their values now, and the latter's reasons in brackets.
+    The former with their new values, and the latter's reasons in brackets.
   """
   before, _ = read_run(path)
   now = named(as_json(config))
@@ -200,9 +199,9 @@ def _difference_from_record(
   may_change: tuple[str, ...],
   inputs: Mapping[str, str],
 ) -> str:
-  """How the run of a `config.json` differs from one of this config; "" if not."""
-  # --- The two configs, but for what may change; one of an earlier version first
-  # gains the defaults of fields that it lacks.
+  """Describes the difference of a `config.json` from this config; "" if none."""
+  # --- The two configs, except for changeable fields; an earlier version's config first
+  # gets defaults for missing fields.
   before, inputs_before = read_run(path)
   now = named(as_json(config))
   for field in may_change:
@@ -216,7 +215,7 @@ def _difference_from_record(
   if differences:
     return f"a run whose {', '.join(differences)}"
 
-  # --- What they read; an earlier version did not hash all that this one does.
+  # --- Their inputs; an earlier version hashed fewer.
   for name, value in inputs.items():
     if inputs_before.get(name, value) != value:
       return f"a run that read other contents of {name}"
@@ -224,7 +223,7 @@ def _difference_from_record(
 
 
 def _overwrite(before: dict[str, Any], now: dict[str, Any], field: str) -> None:
-  """Gives a field of a record, or a whole section, the value that it has now."""
+  """Sets a record's field, or a whole section, to its current value."""
   section, _, name = field.partition(".")
   if not name:  # a whole section
     before[section] = now.get(section)
@@ -235,18 +234,18 @@ def _overwrite(before: dict[str, Any], now: dict[str, Any], field: str) -> None:
   if name in values_now:
     values[name] = values_now[name]
   elif values and not values_now:
-    return  # the section is gone, which is a difference whatever its field was
+    return  # the section is gone: a difference, whatever its field was
   before[section] = values
 
 
 def _differences(before: Any, now: Any, path: str) -> Iterator[str]:
-  """Yields each field in which two configs differ, with both values."""
+  """Yields two configs' differing fields, with both values."""
   if isinstance(before, dict) and isinstance(now, dict):
     for name in sorted({*before, *now}):
       below = f"{path}.{name}" if path else name
       yield from _differences(before.get(name), now.get(name), below)
     return
-  # None, "" and {} all say that nothing was set.
+  # None, "" and {} all mean unset.
   if before != now and not (is_empty(before) and is_empty(now)):
     yield f"{path} was {shown(before)} and not {shown(now)}"
 
@@ -255,8 +254,8 @@ def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
   """Whether a file is the only one with content in its folder and below.
 
   Args:
-    path: the file; the lock beside it does not count.
-    beside: folders beside it that do not count, either.
+    path: the file; the lock next to it does not count.
+    beside: folders next to it that do not count, either.
   """
   folder = os.path.dirname(path)
   left_out = tuple(os.path.join(folder, name, "") for name in beside)
@@ -271,8 +270,8 @@ def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
 
 
 def hash_json(values: Iterable[Any]) -> str:
-  """A hash of JSON values, one after the other."""
-  # Keys in one order: equal values have equal hashes, however they were made.
+  """Hashes JSON values, one after the other."""
+  # Sorted keys: equal values have equal hashes.
   out = hashlib.sha256()
   for value in values:
     out.update(json.dumps(value, sort_keys=True).encode() + b"\n")
@@ -280,21 +279,21 @@ def hash_json(values: Iterable[Any]) -> str:
 
 
 def hash_files(path: str | None, samples: int | None = None) -> str:
-  """A hash of a file, or of a folder's files; of None the hash of nothing.
+  """Hashes a file, or a folder's files; None gives an empty hash.
 
   Args:
-    path: of the file or folder.
-    samples: of each file only its size and 64 kB at so many places: quick for weights
-      of any size, of which training changes every part. None reads all.
+    path: the file or folder.
+    samples: hashes each file's size and 64 kB at `samples` places: quick for weights
+      of any size, because training changes every part. None reads all.
   """
-  # --- The file, or those of the folder by name; its subfolders are left out.
+  # --- The file, or the folder's files by name; subfolders are left out.
   files = []
   if path and os.path.isdir(path):
     files = [os.path.join(path, name) for name in sorted(os.listdir(path))]
   elif path:
     files = [path]
 
-  # --- Of each its name and size, and its bytes or samples of them.
+  # --- Each file's name and size, and its bytes or samples.
   out = hashlib.sha256()
   for name in filter(os.path.isfile, files):
     size = os.path.getsize(name)
@@ -310,13 +309,13 @@ def hash_files(path: str | None, samples: int | None = None) -> str:
 
 
 def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
-  """Writes what a data file was made of: config, commit, figures and its sha256.
+  """Writes a data file's manifest: config, commit, figures and sha256.
 
   Args:
-    path: of the manifest, JSON.
-    data: the file that it is about, complete.
-    config: what was asked for.
-    **figures: what else to say of it, e.g. counts.
+    path: the manifest's path, JSON.
+    data: the complete data file.
+    config: its settings.
+    **figures: further facts, e.g. counts.
   """
   with open(data, "rb") as f:
     sha256 = hashlib.file_digest(f, "sha256").hexdigest()
@@ -328,8 +327,8 @@ def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
 
 
 def git_commit() -> str | None:
-  """The commit of this checkout; None outside one."""
-  # Of the code that runs, wherever the program was started.
+  """Returns this checkout's commit; None outside one."""
+  # Of the running code, independent of the current folder.
   here = os.path.dirname(os.path.abspath(__file__))
   command = ["git", "-C", here, "rev-parse", "HEAD"]
   try:

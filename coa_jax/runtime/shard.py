@@ -1,8 +1,8 @@
-"""One of several parts of a journey's work, done by processes that never meet.
+"""Parts of a stage's work, each done by an independent process.
 
-Parts are dealt by turns: of n shards number i has every n-th item from the i-th on.
-Each writes logs of its own. Put one after the other these are the logs of a process
-that did all of the work and was then cut off: the journey goes on from them to its end.
+Parts are interleaved: shard i of n has every n-th item from the i-th on. Each writes
+its own logs. Concatenated they equal the logs of a process interrupted after all of the
+work: the stage resumes from them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Shard:
   count: int
 
   def owns(self, place: int) -> bool:
-    """Tells whether the item at this place is one of this part."""
+    """Whether the item at this place belongs to this part."""
     return place % self.count == self.index
 
   def of(self, items: Sequence[T]) -> Sequence[T]:
-    """Returns this part of the items, in their order."""
+    """Returns this part's items, in their order."""
     return items[self.index :: self.count]

@@ -1,7 +1,7 @@
-"""Refuses a run whose config cannot work on the machines that it asks for.
+"""Refuses a run if its config cannot work on the requested machines.
 
-Everything here is known before a machine is paid for: the mesh and the rows against the
-number of devices, and files, addresses and sandboxes that a pod does not have.
+All checks run before any machine costs money: mesh and rows against the device
+count; files, addresses and sandboxes missing in a pod.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _CONFIGS = {
   "experiments.select_tasks": ("coa_jax.cli.select_tasks", "SelectTasksConfig"),
   "experiments.synthesize": ("coa_jax.cli.synthesize", "SynthesizeConfig"),
 }
-# Fields, at any depth, that name files or folders which a run reads.
+# Fields, at any depth, naming a run's input files or folders.
 _INPUTS = (
   *("init", "uri", "trajectories", "corpus", "key_file", "token_file", "tokenizer"),
   *("benchmarks", "without", "played", "folder"),
 )
-# Folders of the checkout that experiments/deploy/Containerfile copies.
+# The checkout's folders copied by experiments/deploy/Containerfile.
 _IMAGE = ("configs", "experiments", "coa_jax", "tools_sandbox")
 # gs:// and s3://, and sources of tasks: hf:, tfds:.
 _ADDRESS = re.compile(r"[a-z0-9]+:")
@@ -45,15 +45,15 @@ _LOOPBACK = re.compile(r"https?://(127\.|localhost\b|\[::1\])")
 
 @dataclasses.dataclass(frozen=True)
 class Machines:
-  """Where a run is to work.
+  """The hosts and devices for a run.
 
   Attributes:
-    devices: all of them, each with its process.
-    name: the flags that ask for them, for messages.
-    is_pod: whether the hosts are Kubernetes' pods, which have the image alone.
-    mounts: folders and files that every pod has beside the image's.
-    without: folders of the checkout that the hosts do not get.
-    shards: whether no process needs another.
+    devices: all devices, each with its process.
+    name: the flags requesting them, for messages.
+    is_pod: whether the hosts are Kubernetes' pods, which contain only the image.
+    mounts: folders and files in every pod in addition to the image's.
+    without: the checkout's folders missing on the hosts.
+    shards: whether the processes are independent.
   """
 
   devices: Sequence[Device]
@@ -65,14 +65,14 @@ class Machines:
 
 
 def check_command(words: Sequence[str], machines: Machines) -> None:
-  """Refuses a command whose config does not fit the machines.
+  """Refuses a command if its config does not fit the machines.
 
   Args:
     words: the program and its flags; a program without a config is not checked.
-    machines: where it is to run.
+    machines: the hosts and devices for it.
 
   Raises:
-    ValueError: naming the field, its value and what would be accepted.
+    ValueError: naming the field, its value and accepted values.
   """
   program, *flags = words
   if program not in _CONFIGS:
@@ -96,12 +96,12 @@ def check_command(words: Sequence[str], machines: Machines) -> None:
 
 
 def _check_mesh(settings: Any, machines: Machines) -> None:
-  """Refuses a mesh, or rows, that the devices do not divide, as the program would."""
-  jax.config.update("jax_platforms", "cpu")  # nothing is run: leave accelerators alone
+  """Refuses a mesh or rows indivisible by the devices, like the program."""
+  jax.config.update("jax_platforms", "cpu")  # nothing runs: leave accelerators alone
   mesh: MeshConfig = settings.mesh
   rollout = getattr(settings, "rollout", None)
   devices = list(machines.devices)
-  if machines.shards:  # each process has a mesh of its own
+  if machines.shards:  # each process has its own mesh
     devices = [d for d in devices if d.process_index == 0]
   tensor = rollout.tensor if rollout else 0
   if hasattr(settings, "algo"):
@@ -125,7 +125,7 @@ def _check_mesh(settings: Any, machines: Machines) -> None:
 def _check_files(
   file: str, workdir: str, config: ml_collections.ConfigDict, machines: Machines
 ) -> None:
-  """Refuses files of this machine that the hosts do not have."""
+  """Refuses files present on this machine but not on the hosts."""
   processes = len({d.process_index for d in machines.devices})
   if workdir.startswith("s3://") and processes > 1 and not machines.shards:
     raise ValueError(
@@ -135,7 +135,7 @@ def _check_files(
   for field, value in _strings(config, "config"):
     if field.rpartition(".")[2] in _INPUTS:
       for part in value.split(","):
-        # Weights of trajectories are behind the last "=".
+        # Trajectories' weights follow the last "=".
         named.append((f"--{field}", re.sub(r"=[\d.]+$", "", part.strip())))
   missing = []
   for field, path in named:
@@ -167,7 +167,7 @@ def _check_files(
 
 
 def _has(path: str, machines: Machines) -> bool:
-  """Whether the hosts have a file or folder of this name."""
+  """Whether the hosts have a file or folder with this name."""
   if machines.is_pod:
     is_ours = not os.path.isabs(path) and bool(glob.glob(path))
     return _is_below(path, machines.mounts) or (is_ours and _is_below(path, _IMAGE))
@@ -183,7 +183,7 @@ def _is_below(path: str, folders: Sequence[str]) -> bool:
 
 
 def _check_services(config: ml_collections.ConfigDict) -> None:
-  """Refuses addresses and sandboxes that a pod does not have."""
+  """Refuses addresses and sandboxes unavailable in a pod."""
   for field, value in _strings(config, "config"):
     if _LOOPBACK.match(value):
       raise ValueError(
@@ -207,7 +207,7 @@ def _check_services(config: ml_collections.ConfigDict) -> None:
 
 
 def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
-  """Yields the strings of a config, in lists and sections too, with their fields."""
+  """Yields a config's strings with their fields, in lists and sections too."""
   if isinstance(value, str):
     yield field, value
   elif isinstance(value, ml_collections.ConfigDict | dict):
@@ -219,7 +219,7 @@ def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
 
 
 def _value(words: Sequence[str], flag: str) -> str:
-  """The value of a flag in a command line; "" where it has none."""
+  """Returns a flag's value in a command line; "" if missing."""
   found = ""
   for i, word in enumerate(words):
     name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Kubernetes' manifests of a run: a JobSet of one pod a host, or a Job of shards."""
+"""Kubernetes manifests for a run: a JobSet with a pod per host, or a Job of shards."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from coa_jax.cli.deploy.slices import Slice
 
 # For the TPU's compiler. Libtpu 0.0.42 reorders rings of chips on v6e and v5e, and then
-# compiles no all-reduce among the four of a slice's first host alone.
+# cannot compile an all-reduce among only the four chips of a slice's first host.
 PLAIN_RINGS = (
   "--xla_tpu_enable_glp_ring_reordering=false "
   "--xla_tpu_enable_vlp_small_topology_ring_reordering=false"
 )
-# It gathers the next products' matrices while it multiplies (CF_FOR_ALL_GATHER of
+# Gathers the next products' matrices during multiplication (CF_FOR_ALL_GATHER in
 # MaxText's benchmarks/xla_flags_library.py).
 LIBTPU_INIT_ARGS = " ".join(
   (
@@ -25,29 +25,29 @@ LIBTPU_INIT_ARGS = " ".join(
     PLAIN_RINGS,
   )
 )
-# The ports by which the processes of a run, and slices among them, find each other.
+# Ports for a run's processes and slices to find each other.
 _PORTS = (8471, 8080)
 
 
 @dataclasses.dataclass(frozen=True)
 class PodJob:
-  """What is to run, and on what.
+  """A command and the pods to run it.
 
   Attributes:
-    name: of the job.
+    name: the job's name.
     command: the program's words, from `python` on.
-    slice: the TPUs of one slice; None for none.
-    slices: how many slices, or shards.
+    slice: one slice's TPUs; None for none.
+    slices: count of slices, or shards.
     image: the container image.
-    claim: the volume claim of the disk that all hosts share; "" for none.
-    path: where it is mounted.
+    claim: the volume claim of the hosts' shared disk; "" for none.
+    path: its mount point.
     spot: whether on preemptible machines.
-    restarts: most restarts.
+    restarts: maximum restarts.
     grace_s: seconds from SIGTERM to the end.
-    namespace: of Kubernetes; "" for kubectl's.
-    service_account: of the pods; "" for the namespace's default.
-    queue: the Kueue queue that admits the job; "" for none.
-    requests: what the container asks for, as {"cpu": "8", "memory": "64Gi"}.
+    namespace: Kubernetes'; "" for kubectl's.
+    service_account: the pods'; "" for the namespace's default.
+    queue: the Kueue queue admitting the job; "" for none.
+    requests: the container's resource requests, as {"cpu": "8", "memory": "64Gi"}.
     env: environment variables.
     secrets: variable, or absolute path of a file -> (Secret, key).
   """
@@ -71,25 +71,24 @@ class PodJob:
 
 
 def make_jobset(job: PodJob) -> dict[str, Any]:
-  """Makes a JobSet (jobset.x-k8s.io/v1alpha2) of one pod a host.
+  """Makes a JobSet (jobset.x-k8s.io/v1alpha2) with one pod per host.
 
-  Every failure makes all pods anew: a process that lives on among new ones would wait
-  for those that it had.
+  Every failure recreates all pods: a surviving process would wait for its old peers.
   """
   hosts = job.slice.hosts
   job_spec = {
     "completionMode": "Indexed",
     "parallelism": hosts,
     "completions": hosts,
-    "backoffLimit": 0,  # the set restarts, never one pod of it
+    "backoffLimit": 0,  # the whole set restarts, never one pod
     "template": {
-      # Who may call the sandbox service: see tools_sandbox/deploy/kubernetes.yaml.
+      # Permits calls to the sandbox service: see tools_sandbox/deploy/kubernetes.yaml.
       "metadata": {"labels": {"tools-sandbox-client": "true"}},
       "spec": _pod_spec(job),
     },
   }
   annotations = {
-    # A slice is a node pool: no two jobs of the set on one.
+    # A slice is a node pool: never two jobs of the set on one.
     "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
   }
   return {
@@ -107,7 +106,7 @@ def make_jobset(job: PodJob) -> dict[str, Any]:
 
 
 def make_shards(job: PodJob) -> dict[str, Any]:
-  """Makes an Indexed Job of one pod a shard; a lost one is started again alone."""
+  """Makes an Indexed Job with one pod per shard; a lost pod restarts alone."""
   return {
     "apiVersion": "batch/v1",
     "kind": "Job",
@@ -126,7 +125,7 @@ def make_shards(job: PodJob) -> dict[str, Any]:
 
 
 def _metadata(job: PodJob) -> dict[str, Any]:
-  """The name of a manifest, its namespace and its queue."""
+  """Returns a manifest's name, namespace and queue."""
   out: dict[str, Any] = {"name": job.name}
   if job.namespace:
     out["namespace"] = job.namespace
@@ -136,8 +135,8 @@ def _metadata(job: PodJob) -> dict[str, Any]:
 
 
 def _pod_spec(job: PodJob) -> dict[str, Any]:
-  """The pod of a host, which has all of its chips. budget: one manifest's fields."""
-  # --- Its disks: the node's own, memory, and the one that all hosts share.
+  """Returns a host's pod spec, with all its chips. budget: its fields."""
+  # --- Its disks: the node's own, memory, and the shared one.
   volumes: list[dict[str, Any]] = [
     {"name": "scratch", "emptyDir": {}},
     {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -201,7 +200,7 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
   }
   if job.service_account:
     pod["serviceAccountName"] = job.service_account
-  if job.slices > 1:  # what goes between them takes no detour through a pod's network
+  if job.slices > 1:  # their traffic bypasses the pod network
     pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
   if job.spot:
     selector["cloud.google.com/gke-spot"] = "true"

@@ -1,4 +1,4 @@
-"""Scripts that start a run without Kubernetes: an sbatch file, gcloud commands."""
+"""Scripts to start a run without Kubernetes: an sbatch file, gcloud commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 
 from coa_jax.cli.deploy.manifests import LIBTPU_INIT_ARGS, PodJob
 
-# Folders of the checkout that --vm does not send.
+# The checkout's folders excluded by --vm.
 NOT_SENT = (".venv", "runs")
 
 
@@ -16,14 +16,14 @@ class SlurmJob:
   """A run on hosts with GPUs.
 
   Attributes:
-    name: of the job.
+    name: the job's name.
     command: the program's words, from `python` on.
     nodes: hosts.
-    gpus: GPUs of each.
-    time: limit, as Slurm writes it.
-    account: who pays; "" for the user's default.
+    gpus: GPUs per host.
+    time: limit, in Slurm's format.
+    account: billed account; "" for the user's default.
     partition: "" for the cluster's default.
-    image: a container that Pyxis runs the program in; "" for none.
+    image: a container for Pyxis to run the program in; "" for none.
     venv: a virtual environment's folder; "" for none.
     env: environment variables.
   """
@@ -41,10 +41,10 @@ class SlurmJob:
 
 
 def make_sbatch(job: SlurmJob) -> str:
-  """Makes an sbatch file: a process for each GPU, a queue that starts it again.
+  """Makes an sbatch file: a process per GPU, requeued after the time limit.
 
   JAX gives a process under Slurm the one GPU of its local rank. Slurm sends SIGTERM
-  five minutes before the time is up; the run saves, and goes on when requeued.
+  five minutes before the time is up; the run saves, and resumes when requeued.
   """
   options = {
     "job-name": job.name,
@@ -81,7 +81,7 @@ def make_sbatch(job: SlurmJob) -> str:
 
 
 def make_vm_commands(job: PodJob, zone: str) -> str:
-  """Makes the gcloud commands that get TPU VMs by a queued resource and run on all.
+  """Makes gcloud commands to get TPU VMs by a queued resource and run on all.
 
   Raises:
     ValueError: the Cloud TPU API has no such slices.

@@ -1,4 +1,4 @@
-"""The TPU slices that can be asked for: their names, hosts and labels.
+"""The available TPU slices: their names, hosts and labels.
 
 Source: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus (machine types and
 topologies) and cloud.google.com/tpu/docs/v5e, /v5p, /v6e (accelerator types).
@@ -14,18 +14,18 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """What all slices of a generation have in common.
+  """A generation's common properties.
 
   Attributes:
-    gke_accelerator: the node label of GKE.
-    cores: that a chip counts for in a slice's name: `v5p-128` has 64 chips.
-    single_host: topologies that are one host of 8 chips or fewer.
-    topologies: those of several hosts, of 4 chips each.
-    gcloud_type: the start of the Cloud TPU API's accelerator type; "" where GKE and
-      Compute Engine alone have it.
+    gke_accelerator: GKE's node label.
+    cores: cores per chip in a slice's name: `v5p-128` has 64 chips.
+    single_host: topologies with one host, of 8 chips or fewer.
+    topologies: topologies with several hosts, of 4 chips each.
+    gcloud_type: the start of the Cloud TPU API's accelerator type; "" if only GKE and
+      Compute Engine have it.
     runtime: the TPU VM's software version.
-    kind: as JAX names a device (`device_kind`).
-    devices: of a chip, as JAX counts them.
+    kind: JAX's name for a device (`device_kind`).
+    devices: JAX devices per chip.
   """
 
   gke_accelerator: str
@@ -94,7 +94,7 @@ GENERATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """Some chips of one pod that are wired together.
+  """Interconnected chips of one pod.
 
   Attributes:
     generation: a key of `GENERATIONS`.
@@ -111,7 +111,7 @@ class Slice:
 
   @property
   def chips_per_host(self) -> int:
-    """Counts the chips of a host: 4 wherever there are several hosts."""
+    """Counts a host's chips: 4 if there are several hosts."""
     if self.topology in GENERATIONS[self.generation].single_host:
       return self.chips
     return 4
@@ -123,29 +123,29 @@ class Slice:
 
   @property
   def name(self) -> str:
-    """Names it as it is ordered: v6e-64, v5p-128."""
+    """Returns its order name: v6e-64, v5p-128."""
     return f"{self.generation}-{self.chips * GENERATIONS[self.generation].cores}"
 
   @property
   def gke_accelerator(self) -> str:
-    """Returns the node label of GKE."""
+    """Returns GKE's node label."""
     return GENERATIONS[self.generation].gke_accelerator
 
   @property
   def gcloud_type(self) -> str:
-    """Returns the Cloud TPU API's accelerator type; "" where it has none."""
+    """Returns the Cloud TPU API's accelerator type; "" if it has none."""
     start = GENERATIONS[self.generation].gcloud_type
     return start and self.name.replace(self.generation, start)
 
   @property
   def runtime(self) -> str:
-    """Returns the software version of its TPU VMs."""
+    """Returns its TPU VMs' software version."""
     return GENERATIONS[self.generation].runtime
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A device of a machine that is not here; its fields are those of `jax.Device`."""
+  """A remote machine's device, with the fields of `jax.Device`."""
 
   id: int
   process_index: int
@@ -157,15 +157,15 @@ class Device:
 
 
 def describe_gpus(nodes: int, gpus: int) -> list[Device]:
-  """Describes the GPUs of several hosts, a process for each."""
+  """Describes several hosts' GPUs, one process per GPU."""
   return [Device(i, i) for i in range(nodes * gpus)]
 
 
 def describe_slices(one: Slice, count: int) -> list[Device]:
-  """Describes the devices of several slices of one kind, a process for each host."""
+  """Describes equal slices' devices, one process per host."""
   generation = GENERATIONS[one.generation]
   sides = [*map(int, one.topology.split("x"))]
-  block = sides if one.hosts == 1 else [2, 2, 1][: len(sides)]  # chips of a host
+  block = sides if one.hosts == 1 else [2, 2, 1][: len(sides)]  # a host's chips
   grid = [side // part for side, part in zip(sides, block, strict=True)]
   out: list[Device] = []
   for number in range(count):
@@ -191,7 +191,7 @@ def read_slice(text: str) -> Slice:
   """Reads a slice by its name (v5p-128) or its topology (v5p:4x4x4).
 
   Raises:
-    ValueError: there is none such; the message lists those of the generation.
+    ValueError: no such slice exists; the message lists the generation's.
   """
   match = re.fullmatch(r"(\w+)([-:])([\dx]+)", text)
   if not match or match[1] not in GENERATIONS:

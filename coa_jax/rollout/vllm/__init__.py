@@ -1,1 +1,1 @@
-"""Rollouts by a vLLM server in place of our own sampler."""
+"""Rollouts on a vLLM server instead of our own sampler."""

@@ -2,8 +2,8 @@
 
   python child.py VLLM ARGUMENT ...  (`process` starts it)
 
-The pipe closes when whoever holds its other end is gone, so the server ends with its
-run however that ends, SIGKILL included. It imports nothing of ours.
+The pipe closes when the process at its other end is gone, so the server ends with its
+run in any case, SIGKILL included. It imports none of our modules.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ GRACE_S = 20.0
 
 def main(command: list[str]) -> int:
   """Runs the command; returns its exit status."""
-  # The endpoints that load weights; no usage statistics.
+  # Endpoints for loading weights; no usage statistics.
   os.environ.update(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1")
   # For `vllm.plugin`.
   paths = [str(pathlib.Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
   os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-  # A session of its own: its workers are killed with it.
+  # A separate session: its workers are killed with it.
   server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
   def end() -> None:
@@ -41,7 +41,7 @@ def main(command: list[str]) -> int:
   threading.Thread(target=end_with_the_run, daemon=True).start()
   status = server.wait()
   end()
-  os._exit(status % 256)  # a timer that still runs would keep a normal exit waiting
+  os._exit(status % 256)  # a running timer would delay a normal exit
 
 
 if __name__ == "__main__":

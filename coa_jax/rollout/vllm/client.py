@@ -1,10 +1,10 @@
 """One running `vllm serve`, over HTTP: token ids in and out, weights in.
 
-vLLM lives in an environment of its own and is never imported: what this needs of it
-(completions over ids, a reload of weights) it offers over HTTP when it runs with
-VLLM_SERVER_DEV_MODE=1. Written against vLLM 0.32.
+vLLM lives in its own environment and is never imported: with VLLM_SERVER_DEV_MODE=1 it
+offers the required functions (completions over ids, a reload of weights) over HTTP.
+Written against vLLM 0.32.
 
-budget: all that is asked of a server, and what of its answers is believed.
+budget: all requests to a server, and the checks of its answers.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from coa_jax.runtime.fields import bounded, check_fields
 from tools_sandbox.http_client import Fault, NoReply, Retries
 
 T = TypeVar("T")
-# What --logits-processors is told, for `rollout.constrain`.
+# The value of --logits-processors, for `rollout.constrain`.
 PROCESSOR = "coa_jax.rollout.vllm.plugin:Grammar"
-_CLOSE_S = 5.0  # what `close` waits for connections to end
+_CLOSE_S = 5.0  # `close` waits this long for open connections
 
 
 @dataclasses.dataclass(frozen=True)
 class VllmConfig:
-  """Config section `vllm`: trajectories are played on a `vllm serve`.
+  """Config section `vllm`: trajectories are sampled by `vllm serve`.
 
   Attributes:
-    folder: where the policy is exported for the server, which must see it under the
-      same absolute name; overwritten at every refresh.
-    url: of a server that runs, without a path; several processes share it.
-    serve: the `vllm` program of an environment of its own: instead of asking `url`,
-      every process starts a server on loopback and ends it with the run.
-    flags: of that server, beside those that it needs.
-    start_s: seconds that it may take to start.
+    folder: export folder of the policy, visible to the server under the same absolute
+      name; overwritten at every refresh.
+    url: of a running server, without a path; several processes share it.
+    serve: the `vllm` program in its own environment: instead of using `url`, every
+      process starts a server on loopback and ends it with the run.
+    flags: additional flags for that server.
+    start_s: maximum seconds for its start.
     timeout_s: seconds to wait for one turn of a trajectory, or one load of weights.
     retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
-      and answers that are not what was asked for.
-    backoff_s: seconds before the first retry; doubled for each one after it, up to
+      and invalid answers.
+    backoff_s: seconds before the first retry; doubled for each further one, up to
       `timeout_s`.
-    request_tokens: most tokens of a request where the policy changes on the way
-      (algo.sampling.staleness): the next policy waits for the requests that run.
-    max_logp_diff: most nats by which the server's log-probs of the prompt's tokens may
-      differ from the model's own, on average. 0.05 leaves room for bfloat16; two
-      float32 programs stay under 1e-4.
+    request_tokens: maximum tokens per request if the policy changes during rollouts
+      (algo.sampling.staleness): the next policy waits for the running requests.
+    max_logp_diff: maximum mean difference in nats between the server's and the model's
+      log-probs of the prompt's tokens. 0.05 leaves room for bfloat16; two float32
+      programs stay under 1e-4.
   """
 
   folder: str
@@ -87,32 +87,33 @@ class VllmConfig:
 
 
 class VllmError(ValueError):
-  """The server cannot be used as it is; the message says what to do.
+  """The server is unusable in its current state; the message has the remedy.
 
-  A ValueError, so that the launchers tell it in one line as other wrong input.
+  A ValueError, so that the launchers report it in one line like other wrong input.
   """
 
 
 class UnansweredError(VllmError):
-  """One request got no usable answer in all its attempts; others may."""
+  """One request got no usable answer in all its attempts; others may succeed."""
 
 
 class VllmServer:
-  """A client of one server; requests run together on a thread of their own.
+  """A client of one server; requests run concurrently on a separate thread.
 
-  `close` ends that thread and hangs up; it happens when nobody has the client any more.
+  `close` ends that thread and disconnects; it also runs after the last reference to the
+  client is gone.
   """
 
   def __init__(
     self, config: VllmConfig, max_len: int, vocab_size: int, masks: bool = False
   ):
-    """Asks the server what it is.
+    """Connects and checks the server's model and flags.
 
     Args:
-      config: where it is.
-      max_len: tokens that a trajectory may have.
-      vocab_size: V; ids from it on are refused.
-      masks: whether it has to have our logits processor.
+      config: its address and limits.
+      max_len: maximum tokens in a trajectory.
+      vocab_size: V; ids from V on are refused.
+      masks: whether it needs our logits processor.
 
     Raises:
       VllmError: there is no such server, or it lacks a flag (the message names it).
@@ -122,12 +123,12 @@ class VllmServer:
     self._client = httpx.AsyncClient(
       base_url=config.url,
       timeout=httpx.Timeout(config.timeout_s, connect=10.0, pool=None),
-      # The scheduler bounds how many run at once.
+      # The scheduler bounds concurrent requests.
       limits=httpx.Limits(max_connections=None),
-      trust_env=False,  # loopback and a cluster's own hosts are no proxy's business
+      trust_env=False,  # no proxy for loopback and a cluster's own hosts
     )
-    # Not anyio's portal: that cannot be ended from its own thread, which may be the one
-    # where the last reference to this client goes.
+    # Not anyio's portal: it cannot be ended from its own thread, which may drop
+    # the last reference to this client.
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
     self._loop = runner.get_loop()
     thread = threading.Thread(
@@ -142,9 +143,9 @@ class VllmServer:
       raise
 
   def _meet(self, max_len: int, masks: bool) -> str:
-    """The name of the model that is served; args as `__init__`."""
+    """Returns the served model's name; args as `__init__`."""
     config = self._config
-    # --- What it serves, and how long rows may be.
+    # --- The served model, and its maximum row length.
     served = self._now("GET", "/v1/models", read=lambda x: x["data"][0])
     longest = served.get("max_model_len") or 0
     if longest < max_len:
@@ -152,7 +153,7 @@ class VllmServer:
         f"{config.url} serves rows of {longest} tokens, rollout.max_len={max_len}: "
         "start it with a larger --max-model-len"
       )
-    # --- How it was started.
+    # --- Its flags.
     model = self._now(
       "GET",
       "/server_info?config_format=json",
@@ -173,7 +174,7 @@ class VllmServer:
     return served["id"]
 
   def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Starts a coroutine of this client; cancelling the future hangs up."""
+    """Starts this client's coroutine; cancelling the future disconnects."""
     return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
   async def complete(
@@ -188,26 +189,26 @@ class VllmServer:
   ) -> tuple[list[int], list[float]]:
     """Samples after `ids`; at least one token, at most `most`.
 
-    budget: the body says all that decides what is sampled, field by field.
+    budget: the body sets every sampling parameter, field by field.
 
     Args:
-      ids: what the sequence begins with.
-      most: tokens to sample.
+      ids: the prefix.
+      most: maximum tokens to sample.
       stops: texts after which the server may stop, or not.
       temperature: below `GREEDY_BELOW` it is greedy.
-      truncation: leaves out unlikely tokens.
-      seed: of this request.
-      grammar: a file of tables and the state to begin in; see `vllm.plugin`.
+      truncation: excludes unlikely tokens.
+      seed: this request's seed.
+      grammar: a file of tables and the initial state; see `vllm.plugin`.
 
     Returns:
-      ids, and log p of each (nats) under the distribution it was drawn from; greedy
-      ones under the untruncated distribution of temperature 1.
+      ids, and log p of each (nats) under its sampling distribution; greedy ones under
+      the untruncated distribution at temperature 1.
 
     Raises:
       UnansweredError: no usable answer in all attempts.
       VllmError: the server refuses the request, or is gone.
     """
-    # --- What is asked.
+    # --- The request's body.
     body = {
       "model": self._name,
       "prompt": ids,
@@ -216,14 +217,14 @@ class VllmServer:
       "top_k": truncation.top_k,
       "top_p": truncation.top_p,
       "min_p": truncation.min_p,
-      # A model folder's generation config would change these.
+      # A model folder's generation config would override these.
       "repetition_penalty": 1.0,
       "presence_penalty": 0.0,
       "frequency_penalty": 0.0,
       "seed": seed,
       "stop": list(stops),
       "include_stop_str_in_output": True,
-      # Tags may be special tokens, and nothing but a tag stops a trajectory.
+      # Tags may be special tokens, and only a tag stops a trajectory.
       "skip_special_tokens": False,
       "spaces_between_special_tokens": False,
       "ignore_eos": True,
@@ -234,9 +235,9 @@ class VllmServer:
     if grammar:
       body["vllm_xargs"] = {"coa_grammar": grammar[0], "coa_state": grammar[1]}
 
-    # --- What of the answer is believed.
+    # --- The answer's checks.
     def read(answer: Any) -> tuple[list[int], list[float]]:
-      # Every answer is checked: one wrong id would be trained on.
+      # Every answer is checked: a wrong id would enter training.
       choice = answer["choices"][0]
       new = choice["token_ids"]
       logps = choice["logprobs"]["token_logprobs"]
@@ -247,16 +248,16 @@ class VllmServer:
       for i, logp in zip(new, logps, strict=True):
         if type(i) is not int or not 0 <= i < self._vocab_size:
           raise ValueError(f"ids that are not below {self._vocab_size}")
-        # vLLM reports -9999 in place of minus infinity: no token that was drawn.
+        # vLLM reports -9999 instead of minus infinity: never a drawn token.
         if not -9999 < logp < 1e-4:
           raise ValueError("numbers that are no log-probs of drawn tokens")
       return new, logps
 
-    # --- The request, and whose failure it is where there is no answer.
+    # --- The request; without an answer, is the request or the server at fault?
     try:
       return await self._ask("POST", "/v1/completions", body, read)
     except UnansweredError as e:
-      # One bad request says nothing about the others; a server that is gone does.
+      # One bad request does not affect the others; a lost server does.
       try:
         await self._ask("GET", "/v1/models", None, lambda x: x["data"][0])
       except UnansweredError:
@@ -264,7 +265,7 @@ class VllmServer:
       raise
 
   def score(self, ids: list[int]) -> list[float]:
-    """Log p (nats, temperature 1) of every id but the first, given those before it."""
+    """Returns log p (nats, temperature 1) of all ids but the first, given prefixes."""
     body = {
       "model": self._name,
       "prompt": ids,
@@ -279,7 +280,7 @@ class VllmServer:
       choice = answer["choices"][0]
       if choice["prompt_token_ids"] != ids:
         raise ValueError("the prompt it read has other ids")
-      # One row a token: the likeliest ids and the prompt's own. The first has none.
+      # One row per token: the likeliest ids and the prompt's own; none for the first.
       logps = []
       for row, i in zip(choice["prompt_logprobs"][1:], ids[1:], strict=True):
         logps.append(float(row[str(i)]["logprob"]))
@@ -288,17 +289,17 @@ class VllmServer:
     return self._now("POST", "/v1/completions", body, read)
 
   def load(self, folder: str) -> None:
-    """Loads a model folder of the same architecture and forgets cached prefixes.
+    """Loads a model folder of the same architecture and clears cached prefixes.
 
     Raises:
-      VllmError: the server does not do so.
+      VllmError: the server fails to.
     """
     reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
     self._now("POST", "/collective_rpc", reload, lambda x: x["results"])
 
-    # Prefixes that the older weights have filled would go on being used.
+    # Otherwise prefixes from the older weights would still be used.
     def read(answer: Any) -> None:
-      if answer["success"] is not True:  # requests that still run hold their blocks
+      if answer["success"] is not True:  # running requests hold their blocks
         raise ValueError("cached prefixes are still in use")
 
     self._now("POST", "/reset_prefix_cache", read=read)
@@ -319,13 +320,12 @@ class VllmServer:
     body: dict[str, Any] | None,
     read: Callable[[Any], T],
   ) -> T:
-    """What `read` makes of an answer; it raises where that is not what was asked."""
+    """Returns `read(answer)`; `read` raises on an invalid answer."""
     c = self._config
     retries = Retries(
       c.retries, c.backoff_s, max_pause_s=c.timeout_s, pause_field="timeout_s"
     )
-    # `retries` says how long to pause after a fault, and raises NoReply when it is time
-    # to give up.
+    # `retries` returns the pause after a fault, and raises NoReply after the last try.
     try:
       while True:
         try:
@@ -351,16 +351,16 @@ class VllmServer:
 
 
 def _work(runner: asyncio.Runner, client: httpx.AsyncClient) -> None:
-  """The thread of a client, until `_end` stops its loop."""
+  """Runs a client's thread until `_end` stops its loop."""
   loop = runner.get_loop()
   loop.run_forever()
   loop.run_until_complete(client.aclose())
-  runner.close()  # calls off what still runs
+  runner.close()  # cancels running requests
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
   loop.call_soon_threadsafe(loop.stop)
-  # What nobody has any more may be found so in any thread, this one too.
+  # An unreferenced client may be finalized in any thread, including this one.
   if threading.current_thread() is not thread:
     thread.join(_CLOSE_S)
 

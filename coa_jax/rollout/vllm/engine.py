@@ -1,17 +1,17 @@
-"""The same episodes over a `vllm serve` in place of our own sampler.
+"""The same episodes on a `vllm serve` instead of our own sampler.
 
-A turn is a request, or several: all ids so far go in, sampled ids and their log-probs
-come out, and our own automaton says where the turn ended; ids after that are dropped.
-So what a trajectory holds is what our own sampler would have kept of the same samples.
-Given the same weights, greedy trajectories are the same; sampled ones differ (vLLM
-draws with numbers of its own), and so may log-probs, in their last bits or, in
-bfloat16, by hundredths: `algo.loss.is_clip` corrects for that.
+A turn is one or several requests: all ids so far go in, sampled ids and their log-probs
+come out, and our own automaton finds the end of the turn; later ids are dropped. So a
+trajectory equals our own sampler's result for the same samples. Given the same weights,
+greedy trajectories are the same; sampled ones differ (vLLM uses its own random
+numbers), and log-probs may differ by rounding or, in bfloat16, by hundredths:
+`algo.loss.is_clip` corrects for that.
 
-Of several processes each plays its own episodes, over one server that the first of them
-gives the weights, or over a server each (`vllm.serve`).
+Each of several processes plays its own episodes, on one server with weights from the
+first process, or on a server each (`vllm.serve`).
 
-A policy that changes on the way is loaded between requests, which are short then
-(`vllm.request_tokens`): none begins while it waits, so every token is of one policy.
+A newer policy during rollouts is loaded between requests, which are short then
+(`vllm.request_tokens`): none begins while it waits, so every token is from one policy.
 
 budget: one state machine, from an episode to requests and back.
 """
@@ -50,8 +50,8 @@ from coa_jax.rollout.vllm.client import (
 )
 from coa_jax.rollout.vllm.process import VllmProcess
 
-_COLDEST = 0.01  # vLLM samples at this where it is asked for less, 0 excepted
-_POLL_S = 0.05  # between two looks for episodes and for a newer policy
+_COLDEST = 0.01  # vLLM's minimum temperature for lower ones, 0 excepted
+_POLL_S = 0.05  # between two polls for episodes and a newer policy
 
 
 class VllmEngine(ReplicaThreads):
@@ -60,14 +60,14 @@ class VllmEngine(ReplicaThreads):
   takes_tokens = False
 
   def __init__(self, server: VllmReplica):
-    """Wraps what speaks to the server."""
+    """Wraps the server's replica."""
     super().__init__(server.config, [server], name="vllm engine")
     self.server = server
 
   def set_policy(self, params: Any, version: int) -> None:
-    """Has the server load these parameters before it samples again.
+    """Makes the server load these parameters before further sampling.
 
-    Of several processes all have to call this; each waits until its server has them.
+    All processes have to call this; each waits until its server has them.
     """
     if params is not None and jax.process_count() > 1:
       self.server.refresh(params)
@@ -75,7 +75,7 @@ class VllmEngine(ReplicaThreads):
 
 
 class VllmReplica:
-  """Plays episodes over one server, `rollout.slots` at a time; see `pool.Replica`."""
+  """Plays episodes on one server, `rollout.slots` at a time; see `pool.Replica`."""
 
   def __init__(
     self,
@@ -89,30 +89,30 @@ class VllmReplica:
     constraint: Constraint | None = None,
     policy_changes: bool = False,
   ):
-    """Meets the server that runs; one of its own starts at the first refresh.
+    """Connects to a running server; our own server starts at the first refresh.
 
     Args:
-      vllm: where it is.
-      model: the architecture that it serves.
-      automaton: where decoding stops.
+      vllm: the server's address and limits.
+      model: the served architecture.
+      automaton: finds the tags that stop decoding.
       config: slots, limits and the sampling distribution.
-      probe: ids whose log-probs are compared at every refresh; two or more.
+      probe: ids for comparing log-probs at every refresh; two or more.
       tokenizer: exported with the policy.
-      partitioner: of the policy, on several devices.
-      constraint: what may be sampled; everything where None.
-      policy_changes: whether newer policies come while episodes run; requests are
-        short then (`vllm.request_tokens`).
+      partitioner: the policy's, on several devices.
+      constraint: the allowed tokens; None for all.
+      policy_changes: whether newer policies arrive during episodes; requests are short
+        then (`vllm.request_tokens`).
 
     Raises:
-      ValueError: `config` asks for what vLLM cannot do.
-      VllmError: there is no server, or not one that can be used.
+      ValueError: vLLM does not support `config`.
+      VllmError: there is no usable server.
     """
     if config.min_p > 0 and config.top_p < 1:
       raise ValueError(
         "rollout.min_p and rollout.top_p do not go together with section vllm: it "
         "applies them in another order than the learner"
       )
-    # --- What it plays, and by which limits.
+    # --- The model and its limits.
     self.model = dataclasses.replace(model, scan=False, remat="none")
     self._whole = partitioner
     self.partitioner = partitioner.decoding().replicas()[0] if partitioner else None
@@ -124,13 +124,13 @@ class VllmReplica:
     self._automaton = automaton
     self._probe = list(probe)[: weights.PROBE]
     # --- The server, and its weights.
-    self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
+    self._served: list[weakref.ref] = []  # the arrays known to be on the server
     self._tokenizer = tokenizer
     self._constraint = constraint
-    self._grammar = ""  # file of the constraint's tables
+    self._grammar = ""  # the constraint's file
     self._process: VllmProcess | None = None
     self._server: VllmServer | None = None
-    # --- The episodes that run.
+    # --- The running episodes.
     self._live: list[_Live] = []
     self._policy_changes = policy_changes
     self.clear()
@@ -140,7 +140,7 @@ class VllmReplica:
   def _meet(self) -> VllmServer:
     masks = self._constraint is not None
     server = VllmServer(self._vllm, self.config.max_len, self.model.vocab_size, masks)
-    # A request names the file of the tables; vLLM's own process reads it.
+    # A request names the tables' file; vLLM's own process reads it.
     if masks:
       self._grammar = _write_tables(self._vllm.folder, self._constraint)
     return server
@@ -153,7 +153,7 @@ class VllmReplica:
     self._version: int | None = None
 
   def drop(self, episode: Episode) -> None:
-    """Frees the slot of an episode, if it has one; its request is cancelled."""
+    """Frees an episode's slot, if it has one; its request is cancelled."""
     for x in self._live:
       if x.episode is episode:
         x.cancel()
@@ -163,20 +163,20 @@ class VllmReplica:
   def round(
     self, policy: Any, version: int, new: Sequence[Episode]
   ) -> Sequence[Episode]:
-    """Starts new episodes, asks for what is to be sampled, takes what is done.
+    """Starts new episodes, sends requests, takes finished results.
 
-    Nothing is asked for while a newer policy waits for the requests that run; tools go
-    on. An episode whose request fails for good gets `lost`; the others go on.
+    While a newer policy waits for running requests, no request is sent; tools continue.
+    An episode with a finally failed request gets `lost`; the others continue.
 
     Raises:
       ValueError: a prompt has no room in rollout.max_len, or vLLM does not sample at an
         episode's temperature.
       VllmError: the server is gone, refuses, or does not serve the policy.
     """
-    # --- Start new episodes; ask for what is to be sampled.
+    # --- Start new episodes; send requests.
     for episode in new:
       self._live.append(self._begin(episode))
-    # A newer policy waits for the requests that run: they are of the older one.
+    # A newer policy waits for the running requests of the older one.
     if version == self._version or not any(x.samples for x in self._live):
       began = time.monotonic()
       self.refresh(policy)
@@ -199,7 +199,7 @@ class VllmReplica:
       self.timings.decode += waited
     else:
       self.timings.tools += waited
-    # --- Take what is done.
+    # --- Take finished results.
     ended: list[Episode] = []
     done = [x for x in self._live if x.future and x.future.done()]
     for x in done:
@@ -210,28 +210,28 @@ class VllmReplica:
     return ended
 
   def refresh(self, params: Any) -> None:
-    """Makes the server serve `params`, and compares what it computes.
+    """Makes the server serve `params`, and compares its log-probs.
 
-    The policy is exported and loaded, and cached prefixes are forgotten. Then the
-    server's log-probs of a fixed row must be those of our own forward pass, up to
+    The policy is exported and loaded, and cached prefixes are cleared. Then the
+    server's log-probs of a fixed row must equal our own forward pass's, up to
     `vllm.max_logp_diff`.
 
     Raises:
-      VllmError: it does not load them, or computes something else.
+      VllmError: it does not load them, or computes different log-probs.
     """
-    # --- Nothing to do where it serves these very arrays.
+    # --- Nothing to do if it serves exactly these arrays.
     leaves = jax.tree.leaves(params)
     known = [ref() for ref in self._served]
     if [id(x) for x in known] == [id(x) for x in leaves]:
       return
-    # --- Export and load. Until they are compared nothing counts as served.
+    # --- Export and load. Before the comparison nothing counts as served.
     self._served = []
     folder = self._vllm.folder
     save_model(folder, self.model, params, self._tokenizer)
     if self._server is None:
       self._start(folder)
     self._load(folder)
-    # --- Compare what it computes.
+    # --- Compare log-probs.
     theirs = np.array(self._server.score(self._probe))
     logp_diff = float(np.mean(np.abs(theirs - self._score(params))))
     # Not `logp_diff > most`: a NaN is refused too.
@@ -242,11 +242,11 @@ class VllmReplica:
         f"{self._vllm.max_logp_diff:g}. Start it anew from that folder, or raise "
         "vllm.max_logp_diff if its dtype explains this much"
       )
-    # Weak: a policy that training has left behind must not stay in memory.
+    # Weak: training's old policies must not stay in memory.
     self._served = [weakref.ref(x) for x in leaves]
 
   def _start(self, folder: str) -> None:
-    """Starts a server of our own on the folder, and meets it."""
+    """Starts our own server on the folder, and connects to it."""
     c = self._vllm
     flags = list(c.flags)
     if self._constraint:
@@ -263,14 +263,14 @@ class VllmReplica:
     self._server = self._meet()
 
   def _load(self, folder: str) -> None:
-    """Has the server load the folder: one that processes share is told once."""
+    """Makes the server load the folder; a shared server gets one request."""
     fault: VllmError | None = None
     if self._process or jax.process_index() == 0:
       try:
         self._server.load(folder)
       except VllmError as e:
         fault = e
-    # All wait for it, and none for one that has failed.
+    # All processes wait for it, and see a failure.
     if jax.process_count() > 1:
       failed = multihost_utils.process_allgather(np.array(fault is not None))
       if fault is None and failed.any():
@@ -279,7 +279,7 @@ class VllmReplica:
       raise fault
 
   def _score(self, params: Any) -> np.ndarray:
-    """Our own log-probs of the probe's ids but the first."""
+    """Returns our own log-probs of the probe's ids but the first."""
     view = decode_params.decoding_views(self.model, params, self._whole)[0]
     return weights.score(self.model, self.partitioner, view, self._probe)
 
@@ -300,8 +300,8 @@ class VllmReplica:
     return x
 
   def _append(self, x: _Live, ids: list[int]) -> None:
-    """Appends ids of the prompt or of a tool; a turn is to be sampled after them."""
-    # A turn begins: the automaton starts anew, the grammar goes on.
+    """Appends a prompt's or a tool's ids; the next turn follows them."""
+    # A turn begins: the automaton restarts, the grammar continues.
     x.ids += ids
     self.counters.prefilled_tokens += len(ids)
     x.turn = []
@@ -310,18 +310,18 @@ class VllmReplica:
     x.future = None
 
   def _room(self, x: _Live) -> int:
-    """Tokens that may still be sampled."""
+    """Counts the remaining tokens to sample."""
     return min(self.config.max_len, x.episode.limit) - len(x.ids)
 
   def _ask(self, x: _Live) -> None:
-    """Asks for the turn, or for more of it."""
+    """Requests the turn, or its continuation."""
     x.episode.version = self._version
     most = self._room(x)
     if self._policy_changes:
       most = min(most, self._vllm.request_tokens)
     x.samples = True
     if most < 1:
-      # The episode's own limit: nothing to ask the server, so an empty answer at once.
+      # The episode's own limit: no request, so an empty answer at once.
       x.future = concurrent.futures.Future()
       x.future.set_result(([], []))
       return
@@ -342,7 +342,7 @@ class VllmReplica:
     )
 
   def _sampled(self, x: _Live) -> bool:
-    """Takes what a request sampled; False when the episode is over."""
+    """Takes a request's samples; False if the episode is over."""
     x.samples = False
     try:
       tag = self._take(x, *x.future.result())
@@ -352,7 +352,7 @@ class VllmReplica:
     x.future = None
     if tag is None:
       x.episode.progress(x.turn)
-      # The request was over before the turn: the next round asks for more of it.
+      # The request ended before the turn: the next round continues it.
       if self._room(x) > 0:
         return True
     self.counters.sampled_tokens += len(x.turn)
@@ -360,12 +360,12 @@ class VllmReplica:
     return x.future is not None
 
   def _take(self, x: _Live, ids: list[int], logps: list[float]) -> str | None:
-    """Appends sampled ids up to the end of the turn, whose tag it returns."""
+    """Appends sampled ids up to the end of the turn; returns its tag, or None."""
     table = self._automaton
     for i, logp in zip(ids, logps, strict=True):
       stop = int(table.stop_SC[x.state, table.class_V[i]])
       x.state = int(table.next_SC[x.state, table.class_V[i]])
-      # The server has masked already; a token that we do not allow would be trained on.
+      # The server has masked already; a disallowed token would enter training.
       if self._constraint:
         x.grammar = self._constraint.states([i], x.grammar)[-1]
         if x.grammar < 0:
@@ -381,10 +381,10 @@ class VllmReplica:
     return None
 
   def _observed(self, x: _Live) -> bool:
-    """Takes a tool's result; False when the episode is over."""
+    """Takes a tool's result; False if the episode is over."""
     ids = x.episode.observed(x.future.result())
-    # As in the scheduler: at least one token can be sampled after them, so that an
-    # episode has the same limits on either engine.
+    # As in the scheduler: at least one token can follow, so that episodes have the same
+    # limits on either engine.
     if ids is not None and len(ids) > self.config.max_len - len(x.ids) - 1:
       x.episode.out_of_room()
       ids = None
@@ -398,16 +398,16 @@ class VllmReplica:
 
 @dataclasses.dataclass(eq=False)
 class _Live:
-  """An episode that is being played.
+  """A running episode.
 
   Attributes:
-    episode: what is played.
-    ids: all so far.
-    turn: those sampled in this turn, with their `logps`.
-    state: of our automaton after them.
-    grammar: of the constraint, where there is one.
-    future: of a request, or of a tool; None where a request is to be made.
-    samples: whether it is a request's.
+    episode: the episode.
+    ids: all ids so far.
+    turn: this turn's sampled ids, with their `logps`.
+    state: our automaton's state after them.
+    grammar: the constraint's state, if there is one.
+    future: a request's or a tool's; None before the next request.
+    samples: whether `future` is a request's.
   """
 
   episode: Episode
@@ -420,21 +420,21 @@ class _Live:
   samples: bool = False
 
   def cancel(self) -> None:
-    """Calls off the request that runs, if one does."""
+    """Cancels the running request, if any."""
     if self.samples:
       self.future.cancel()
 
 
 def _seed(seed: int, sequence: int, position: int) -> int:
-  """63 bits for the request that samples at a position of a trajectory."""
-  # As our sampler's keys: of the position, never of the order of requests.
+  """Returns a 63-bit seed for the request at a trajectory's position."""
+  # Like our sampler's keys: from the position, never from the order of requests.
   mixed = np.random.SeedSequence((seed, sequence, position))
   return int(mixed.generate_state(1, np.uint64)[0] >> 1)
 
 
 def _write_tables(folder: str, c: Constraint) -> str:
-  """A file beside the folder, named by its content: servers keep what they read."""
-  # Written beside and moved: the server may read it, and other processes write it too.
+  """Writes a file next to the folder, named by its hash: servers cache it by name."""
+  # Written elsewhere and moved: the server may read it, other processes may write it.
   name = hashlib.sha256(c.class_V.tobytes() + c.next_SC.tobytes()).hexdigest()[:16]
   path = f"{folder}.{name}.npz"
   os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -2,11 +2,10 @@
 
   vllm serve ... --logits-processors=coa_jax.rollout.vllm.plugin:Grammar
 
-It runs in vLLM's environment, where PYTHONPATH names this repository, and imports
-nothing else of it. A request names a file of tables and the state that it begins in;
-tokens that these do not allow get no probability, as in `sampler.window`. vLLM's own
-guided decoding would mask by rules of its own, and the learner computes log-probs under
-ours.
+It runs in vLLM's environment, where PYTHONPATH names this repository, and imports none
+of its other modules. A request names a file of tables and its initial state; disallowed
+tokens get no probability, as in `sampler.window`. vLLM's own guided decoding would mask
+by other rules, but the learner computes log-probs under ours.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-# Fields of `vllm_xargs`.
+# Fields in `vllm_xargs`.
 FILE = "coa_grammar"
 STATE = "coa_state"
 
 
 class GrammarTables:
-  """class_V and next_SC of a `Constraint`, and the masks that states have needed."""
+  """class_V and next_SC of a `Constraint`, and a cache of masks by state."""
 
   def __init__(self, path: str, device: torch.device):
-    """Reads the file; it is no pickle."""
+    """Reads the file; pickles are refused."""
     with np.load(path, allow_pickle=False) as file:
       self.class_V = file["class_V"]
       self.next_SC = file["next_SC"]
@@ -37,18 +36,18 @@ class GrammarTables:
     self._refused: dict[int, torch.Tensor | None] = {}
 
   def after(self, state: int, token: int) -> int:
-    """The state after a token; -1 once one was not allowed."""
+    """Returns the state after a token; -1 after a disallowed one."""
     if state < 0:
       return -1
     return int(self.next_SC[state, self.class_V[token]])
 
   def refused(self, state: int) -> torch.Tensor | None:
-    """refused_V, bool; None where the grammar says nothing: what follows is dropped."""
+    """Returns refused_V, bool; None without a rule: later tokens are dropped."""
     if state not in self._refused:
       self._refused[state] = None
       refused_C = self.next_SC[state] < 0
-      # Nothing allowed is a turn's end: vLLM samples on to its own, and must have
-      # something to draw from.
+      # No allowed token marks a turn's end: vLLM samples on to its own end, and needs
+      # some token to draw.
       if state >= 0 and not refused_C.all():
         refused_V = torch.from_numpy(refused_C[self.class_V])
         self._refused[state] = refused_V.to(self._device)
@@ -57,15 +56,15 @@ class GrammarTables:
 
 @dataclasses.dataclass
 class _Request:
-  """Where a request is: the state after its first `read` tokens."""
+  """A request's progress: the state after its first `read` tokens."""
 
   tables: GrammarTables
   state: int
-  ids: list[int]  # vLLM's own, which grows
+  ids: list[int]  # vLLM's own growing list
   read: int = 0
 
   def refused(self) -> torch.Tensor | None:
-    # vLLM appends what it has sampled; each token moves the state once.
+    # vLLM appends sampled tokens; each advances the state once.
     for token in self.ids[self.read :]:
       self.state = self.tables.after(self.state, token)
     self.read = len(self.ids)
@@ -73,34 +72,34 @@ class _Request:
 
 
 class Grammar(LogitsProcessor):
-  """Masks the rows of requests that name a grammar."""
+  """Masks requests' rows, if they have a grammar."""
 
   def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
-    """As vLLM calls it."""
+    """Takes vLLM's arguments."""
     self._requests: dict[int, _Request] = {}
     self._tables = functools.lru_cache(maxsize=4)(
       lambda path: GrammarTables(path, device)
     )
 
   def is_argmax_invariant(self) -> bool:
-    """It may take the most likely token away."""
+    """Returns False: it may mask the most likely token."""
     return False
 
   def update_state(self, batch_update: Any) -> None:
-    """Requests come, go and change places."""
+    """Adds, removes and moves requests."""
     process_dict_updates(self._requests, batch_update, self._begin)
 
   def _begin(self, params: Any, prompt: list[int] | None, ids: list[int]) -> Any:
     arguments = params.extra_args or {}
-    if FILE not in arguments:  # another client's request: it has no grammar
+    if FILE not in arguments:  # another client's request, without grammar
       return None
     return _Request(self._tables(arguments[FILE]), int(arguments[STATE]), ids)
 
   def apply(self, logits: torch.Tensor) -> torch.Tensor:
-    """Takes the refused tokens away, in place."""
+    """Masks the refused tokens, in place."""
     for row, request in self._requests.items():
       refused_V = request.refused()
       if refused_V is not None:
-        # Rows of logits may be padded past the vocabulary.
+        # Logits rows may be padded past the vocabulary.
         logits[row, : len(refused_V)].masked_fill_(refused_V, float("-inf"))
     return logits

@@ -1,4 +1,4 @@
-"""A `vllm serve` of a run's own: started on loopback with the flags that are needed."""
+"""A run's own `vllm serve`: started on loopback with the required flags."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import httpx
 
 _CHILD = pathlib.Path(__file__).with_name("child.py")
-_LOOK_S = 0.5  # seconds between two looks at a server that starts
-_TAIL = 2_000  # characters of its log that an error shows
+_LOOK_S = 0.5  # seconds between two polls of a starting server
+_TAIL = 2_000  # log characters in an error
 
 
 class VllmProcess:
-  """The server; it ends with this object, and with this process, however that ends."""
+  """The server; it ends with this object, and with this process in any case."""
 
   def __init__(
     self,
@@ -34,17 +34,17 @@ class VllmProcess:
     """Starts it and waits until it answers; it writes to the file `folder`.PORT.log.
 
     Args:
-      program: the `vllm` of an environment of its own.
+      program: the `vllm` program in its own environment.
       folder: the model, tokenizer included.
-      max_len: tokens that a trajectory may have.
-      dtype: that it computes in.
-      flags: further ones of `vllm serve`.
-      start_s: seconds it may take.
+      max_len: maximum tokens in a trajectory.
+      dtype: for its computations.
+      flags: further `vllm serve` flags.
+      start_s: maximum seconds for its start.
 
     Raises:
-      ValueError: it ended or took longer; the message has the last lines of its log.
+      ValueError: it ended or took longer; the message has its log's last lines.
     """
-    # Free a moment ago; should somebody take it, the server ends and says so.
+    # The port was free a moment ago; if it is taken, the server ends with an error.
     with socket.socket() as s:
       s.bind(("127.0.0.1", 0))
       port = s.getsockname()[1]
@@ -60,12 +60,12 @@ class VllmProcess:
         stdin=subprocess.PIPE,
         stdout=f,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # an interrupt is the run's own
+        start_new_session=True,  # an interrupt is for the run only
       )
     self.close = weakref.finalize(self, _end, self._process)
     try:
       self._wait(start_s)
-    except BaseException:  # an interrupt too: it must not go on starting for nobody
+    except BaseException:  # an interrupt too: no orphan may go on starting
       self.close()
       raise
 
@@ -78,7 +78,7 @@ class VllmProcess:
             f"vllm.serve: it ended with status {self._process.returncode}; the end of "
             f"{self.log}:\n{self._tail()}"
           )
-        # It does not listen before its weights are loaded.
+        # It listens only after loading its weights.
         with contextlib.suppress(httpx.TransportError):
           if client.get("/health").status_code == 200:
             return

@@ -1,4 +1,4 @@
-"""Our own log-probs of a row, to compare a vLLM server's with."""
+"""Our own log-probs for a row, for comparison with a vLLM server's."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import Transformer
 
-PROBE = 128  # tokens that `score` takes, at most
+PROBE = 128  # maximum tokens in `score`
 
 
 def score(
   model: ModelConfig, partitioner: Partitioner | None, view: Any, ids: Sequence[int]
 ) -> np.ndarray:
-  """Log-probs (nats, temperature 1) of at most `PROBE` ids but the first.
+  """Returns log-probs (nats, temperature 1) of at most `PROBE` ids but the first.
 
   Args:
     model: the architecture.
-    partitioner: of the view.
-    view: the weights as decoding wants them.
+    partitioner: the view's.
+    view: the decoding weights.
     ids: the row.
   """
-  # Of one length for every row: one program is compiled.
+  # All rows have one length: one program is compiled.
   tokens_BT = np.zeros((1, PROBE), np.int32)
   tokens_BT[:, : len(ids)] = ids
   segment_BT = np.zeros_like(tokens_BT)
@@ -46,12 +46,12 @@ def _token_logps(
   tokens_BT: jax.Array,
   segment_BT: jax.Array,
 ) -> jax.Array:
-  """Log p of the token after each place, at temperature 1."""
+  """Returns log p (nats, temperature 1) of the token after each position."""
   model = Transformer(cfg, partitioner, decode=True)
   position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   hidden_BTD, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
   logits_BTV = model.apply({"params": params}, hidden_BTD, method="logits")
   logp_BTV = distribution.log_probs(logits_BTV, 1.0)
-  # What the roll brings to the end is no next token; `score` leaves it out.
+  # The roll's last entry is not a next token; `score` leaves it out.
   next_BT1 = jnp.roll(tokens_BT, -1, axis=1)[..., None]
   return jnp.take_along_axis(logp_BTV, next_BT1, axis=-1)[..., 0]

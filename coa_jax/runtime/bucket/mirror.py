@@ -45,8 +45,8 @@ CHECKPOINTS = "checkpoints"
 PROOF = "manifest.json"  # of a checkpoint: learner.manifest
 PUSH_EVERY_S = 60.0
 _TRIES = 5  # of a push disturbed by a late write
-# What any process may need of the others: with another number of processes than before
-# one joins the log, and plays what another one played.
+# Others' files, needed by any process: with a different number of processes than before
+# one joins the log, and replays another's part.
 _OF_OTHERS = re.compile(
   r"metrics\.jsonl|config\.json|(process_\d+/)?(verdicts\.jsonl|tool_calls/[^/]+)"
 )
@@ -84,7 +84,7 @@ class Mirror:
     self._process = process
     self._has_checkpoints = processes == 1
     digest = hashlib.sha256(self.bucket.uri.encode()).hexdigest()[:16]
-    # Of each run a folder of its own: one that was stopped may go on in its.
+    # Each run has its own folder: a stopped one may resume in its own.
     self._place = os.path.join(os.path.abspath(scratch), f"{digest}.{process}")
     self.folder = ""
     self.epoch = epoch
@@ -155,7 +155,7 @@ class Mirror:
     self._checked = time.monotonic()
 
   def bucket_below(self, path: str) -> Bucket:
-    """Returns the address of a local path in the folder."""
+    """Returns the address for a local path in the folder."""
     return Bucket(f"{self.bucket.uri}/{os.path.relpath(path, self.folder)}")
 
   def _push(self) -> None:
@@ -263,7 +263,7 @@ class Mirror:
     """Whether this process fetches and pushes a file."""
     folders = name.split("/")[:-1]
     first = name.split("/")[0]
-    # Parts of a workdir that others work in have leases of their own.
+    # Parts with work by other processes have their own leases.
     if lease.FOLDER in folders or (first == CHECKPOINTS and not self._has_checkpoints):
       return False
     other = re.fullmatch(r"process_(\d+)", first)
@@ -298,13 +298,13 @@ def of(path: str) -> Mirror | None:
 def opened(
   uri: str, scratch: str, process: int = 0, processes: int = 1, epoch: int = 0
 ) -> Iterator[str]:
-  """Yields the local folder of a workdir in a bucket; see `Mirror`."""
+  """Yields the local folder for a workdir in a bucket; see `Mirror`."""
   with Mirror(uri, scratch, process, processes, epoch) as mirror:
     yield mirror.folder
 
 
 def _step(name: str) -> str | None:
-  """Returns the folder of a file's checkpoint; None for any other file."""
+  """Returns a file's checkpoint folder; None for any other file."""
   match = re.match(rf"({CHECKPOINTS}/[^/]+)/", name)
   return match[1] if match else None
 

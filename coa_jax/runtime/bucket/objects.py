@@ -1,9 +1,9 @@
 """The objects below one address of a bucket, gs:// or s3://, through fsspec.
 
 An object is written whole or not at all; nothing is ever appended to one (gcsfs would
-overwrite it). Faults that pass - a 503, a connection that breaks off - are tried again;
-what stays is a `BucketError` of one line. A store that does not answer at all when it
-is first used is refused within seconds.
+overwrite it). Transient faults - a 503, a broken connection - are retried;
+lasting ones are a one-line `BucketError`. A store without any answer at first use is
+refused within seconds.
 
 budget: all requests to a store, and their failures.
 """
@@ -32,13 +32,13 @@ from coa_jax.runtime.names import check_name, check_names, path_below
 _EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme -> extra of pyproject.toml
 _TRIES = 6
 _FIRST_WAIT_S = 0.2  # doubled from one try to the next
-_PATIENCE_S = 300.0  # after which none is begun: the libraries try again, too
-_SILENT_S = 120.0  # of a store that has been asked, after which a request has failed
-_REACH_S = 10.0  # in which a store answers when it is first used
-_WHOLE = 1 << 26  # bytes that are read at once: a file that grows meanwhile is no fault
+_PATIENCE_S = 300.0  # after which no try begins: the libraries retry, too
+_SILENT_S = 120.0  # of a store's silence, after which a request has failed
+_REACH_S = 10.0  # for a store's answer at first use
+_WHOLE = 1 << 26  # bytes read at once: a file growing meanwhile is not a fault
 _THREADS = 8
-_REACHED: set[str] = set()  # endpoints that have answered this process
-# Requests of S3 after which an object is another one.
+_REACHED: set[str] = set()  # endpoints with an answer to this process
+# S3 requests that replace an object.
 _ENDS_OF_S3 = ("put_object", "complete_multipart_upload", "delete_object")
 
 
@@ -47,13 +47,13 @@ class BucketError(ValueError):
 
 
 def is_uri(path: str) -> bool:
-  """Says whether a path is an address, of a bucket or of anything else."""
+  """Whether a path is an address, of a bucket or anything else."""
   return "://" in path
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """A bucket's description of an object.
+  """A bucket's record about an object.
 
   Attributes:
     size: in bytes.
@@ -73,7 +73,7 @@ class Bucket:
     Raises:
       BucketError: the scheme is unknown, its library is not installed, or the store
         can not be reached.
-      ValueError: a part of the address is no name.
+      ValueError: a part of the address is not a valid name.
     """
     scheme, _, path = uri.partition("://")
     self.uri = f"{scheme}://{path.strip('/')}"
@@ -94,7 +94,7 @@ class Bucket:
       ) from e
     except Exception as e:  # whatever the search for credentials raises
       raise self._fault(e) from e
-    # They tell of every fault that they raise as well, with its traceback.
+    # They also log every fault they raise, with its traceback.
     for name in ("gcsfs", "google.auth"):
       logging.getLogger(name).setLevel(logging.CRITICAL)
     self._reach(began)
@@ -113,7 +113,7 @@ class Bucket:
     for path, details in sorted(found.items()):
       tag = details.get("generation") or details.get("ETag") or details.get("etag")
       name = path.removeprefix(self._root).removeprefix("/")
-      if not path.endswith("/"):  # what some tools write for an empty folder
+      if not path.endswith("/"):  # some tools write this for an empty folder
         out[name] = Stored(int(details["size"]), str(tag))
     return out
 
@@ -125,20 +125,20 @@ class Bucket:
       return None
 
   def write(self, name: str, data: bytes) -> None:
-    """Writes an object, over one that is there."""
+    """Writes an object, over any existing one."""
     self._tried(self._fs.pipe_file, self._path(name), data)
 
   def create(self, name: str, data: bytes) -> bool:
-    """Writes an object unless there is one: of several who try, one does.
+    """Writes an object unless there is one: exactly one of several writers succeeds.
 
     Args:
-      name: of the object.
-      data: no two who try have the same.
+      name: the object's name.
+      data: unique among the writers.
     """
     try:
       self._tried(self._fs.pipe_file, self._path(name), data, mode="create")
     except FileExistsError:
-      # Ours, where the answer to an earlier try was lost.
+      # Ours, if the answer to an earlier try was lost.
       return self.read(name) == data
     return True
 
@@ -146,27 +146,26 @@ class Bucket:
     """Deletes an object; a missing one is not a fault.
 
     Args:
-      name: of the object.
-      seen: what it must still be; None deletes it whatever it is.
+      name: the object's name.
+      seen: its required state; None deletes it in any state.
 
     Raises:
-      FileExistsError: it is another one than was seen.
+      FileExistsError: it has changed since `seen`.
     """
     fs = _IfSeen(self._fs, seen) if seen else self._fs
     with contextlib.suppress(FileNotFoundError):
       self._tried(fs.rm_file, self._path(name))
 
   def put(self, path: str, name: str, seen: Stored | bool | None = True) -> None:
-    """Writes a file to an object, as it is now.
+    """Writes a file to an object, in its current state.
 
     Args:
-      path: of the file.
-      name: of the object.
-      seen: what the object must still be, None for one that is not there; True writes
-        over any.
+      path: the file's path.
+      name: the object's name.
+      seen: the object's required state, None for a missing one; True overwrites any.
 
     Raises:
-      FileExistsError: it is another one than was seen.
+      FileExistsError: it has changed since `seen`.
     """
     fs = self._fs if seen is True else _IfSeen(self._fs, seen)
 
@@ -176,7 +175,7 @@ class Bucket:
       except FileNotFoundError as e:
         if not os.path.exists(path):
           raise
-        # A store may lose what it had of the pieces.
+        # A store may lose uploaded pieces.
         raise ConnectionError(f"the upload of {name} was lost") from e
 
     if os.path.getsize(path) > _WHOLE:
@@ -186,11 +185,11 @@ class Bucket:
       self._tried(fs.pipe_file, self._path(name), f.read())
 
   def get_all(self, objects: Mapping[str, Stored], folder: str) -> None:
-    """Reads objects to files below a folder, which is this process's alone.
+    """Reads objects to files below a folder private to this process.
 
     Args:
-      objects: by name; one that is called "" becomes the file `folder` itself.
-      folder: of the files; it is made.
+      objects: by name; the name "" becomes the file `folder` itself.
+      folder: the files' folder; it is made.
 
     Raises:
       ValueError: a name leads out of the folder, or two can not both be files.
@@ -206,12 +205,12 @@ class Bucket:
     at_once(get, objects)
 
   def get(self, name: str, path: str, size: int) -> None:
-    """Reads an object to a file; see `get_all` for names that others chose.
+    """Reads an object to a file; see `get_all` for untrusted names.
 
     Args:
-      name: of the object.
-      path: of the file; folders above are made.
-      size: that it must have.
+      name: the object's name.
+      path: the file's path; folders above are made.
+      size: its expected size in bytes.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
 
@@ -238,7 +237,7 @@ class Bucket:
         return do(*args, **named)
       except (FileNotFoundError, FileExistsError):
         raise
-      except Exception as e:  # each library has errors of its own
+      except Exception as e:  # each library has its own errors
         if "PreconditionFailed" in repr(e.__cause__):
           raise FileExistsError(f"{self.uri}: an object was changed") from e
         late = time.monotonic() - began > _PATIENCE_S
@@ -250,10 +249,10 @@ class Bucket:
   def _reach(self, began: float) -> None:
     """Raises BucketError unless something answers at the store's endpoint, in time.
 
-    The libraries would try for minutes. Any answer will do: it is asked for nothing.
+    The libraries would try for minutes. Any answer suffices: the request is empty.
 
     Args:
-      began: when the client was made, which took its time to look for credentials.
+      began: start of the client's creation, whose search for credentials takes time.
     """
     if "gcs" in self._fs.protocol:
       endpoint = self._fs._location
@@ -261,7 +260,7 @@ class Bucket:
       endpoint = self._tried(self._fs.connect).meta.endpoint_url
     if endpoint in _REACHED:
       return
-    said = ["it does not answer"]  # at last "" once it has answered, else why not
+    said = ["it does not answer"]  # the last: "" after an answer, else the reason
     end = max(began + _REACH_S, time.monotonic() + 2)
 
     def ask() -> None:
@@ -284,13 +283,13 @@ class Bucket:
 
 
 class _IfSeen:
-  """A client whose uploads and deletes hold only for an object as it was seen.
+  """A client with uploads and deletes conditional on the object's seen state.
 
-  gcsfs and s3fs know the condition that there is none; stores know any.
+  gcsfs and s3fs support only the condition of a missing object; stores support any.
   """
 
   def __init__(self, fs: Any, seen: Stored | None):
-    """Takes the client, and what the object is: None for one that is not there."""
+    """Takes the client, and the object's state: None for a missing one."""
     self._fs = fs
     self._seen = seen
 
@@ -310,28 +309,28 @@ class _IfSeen:
     fsspec.asyn.sync(self._fs.loop, self._method("_rm_file"), self, path)
 
   def _method(self, name: str) -> Callable[..., Any]:
-    """The client's own coroutine, which asks `self` for each request."""
+    """Returns the client's own coroutine; it calls `self` for each request."""
     if "gcs" in self._fs.protocol:
-      import gcsfs.core  # not what is derived from it for other kinds of buckets
+      import gcsfs.core  # not subclasses for other kinds of buckets
 
       return getattr(gcsfs.core.GCSFileSystem, name)
     return getattr(type(self._fs), name)
 
   async def _call(self, method: str, path: str, *args: Any, **named: Any) -> Any:
-    """A request of gcsfs; pieces of an upload go where its first request said."""
+    """Sends a gcsfs request; upload pieces go to the first request's address."""
     if "upload_id=" not in path:
       named["ifGenerationMatch"] = self._seen.tag if self._seen else "0"
     return await self._fs._call(method, path, *args, **named)
 
   async def _call_s3(self, method: str, *args: Any, **named: Any) -> Any:
-    """A request of s3fs."""
+    """Sends an s3fs request."""
     if method in _ENDS_OF_S3:
       named |= {"IfMatch": self._seen.tag} if self._seen else {"IfNoneMatch": "*"}
     return await self._fs._call_s3(method, *args, **named)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-  """Takes a redirect for an answer."""
+  """Treats a redirect as an answer."""
 
   def redirect_request(self, *unused: Any) -> None:
     """Follows none."""
@@ -339,7 +338,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def _ask(endpoint: str, seconds: float) -> str:
   """Asks an endpoint once; "" if anything answers, else the reason."""
-  # Whether a certificate is to be trusted is for the client to say.
+  # The client itself checks the certificate.
   context = ssl.create_default_context()
   context.check_hostname = False
   context.verify_mode = ssl.CERT_NONE
@@ -357,27 +356,27 @@ def _ask(endpoint: str, seconds: float) -> str:
 
 
 def _timeouts(scheme: str) -> dict[str, Any]:
-  """Options of a client that waits for a silent store, and not for ever.
+  """Returns a client's options for a bounded wait for a silent store.
 
-  By themselves gcsfs waits without end, and s3fs for 15 s: a store may take longer to
-  put an object of gigabytes together.
+  By default gcsfs waits without end, and s3fs for 15 s: a store may need longer to
+  assemble an object of gigabytes.
   """
   if scheme == "s3":
     return {"config_kwargs": {"read_timeout": _SILENT_S}}
-  import aiohttp  # gcsfs's own way to ask
+  import aiohttp  # gcsfs's own HTTP client
 
-  # Not for the whole of a request: an object may be of any size.
+  # Not for a whole request: an object may have any size.
   timeout = aiohttp.ClientTimeout(sock_connect=_SILENT_S, sock_read=_SILENT_S)
   return {"requests_timeout": timeout}
 
 
 def _is_final(error: Exception) -> bool:
-  """Whether to try again is of no use: what is asked is not allowed."""
+  """Whether a retry is useless: the request is not permitted."""
   refused = isinstance(error, PermissionError) or str(error).startswith("Forbidden")
   return refused or str(getattr(error, "code", "")) in ("400", "401", "403")
 
 
 def at_once(do: Callable[[Any], Any], items: Iterable[Any]) -> None:
-  """Does it of each item, several at a time; raises what went wrong first."""
+  """Calls `do` on each item, several at a time; raises the first error."""
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
     list(threads.map(do, items))
