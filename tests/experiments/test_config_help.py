@@ -31,7 +31,7 @@ def test_every_field_has_a_meaning(name: str):
 
 def test_a_field_is_explained_with_the_value_of_the_file():
   text = explain(RLConfig, "algo.batch", {"algo": {"batch": {"rows": 3}}}, 80)
-  assert "algo.batch.rows: int, at least 1 = 3 (default 16)\n      rows of" in text
+  assert "algo.batch.rows: int, at least 1 = 3 (default 16)\n      rows per" in text
   assert "algo.batch.epochs: int, at least 1 = 1\n" in text
   assert "algo.loss" not in text
   assert "algo.steps: int, at least 1 (required)" in explain(RLConfig, "", {})
