@@ -198,7 +198,7 @@ def test_a_file_is_named_by_its_path_whatever_stands_in_it(tmp_path):
     ("a.jsonl,a.jsonl", "a.jsonl comes twice; a.jsonl=2 sees it twice"),
     ("a.jsonl,,b.jsonl", "accepted: FILE, or FILE=WEIGHT and globs, by commas"),
     ("{0}", "is a folder; give .*/[*].jsonl"),
-    ("{0}/foreign.json", "import_traces --file=.*foreign.json --variant=VARIANT"),
+    ("{0}/foreign.json", "coa import --file=.*foreign.json --variant=VARIANT"),
     ("{0}/trajectories.jsonl=0.01", "the weights leave no trajectory"),
   ],
 )
