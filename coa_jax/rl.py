@@ -288,8 +288,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   partitioner, rollout_partitioner = make_partitioners(
     settings.mesh, rollout_tensor=rollout.tensor
   )
-  apart = settings.mesh.rollout and partitioner
-  processes.keep_to(partitioner.mesh.devices.flat if apart else ())
+  processes.keep_to(partitioner.devices if settings.mesh.rollout else ())
   cfg, tokenizer = open_folder(settings.init, settings.model)
   _check_fit(settings, cfg, partitioner)
   own_dir = process_dir(workdir)
@@ -477,15 +476,12 @@ def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
   }
 
 
-def _check_fit(
-  settings: RLConfig, cfg: ModelConfig, partitioner: Partitioner | None
-) -> None:
+def _check_fit(settings: RLConfig, cfg: ModelConfig, partitioner: Partitioner) -> None:
   """Refuses misfits of the model, the devices, the host or the processes."""
   # --- The learner's memory, on the mesh and on each device.
   batch = settings.algo.batch
   sampling = settings.algo.sampling
-  if partitioner:
-    partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
+  partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
   adapts = settings.lora is not None
   sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, partitioner)
 
@@ -565,7 +561,7 @@ def _speed(
   values: dict[str, float],
   settings: RLConfig,
   cfg: ModelConfig,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
   # The learner reads trajectories with a reward, once per epoch.
@@ -579,7 +575,7 @@ def _speed(
     lengths,
     out["seconds_learn"],
     settings.lora is not None,
-    partitioner.mesh.size if partitioner else 1,
+    partitioner.mesh.size,
   )
 
 

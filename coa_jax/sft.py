@@ -491,7 +491,7 @@ def _speed(
   timer: StepTimer,
   cfg: ModelConfig,
   lora_config: LoraConfig | None,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
   micro: list[Micro],
 ) -> dict[str, float]:
   """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
@@ -505,7 +505,7 @@ def _speed(
     lengths,
     out["seconds_step"],
     lora_config is not None,
-    partitioner.mesh.size if partitioner else 1,
+    partitioner.mesh.size,
   )
 
 
@@ -518,7 +518,7 @@ def _logged(workdir: str) -> dict[str, Any]:
 
 
 def _loss(
-  cfg: ModelConfig, lora_config: LoraConfig | None, partitioner: Partitioner | None
+  cfg: ModelConfig, lora_config: LoraConfig | None, partitioner: Partitioner
 ) -> SumLoss:
   def loss(
     trained: Any, frozen: Any, batch: Batch
@@ -541,7 +541,7 @@ def _architecture(
   settings: SFTConfig,
   sources: Sequence[Source],
   workdir: str,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
 ) -> tuple[ModelConfig, Tokenizer]:
   """Of the model to start from, and its tokenizer; they fit together and the mesh."""
   # --- The folder's own; or a tokenizer of the data, and as many rows as it has ids.
@@ -569,8 +569,7 @@ def _architecture(
       f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
       f"{cfg.vocab_size} rows; the folder's config.json and tokenizer.json differ"
     )
-  if partitioner:
-    partitioner.check({**cfg.axes, "B": data.rows, "T": data.length}, "data")
+  partitioner.check({**cfg.axes, "B": data.rows, "T": data.length}, "data")
   attention.check(cfg, partitioner, data.length)
   return cfg, tokenizer
 
@@ -583,7 +582,7 @@ def _texts(path: str) -> Iterator[str]:
 
 
 def _check_sizes(
-  cfg: ModelConfig, settings: SFTConfig, partitioner: Partitioner | None
+  cfg: ModelConfig, settings: SFTConfig, partitioner: Partitioner
 ) -> None:
   """Refuses data and models larger than the memory."""
   data = settings.data
@@ -598,7 +597,7 @@ def _check_sizes(
 
 def _mean_loss(
   loss: Any,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
   trained: Any,
   frozen: Any,
   validation: Iterable[Micro],
@@ -609,9 +608,7 @@ def _mean_loss(
   tokens = 0.0
   for micro in validation:
     batch = micro.batch
-    if partitioner:
-      batch = partitioner.put(batch)
-    nll, _ = loss(trained, frozen, batch)
+    nll, _ = loss(trained, frozen, partitioner.put(batch))
     total += float(nll)
     tokens += micro.policy
   if not tokens:

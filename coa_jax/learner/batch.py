@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import numpy as np
 
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.trajectory import Author, Trajectory
 
@@ -202,14 +202,14 @@ class Packed:
     rows: int,
     length: int,
     constraint: Constraint | None = None,
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
   ):
     """Packs them.
 
     Args:
       trajectories: the same in every process, in one order.
       rows: as `batches` takes it, like `length` and `constraint`.
-      partitioner: assigns rows to processes; None for one device.
+      partitioner: assigns rows to processes.
 
     Raises:
       ValueError: a trajectory does not fit a row.
@@ -221,7 +221,7 @@ class Packed:
     self.counts = [t.num_policy for t in trajectories]
 
     # --- The rows of this process.
-    mine_B = partitioner.rows(rows) if partitioner else np.ones(rows, bool)
+    mine_B = partitioner.rows(rows)
     # Of 0, not None: `fill` writes log-probs only beside advantages.
     zeros = [0.0] * len(trajectories)
     self.batches = list(batches(trajectories, rows, length, zeros, constraint, mine_B))

@@ -104,7 +104,7 @@ class Dataset:
     rows: Sequence[np.ndarray],
     size: int,
     length: int,
-    partitioner: Partitioner | None,
+    partitioner: Partitioner,
   ) -> Micro:
     """Makes a micro-batch of rows of sequences, filled up with empty rows.
 
@@ -114,9 +114,7 @@ class Dataset:
       length: T, tokens of a row.
       partitioner: rows outside this process's devices are not read.
     """
-    mine = range(size)
-    if partitioner:
-      mine = np.flatnonzero(partitioner.rows(size))
+    mine = np.flatnonzero(partitioner.rows(size))
     shape = (len(mine), length)
     tokens_BT = np.zeros(shape, np.int32)
     segment_BT = np.zeros(shape, np.int32)
@@ -149,7 +147,7 @@ class Dataset:
     )
 
   def once(
-    self, members: np.ndarray, size: int, length: int, partitioner: Partitioner | None
+    self, members: np.ndarray, size: int, length: int, partitioner: Partitioner
   ) -> Iterator[Micro]:
     """Micro-batches of some sequences, each once. Args as those of `batch`."""
     rows = _packed(self, members, length)
@@ -161,7 +159,7 @@ class Dataset:
     members: np.ndarray,
     size: int,
     length: int,
-    partitioner: Partitioner | None,
+    partitioner: Partitioner,
     seed: int,
     first: int,
   ) -> Iterator[Micro]:

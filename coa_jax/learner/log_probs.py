@@ -21,7 +21,7 @@ from coa_jax.model import distribution, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
 from coa_jax.model.moving import moved, straight, zigzag
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.model.transformer import Transformer
 
 # Of float32 logits; some 880 tokens of a vocabulary of 152,000, enough for any product.
@@ -36,7 +36,7 @@ def token_logps(
   params: Any,
   batch: Batch,
   temperature: float = 1.0,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
   truncation: Truncation = NO_TRUNCATION,
   constraint: TokenMask | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -62,10 +62,7 @@ def token_logps(
   """
   # --- Hidden states, and the output head.
   hidden_BTD = _hidden(Transformer(cfg, partitioner), params, batch)
-  by_vocabulary = partitioner
-  if partitioner:
-    by_vocabulary = partitioner.over_vocabulary(cfg.vocab_size)
-  model = Transformer(cfg, by_vocabulary)
+  model = Transformer(cfg, partitioner.over_vocabulary(cfg.vocab_size))
   # Once for all chunks: on a mesh it moves here. In float32, so that the chunks'
   # gradients are summed in it.
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
@@ -84,16 +81,14 @@ def token_logps(
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
   # In the order of the hidden states.
-  row_devices = _row_devices(partitioner)
+  row_devices = partitioner.ways("T")
   target_BT = zigzag(target_BT, row_devices)
   grammar_BT = zigzag(grammar_BT, row_devices)
 
   # --- Log-probs, a chunk of every device's tokens at a time.
   rows, T = target_BT.shape
-  own_V = cfg.vocab_size
-  if partitioner:
-    rows //= partitioner.ways("B")
-    own_V //= partitioner.ways("V")
+  rows //= partitioner.ways("B")
+  own_V = cfg.vocab_size // partitioner.ways("V")
   most = cfg.logit_chunk or _logits_at_once(own_V) // rows
   chunks, C = _chunks(T // row_devices, max(1, most))
   if chunks == 1:
@@ -114,7 +109,7 @@ def token_logps(
 
 def _hidden(model: Transformer, params: Any, batch: Batch) -> jax.Array:
   """Final hidden states of packed rows; on a mesh in the order of `zigzag`."""
-  row_devices = _row_devices(model.partitioner)
+  row_devices = model.partitioner.ways("T")
   hidden_BTD, _ = model.apply(
     {"params": params},
     zigzag(batch.tokens_BT, row_devices),
@@ -124,16 +119,11 @@ def _hidden(model: Transformer, params: Any, batch: Batch) -> jax.Array:
   return hidden_BTD
 
 
-def _row_devices(partitioner: Partitioner | None) -> int:
-  """Counts the devices splitting a row."""
-  return partitioner.ways("T") if partitioner else 1
-
-
 def _head(
   model: Transformer,
   params: Any,
   output_DV: jax.Array,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
   hidden_BCD: jax.Array,
   target_BC: jax.Array,
   grammar_BC: jax.Array,
@@ -146,9 +136,8 @@ def _head(
 
   Hidden states come split as `partitioner` has it, logits are as `model` has it.
   """
-  if partitioner:
-    of_tokens = partitioner.sharding("BT.")
-    hidden_BCD = moved(hidden_BCD, of_tokens, model.partitioner.sharding("BT."))
+  of_tokens = partitioner.sharding("BT.")
+  hidden_BCD = moved(hidden_BCD, of_tokens, model.partitioner.sharding("BT."))
   logits_BCV = model.apply(
     {"params": params}, hidden_BCD, output_DV.astype(model.cfg.dtype), method="logits"
   )
@@ -238,7 +227,7 @@ def _chunks(length: int, most: int) -> tuple[int, int]:
 
 
 def cross_entropy(
-  cfg: ModelConfig, params: Any, batch: Batch, partitioner: Partitioner | None = None
+  cfg: ModelConfig, params: Any, batch: Batch, partitioner: Partitioner = ONE_DEVICE
 ) -> jax.Array:
   """Sums negative log-likelihoods of tokens, each by its weight.
 
@@ -262,7 +251,7 @@ def cross_entropy(
     The sum, in nats.
   """
   # --- Split over more than rows, the head works as in token_logps.
-  if partitioner and max(map(partitioner.ways, "DTV")) > 1:
+  if max(map(partitioner.ways, "DTV")) > 1:
     logp_BT, *_ = token_logps(cfg, params, batch, partitioner=partitioner)
     return nll(logp_BT, batch.loss_mask_BT)
 
@@ -277,7 +266,7 @@ def cross_entropy(
 
   # --- The loss of each device's rows.
   of_rows = functools.partial(_rows_cross_entropy, cfg)
-  if partitioner:
+  if partitioner.mesh.size > 1:
     # Each device sums over its own rows; one number of each is added up below.
     of_rows = jax.shard_map(
       of_rows,
@@ -418,7 +407,7 @@ def token_values(
   params: Any,
   head_D1: jax.Array,
   batch: Batch,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
 ) -> jax.Array:
   """Computes a critic's value before each token of its segment.
 
@@ -435,7 +424,7 @@ def token_values(
   model = Transformer(cfg, partitioner)
   hidden_BTD = _hidden(model, params, batch)
   value_BT = (hidden_BTD.astype(jnp.float32) @ head_D1)[..., 0]
-  value_BT = straight(value_BT, _row_devices(partitioner))
+  value_BT = straight(value_BT, partitioner.ways("T"))
   # Place t has read token t: it has the value before token t + 1.
   return jnp.roll(value_BT, 1, axis=1) * (batch.position_BT > 0)
 

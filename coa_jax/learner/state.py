@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from coa_jax.learner.batch import Batch
-from coa_jax.model.sharding import Partitioner, platform
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.runtime.compiling import compile_all
 
 # (trained, frozen, micro-batch) -> (loss summed over tokens, {name: sum over tokens})
@@ -44,7 +44,7 @@ class TrainState:
 def init_state(
   params: Any,
   optimizer: optax.GradientTransformation,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
   offload: bool = False,
 ) -> TrainState:
   """Makes a state at step 0; the optimizer's arrays are split as parameters are.
@@ -52,7 +52,7 @@ def init_state(
   Args:
     params: the trained parameters.
     optimizer: their optimizer.
-    partitioner: the mesh; None on one device.
+    partitioner: the mesh.
     offload: as in `state_shardings`.
   """
 
@@ -60,27 +60,21 @@ def init_state(
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
   # Made in place: no device ever holds the moments of all.
-  shardings = None
-  if partitioner or offload:
-    shardings = state_shardings(jax.eval_shape(fresh, params), partitioner, offload)
+  shardings = state_shardings(jax.eval_shape(fresh, params), partitioner, offload)
   return jax.jit(fresh, out_shardings=shardings)(params)
 
 
 def state_shardings(
-  state: TrainState, partitioner: Partitioner | None, offload: bool = False
+  state: TrainState, partitioner: Partitioner, offload: bool = False
 ) -> TrainState:
   """Returns the shardings of a state's arrays.
 
   Args:
     state: arrays or shapes.
-    partitioner: the mesh; None on one device.
+    partitioner: the mesh.
     offload: keeps the optimizer's arrays in host memory, except its counters.
   """
-  if partitioner:
-    shardings = partitioner.tree(state)
-  else:
-    device = SingleDeviceSharding(jax.local_devices()[0])
-    shardings = jax.tree.map(lambda x: device, state)
+  shardings = partitioner.tree(state)
   if not offload:
     return shardings
 
@@ -98,7 +92,7 @@ class Learner:
     self,
     loss: SumLoss,
     optimizer: optax.GradientTransformation,
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
     offload: bool = False,
   ):
     """Takes a loss summed over tokens, its optimizer, and the mesh.
@@ -110,7 +104,7 @@ class Learner:
     step = functools.partial(_step, loss, optimizer, partitioner, offload)
     self.jitted = jax.jit(step, donate_argnums=0)
     # On a CPU it is quick.
-    self.compiles_ahead = platform(partitioner) != "cpu"
+    self.compiles_ahead = partitioner.platform != "cpu"
     self._compiled_for = 0  # micro-batches
 
   @functools.partial(jax.profiler.annotate_function, name="update")
@@ -151,8 +145,7 @@ class Learner:
     nothing = jax.tree.map(np.zeros_like, micro_batches[0])
     filled = [*micro_batches, *[nothing] * (self.most - count)]
     batch_MBT = jax.tree.map(lambda *x: np.stack(x), *filled)
-    if self._partitioner:
-      batch_MBT = self._partitioner.put(batch_MBT)
+    batch_MBT = self._partitioner.put(batch_MBT)
     # A loss is ready before all else is: on a CPU a step that queues behind another
     # holds temporaries of its own (100M: 6.6 GB at most instead of 4.3).
     jax.block_until_ready(state)
@@ -170,7 +163,7 @@ class Learner:
 def _step(
   loss: SumLoss,
   optimizer: optax.GradientTransformation,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
   offload: bool,
   state: TrainState,
   frozen: Any,
@@ -181,7 +174,7 @@ def _step(
   """The step jitted by `Learner`; the first `count` of M micro-batches count."""
 
   def place(tree: Any) -> Any:
-    if not partitioner:
+    if partitioner.mesh.size == 1:
       return tree
     return jax.lax.with_sharding_constraint(tree, partitioner.tree(tree))
 

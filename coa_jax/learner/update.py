@@ -45,7 +45,7 @@ class PolicyUpdate:
     batch: BatchConfig,
     optim: OptimConfig,
     lora_config: LoraConfig | None,
-    partitioner: Partitioner | None,
+    partitioner: Partitioner,
     truncation: Truncation,
     *,
     steps: int,
@@ -66,7 +66,7 @@ class PolicyUpdate:
       batch: rows and tokens of a micro-batch, and updates from one batch of rollouts.
       optim: of the policy; the critic has its own learning rate.
       lora_config: None trains the whole model.
-      partitioner: None for one device.
+      partitioner: the mesh.
       truncation: the rollouts' truncation.
       steps: the run's batches of rollouts.
       prompts: maximum groups per batch.
@@ -104,7 +104,7 @@ class PolicyUpdate:
     groups = -(-prompts // batch.minibatches)
     self._learner.reserve(-(-groups * samples // batch.rows))
     # The host reads scores to make advantages of them: a process its own rows, whole.
-    by_row = partitioner.sharding("B.") if partitioner else None
+    by_row = partitioner.sharding("B.")
     self._score = jax.jit(self._scores, out_shardings=by_row)
 
   def init(self, params: Any, seed: int) -> tuple[TrainState, Any]:
@@ -275,12 +275,10 @@ class PolicyUpdate:
       return
     scores = []
     for batch in packed.batches:
-      if self._partitioner:
-        batch = self._partitioner.put(batch)
+      batch = self._partitioner.put(batch)
       scores.append(self._score(state.params, frozen, batch))
-    fetch = self._partitioner.own if self._partitioner else np.asarray
     for name in scores[0]:
-      packed.replace(name, [fetch(s[name]) for s in scores])
+      packed.replace(name, [self._partitioner.own(s[name]) for s in scores])
 
   @property
   def _reads_networks(self) -> bool:

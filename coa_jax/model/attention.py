@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels import blockwise, splash, triton
 from coa_jax.model.moving import straight
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 
 # The attention output's name for checkpoint policies.
 OUT = "attention_out"
@@ -35,7 +35,7 @@ def attend_packed(
   v_BTKH: jax.Array,
   segment_BT: jax.Array,
   kernel: str = "auto",
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
 ) -> jax.Array:
   """Attends causally inside each token's own segment of a packed row.
 
@@ -54,12 +54,12 @@ def attend_packed(
     out_BTNH in q's dtype.
   """
   # --- The kernel.
-  row_devices = _row_devices(partitioner)
+  row_devices = partitioner.ways("T")
   _, T, N, H = q_BTNH.shape
   if kernel == "auto":
-    kernel = choose(_device(partitioner), q_BTNH.dtype, H, _queries(partitioner, T))
+    kernel = choose(partitioner.devices[0], q_BTNH.dtype, H, _queries(partitioner, T))
   attend_last = _KERNELS[kernel]
-  if partitioner is None:
+  if partitioner.mesh.size == 1:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
 
   # --- On a mesh every device runs it on its own rows and heads.
@@ -153,7 +153,7 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
 
 
 def check(
-  cfg: ModelConfig, partitioner: Partitioner | None = None, length: int = 0
+  cfg: ModelConfig, partitioner: Partitioner = ONE_DEVICE, length: int = 0
 ) -> None:
   """Refuses an attention kernel that the current devices lack.
 
@@ -167,7 +167,7 @@ def check(
   """
   if cfg.attention in ("auto", "xla"):
     return
-  device = _device(partitioner)
+  device = partitioner.devices[0]
   queries = _queries(partitioner, length)
   fault = _fault(cfg.attention, device, jnp.dtype(cfg.dtype), cfg.head_dim, queries)
   if fault:
@@ -178,19 +178,9 @@ def check(
     )
 
 
-def _device(partitioner: Partitioner | None) -> jax.Device:
-  """Returns one computing device; all have one kind."""
-  return partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
-
-
-def _row_devices(partitioner: Partitioner | None) -> int:
-  """Counts the devices splitting a row."""
-  return partitioner.ways("T") if partitioner else 1
-
-
-def _queries(partitioner: Partitioner | None, T: int) -> int:
+def _queries(partitioner: Partitioner, T: int) -> int:
   """Counts a row's queries, of T, in one kernel call on a device."""
-  row_devices = _row_devices(partitioner)
+  row_devices = partitioner.ways("T")
   # If several devices split a row, each has two pieces, one after the other.
   return T // (2 * row_devices) if row_devices > 1 else T
 

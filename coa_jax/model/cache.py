@@ -23,7 +23,7 @@ import numpy as np
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels import paged, ragged, triton
 from coa_jax.model.kernels.paged import RowPages
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 
 # Maximum places per page.
 PAGE_SIZE = 256
@@ -78,7 +78,7 @@ class KVCache:
     cfg: ModelConfig,
     pages: int,
     page_size: int,
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
   ) -> KVCache:
     """Makes a pool of N empty pages, in the activations' dtype."""
     layout = _layout(cfg, page_size, partitioner)
@@ -148,7 +148,7 @@ class KVCache:
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     write: CacheWrite,
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
   ) -> KVCache:
     """Writes a call's keys and values into one layer; returns the new cache."""
     B, T, K, H = k_BTKH.shape
@@ -173,7 +173,7 @@ class KVCache:
         values = values.at[head, page, place].set(v_BTKH, mode="drop")
       arrays = [keys, values]
     layers = list(self.layers)
-    layers[layer] = tuple(_shard(x, self.layout, partitioner) for x in arrays)
+    layers[layer] = tuple(partitioner.shard(x, letters(self.layout)) for x in arrays)
     return self.replace(layers=tuple(layers))
 
   def attend(
@@ -181,7 +181,7 @@ class KVCache:
     layer: int,
     q_BTNH: jax.Array,
     write: CacheWrite,
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
   ) -> jax.Array:
     """Attends with a call's tokens over one layer, after `append`.
 
@@ -189,7 +189,7 @@ class KVCache:
       layer: its number.
       q_BTNH: queries; a token reads places of its row up to its own.
       write: of the call.
-      partitioner: of the sampler, on several devices.
+      partitioner: of the sampler.
 
     Returns:
       out_BTNH in q's dtype.
@@ -207,7 +207,7 @@ class KVCache:
       return paged.attend(q_BTNH, *pools, rows, position_BT, places_last)
     # --- XLA can not split a kernel: each device runs it on its own heads.
     args = (q_BTNH, *pools, rows.table_BC, position_BT)
-    if partitioner is None:
+    if partitioner.mesh.size == 1:
       return kernel(*args)
     axes = ["..N.", *[letters(self.layout)] * len(pools), "..", ".."]
     specs = [partitioner.spec(x) for x in axes]
@@ -220,18 +220,18 @@ class KVCache:
     )(*args)
 
   def copy(
-    self, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner | None = None
+    self, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner = ONE_DEVICE
   ) -> KVCache:
     """Copies pages onto other pages; this cache's arrays are deleted.
 
     Args:
       from_X: pages to read, all before any is written.
       to_X: pages to write; those past the last page are dropped.
-      partitioner: of the sampler, on several devices.
+      partitioner: of the sampler.
     """
     return _copy(self, from_X, to_X, partitioner)
 
-  def grow(self, pages: int, partitioner: Partitioner | None = None) -> KVCache:
+  def grow(self, pages: int, partitioner: Partitioner = ONE_DEVICE) -> KVCache:
     """Grows the pool to N pages; this cache's arrays are deleted."""
     layers = []
     for layer in self.layers:
@@ -252,7 +252,7 @@ class KVCache:
     self,
     pages: Sequence[int],
     contents: Sequence[Sequence[np.ndarray]],
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
   ) -> KVCache:
     """Writes `to_host`'s result into as many pages; this cache's arrays are deleted."""
     cache = self
@@ -278,21 +278,18 @@ def row_bytes(cfg: ModelConfig, size: int) -> int:
   return size * scalars * jnp.dtype(cfg.dtype).itemsize
 
 
-def page_bytes(
-  cfg: ModelConfig, page_size: int, partitioner: Partitioner | None
-) -> int:
+def page_bytes(cfg: ModelConfig, page_size: int, partitioner: Partitioner) -> int:
   """Counts a page's bytes on each device, in its layout."""
   page = jax.eval_shape(lambda: KVCache.empty(cfg, 1, page_size, partitioner))
-  ways = partitioner.ways("K") if partitioner else 1
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) // ways
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page))
+  return size // partitioner.ways("K")
 
 
-def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner | None) -> str:
+def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner) -> str:
   """Returns the layout of keys and values on the current devices."""
-  device = partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
-  if device.platform == "cpu":
+  if partitioner.platform == "cpu":
     return "places_last"
-  if device.platform == "tpu" and ragged.takes(cfg.dtype, page_size):
+  if partitioner.platform == "tpu" and ragged.takes(cfg.dtype, page_size):
     return "joined"
   return "heads_first"
 
@@ -322,15 +319,9 @@ def _zeros(
   shape: tuple[int, ...],
   dtype: jnp.dtype,
   layout: str,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
 ) -> jax.Array:
-  sharding = partitioner.sharding(letters(layout)) if partitioner else None
-  return jnp.zeros(shape, dtype, device=sharding)
-
-
-def _shard(x: jax.Array, layout: str, partitioner: Partitioner | None) -> jax.Array:
-  """Constrains a pool to the mesh, if any; inside a jit."""
-  return partitioner.shard(x, letters(layout)) if partitioner else x
+  return jnp.zeros(shape, dtype, device=partitioner.sharding(letters(layout)))
 
 
 def _padded(pages: Sequence[int], filler: int) -> np.ndarray:
@@ -345,11 +336,11 @@ def _copy(
   cache: KVCache,
   from_X: jax.Array,
   to_X: jax.Array,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
 ) -> KVCache:
   def copied(x: jax.Array) -> jax.Array:
     x = _with_pages(x, to_X, _pages_of(x, from_X, cache.layout), cache.layout)
-    return _shard(x, cache.layout, partitioner)
+    return partitioner.shard(x, letters(cache.layout))
 
   return jax.tree.map(copied, cache)
 
@@ -359,7 +350,7 @@ def _grow(
   layer: tuple[jax.Array, ...],
   pages: int,
   layout: str,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
 ) -> tuple[jax.Array, ...]:
   """Returns one layer with N pages, the new ones empty."""
 
@@ -368,7 +359,7 @@ def _grow(
     more = [(0, 0)] * x.ndim
     more[axis] = (0, pages - x.shape[axis])
     x = jnp.pad(x, more)
-    return _shard(x, layout, partitioner)
+    return partitioner.shard(x, letters(layout))
 
   return jax.tree.map(grown, layer)
 
@@ -383,11 +374,11 @@ def _write(
   cache: KVCache,
   to_X: jax.Array,
   arrays: Sequence[jax.Array],
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
 ) -> KVCache:
   leaves, tree = jax.tree.flatten(cache)
   written = []
   for x, new in zip(leaves, arrays, strict=True):
     x = _with_pages(x, to_X, new, cache.layout)
-    written.append(_shard(x, cache.layout, partitioner))
+    written.append(partitioner.shard(x, letters(cache.layout)))
   return jax.tree.unflatten(tree, written)

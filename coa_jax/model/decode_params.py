@@ -11,14 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner, inputs_of, name_of, platform
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner, inputs_of, name_of
 
 # Minimum width at which half-precision products are faster on a CPU, even for one row.
 WIDE = 640
 
 
 def architecture(
-  cfg: ModelConfig, partitioner: Partitioner | None = None
+  cfg: ModelConfig, partitioner: Partitioner = ONE_DEVICE
 ) -> ModelConfig:
   """Returns the samplers' architecture: unrolled layers; float32 activations on a CPU.
 
@@ -28,7 +28,7 @@ def architecture(
   gain nothing, and other CPUs multiply in float32.
   """
   cfg = dataclasses.replace(cfg, scan=False, remat="none")
-  if cfg.dtype == "float32" or platform(partitioner) != "cpu":
+  if cfg.dtype == "float32" or partitioner.platform != "cpu":
     return cfg
   product_dtype = ""
   if cfg.width >= WIDE and has_amx():
@@ -52,30 +52,32 @@ def has_amx() -> bool:
 
 
 def decoding_views(
-  cfg: ModelConfig, params: dict[str, Any], partitioner: Partitioner | None = None
+  cfg: ModelConfig, params: dict[str, Any], partitioner: Partitioner = ONE_DEVICE
 ) -> list[dict[str, Any]]:
   """Makes the samplers' parameters; called once per policy update.
 
   Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (otherwise
   the model would at every step), and resharded to `partitioner.decoding()`, on its
   devices, wherever `params` is. With a `product_dtype` matrices are held in it, outputs
-  first. Every process calls it. With a partitioner there is a tree for each of
+  first. Every process calls it. There is a tree for each of
   `partitioner.decoding().replicas()`.
   """
   # --- One device: nothing to do if the arrays already suit the sampler.
-  kind = cfg.weight_dtype or cfg.dtype
-  as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
-  if partitioner is None and as_is:
-    return [params]
-  view = converter(cfg, platform(partitioner))(params)
-  if partitioner is None:
-    return [view]
-
-  # --- A mesh: sent to other devices, or resharded.
   partitioner = partitioner.decoding()
   outputs_first = bool(cfg.product_dtype)
-  if _elsewhere(view, partitioner):
+  one_device = partitioner.mesh.size == 1
+  elsewhere = _elsewhere(params, partitioner)
+  kind = cfg.weight_dtype or cfg.dtype
+  as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
+  if one_device and as_is and not elsewhere:
+    return [params]
+  view = converter(cfg, partitioner.platform)(params)
+
+  # --- Sent to other devices, or resharded.
+  if elsewhere:
     return _sent(view, partitioner.replicas(), outputs_first)
+  if one_device:
+    return [view]
   # A layer at a time: one program for all would hold every gathered array twice.
   rest = {name: x for name, x in view.items() if not is_layer(name)}
   view |= resharder(cfg, partitioner, layer=False)(rest)
@@ -98,13 +100,11 @@ def decoding_views(
 
 
 def decoding_shapes(
-  cfg: ModelConfig, partitioner: Partitioner | None = None
+  cfg: ModelConfig, partitioner: Partitioner = ONE_DEVICE
 ) -> dict[str, Any]:
-  """Returns the shapes of `decoding_views`, with shardings on a mesh."""
-  convert = converter(cfg, platform(partitioner))
+  """Returns the shapes of `decoding_views`, with shardings."""
+  convert = converter(cfg, partitioner.platform)
   shapes = jax.eval_shape(convert, transformer.param_shapes(cfg))
-  if partitioner is None:
-    return shapes
   shardings = partitioner.decoding().tree(shapes, bool(cfg.product_dtype))
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
@@ -116,7 +116,7 @@ def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
   array = jax.tree.leaves(params)[0]
   if not isinstance(array, jax.Array):
     return False
-  return array.sharding.device_set.isdisjoint(partitioner.mesh.devices.flat)
+  return array.sharding.device_set.isdisjoint(partitioner.devices)
 
 
 def _sent(

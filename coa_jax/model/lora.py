@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import PARAMETERS, Partitioner, inputs_of
+from coa_jax.model.sharding import ONE_DEVICE, PARAMETERS, Partitioner, inputs_of
 from coa_jax.model.transformer import param_shapes
 from coa_jax.runtime.fields import bounded, check_fields
 
@@ -73,7 +73,7 @@ def init_adapters(
   cfg: ModelConfig,
   config: LoraConfig,
   seed: int,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
 ) -> dict[str, Any]:
   """Draws fresh adapters in float32: A random, B zero, so that the model is unchanged.
 
@@ -97,7 +97,7 @@ def init_adapters(
     return out
 
   key = jax.random.key(seed)
-  shardings = partitioner.tree(jax.eval_shape(init, key)) if partitioner else None
+  shardings = partitioner.tree(jax.eval_shape(init, key))
   return jax.jit(init, out_shardings=shardings)(key)
 
 
@@ -141,7 +141,7 @@ def split(
   params: Any,
   config: LoraConfig | None,
   seed: int,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
 ) -> tuple[Any, Any]:
   """Splits into trained and frozen: (adapters, params), or (params, None).
 

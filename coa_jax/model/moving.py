@@ -40,6 +40,8 @@ def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Arra
     before: its split.
     after: its new split.
   """
+  if before.num_devices == 1:
+    return x
   for stage in _stages(before, after):
     x = _moved_once(x, before, stage)
     before = stage

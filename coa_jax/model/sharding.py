@@ -19,7 +19,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AbstractMesh,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  Sharding,
+  SingleDeviceSharding,
+)
 
 from coa_jax.model import placement
 from coa_jax.model.moving import mesh_over, moved
@@ -122,12 +129,24 @@ class Partitioner:
   """A mesh and the table of axes; hashable, so it may be a static argument of a jit.
 
   Attributes:
-    mesh: devices under the names `AXES`.
+    mesh: devices under the names `AXES`; abstract in `ONE_DEVICE`.
     rules: (letter, mesh axes) pairs, in the order of `RULES`.
   """
 
-  mesh: Mesh
+  mesh: Mesh | AbstractMesh
   rules: tuple[tuple[str, tuple[str, ...]], ...] = tuple(RULES.items())
+
+  @property
+  def devices(self) -> list[jax.Device]:
+    """Lists the devices, in the mesh's order."""
+    if isinstance(self.mesh, AbstractMesh):
+      return jax.local_devices()[:1]
+    return list(self.mesh.devices.flat)
+
+  @property
+  def platform(self) -> str:
+    """Returns the devices' platform: cpu, gpu or tpu."""
+    return self.devices[0].platform
 
   def axes(self, letter: str) -> tuple[str, ...]:
     """Returns the mesh axes that split `letter`; () for "." and unknown letters."""
@@ -141,12 +160,16 @@ class Partitioner:
     """Returns the partition of an array whose axes are `letters`."""
     return PartitionSpec(*[self.axes(x) or None for x in letters])
 
-  def sharding(self, letters: str) -> NamedSharding:
+  def sharding(self, letters: str) -> Sharding:
     """Puts `spec` on this mesh."""
+    if isinstance(self.mesh, AbstractMesh):
+      return SingleDeviceSharding(self.devices[0])
     return NamedSharding(self.mesh, self.spec(letters))
 
   def shard(self, x: jax.Array, letters: str) -> jax.Array:
     """Constrains an activation whose axes are `letters`; inside a jit."""
+    if self.mesh.size == 1:
+      return x
     return jax.lax.with_sharding_constraint(x, self.sharding(letters))
 
   def gathered(self, w: jax.Array, name: str) -> jax.Array:
@@ -177,7 +200,7 @@ class Partitioner:
       outputs_first: the inputs of matrices are their last axes.
     """
 
-    def leaf(path: tuple[Any, ...], x: Any) -> NamedSharding:
+    def leaf(path: tuple[Any, ...], x: Any) -> Sharding:
       letters = letters_of(path)
       if outputs_first:
         n = inputs_of(name_of(path))
@@ -271,6 +294,8 @@ class Partitioner:
     Raises:
       ValueError: devices splitting a matrix span several processes.
     """
+    if self.mesh.size == 1:
+      return [self]
     # `tensor` is the last axis: adjacent devices hold one copy.
     ways = self.mesh.shape["tensor"]
     grid = self.mesh.devices
@@ -362,12 +387,16 @@ class Partitioner:
       )
 
 
+# JAX's default device, for callers without a mesh. Abstract: importing it starts none.
+ONE_DEVICE = Partitioner(AbstractMesh((1,) * len(AXES), AXES))
+
+
 def make_partitioner(
   config: MeshConfig,
   devices: list[jax.Device] | None = None,
   rollout_tensor: int = 0,
-) -> Partitioner | None:
-  """Builds a config's partitioner; None on one device.
+) -> Partitioner:
+  """Builds a config's partitioner.
 
   Args:
     config: sizes of the mesh axes and lines of the table.
@@ -391,7 +420,7 @@ def make_partitioners(
   config: MeshConfig,
   devices: list[jax.Device] | None = None,
   rollout_tensor: int = 0,
-) -> tuple[Partitioner | None, Partitioner | None]:
+) -> tuple[Partitioner, Partitioner]:
   """Builds the learner's partitioner, like `make_partitioner`, and its rollouts'.
 
   They are one if `config.rollout` is 0; otherwise they share no device: each process's
@@ -458,7 +487,7 @@ def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Devi
 
 def _over(
   config: MeshConfig, devices: list[jax.Device], rollout_tensor: int = 0
-) -> Partitioner | None:
+) -> Partitioner:
   """Builds a config's partitioner over all these devices; see `make_partitioner`."""
   # --- The size of each axis.
   sizes = [getattr(config, axis) for axis in AXES]
@@ -480,8 +509,6 @@ def _over(
     raise ValueError(
       f"rollout.tensor={rollout_tensor} does not divide the {len(devices)} devices"
     )
-  if len(devices) == 1:
-    return None
 
   # --- The grid of devices, and the table of axes with the config's lines in it.
   team = rollout_tensor or config.tensor
@@ -494,17 +521,9 @@ def _rules_of(config: MeshConfig) -> dict[str, tuple[str, ...]]:
   return {letter: tuple(axes) for letter, axes in config.rules.items()}
 
 
-def platform(partitioner: Partitioner | None) -> str:
-  """Returns the arrays' platform: cpu, gpu or tpu."""
-  if partitioner:
-    return partitioner.mesh.devices.flat[0].platform
-  return jax.default_backend()
-
-
-def count_devices(*partitioners: Partitioner | None) -> int:
-  """Counts all these meshes' devices; None is one device."""
-  meshes = [partitioner.mesh for partitioner in partitioners if partitioner]
-  return max(1, len({device for mesh in meshes for device in mesh.devices.flat}))
+def count_devices(*partitioners: Partitioner) -> int:
+  """Counts all these meshes' devices."""
+  return len({device for p in partitioners for device in p.devices})
 
 
 def is_first_process() -> bool:

@@ -20,20 +20,17 @@ TOKEN = 7 * 4  # bytes of a token in a `Batch`
 _TRAINED = 3  # a trained parameter, its gradient, and one number of the optimizer
 
 
-def check_device(needs: Mapping[str, int], partitioner: Partitioner | None) -> None:
+def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
   """Refuses needs beyond the devices' memory.
 
   Args:
     needs: fields with their values -> bytes over all devices, at least.
-    partitioner: the devices; None for one.
+    partitioner: the devices.
 
   Raises:
     ValueError: naming the fields that need most.
   """
-  devices = jax.local_devices()[:1]
-  if partitioner:
-    devices = list(partitioner.mesh.devices.flat)
-  capacity.check(needs, _bytes_of(devices), "the devices have")
+  capacity.check(needs, _bytes_of(partitioner.devices), "the devices have")
 
 
 def check_model(cfg: ModelConfig, file: str) -> None:
@@ -90,7 +87,7 @@ def check_training(
   rows: int,
   length: int,
   frozen: bool,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
 ) -> None:
   """Refuses a model and a micro-batch too large to train on the devices.
 
@@ -100,7 +97,7 @@ def check_training(
     rows: rows per micro-batch.
     length: tokens per row.
     frozen: whether only adapters are trained.
-    partitioner: the devices; None for one.
+    partitioner: the devices.
 
   Raises:
     ValueError: naming the fields that need most.

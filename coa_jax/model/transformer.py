@@ -25,7 +25,7 @@ from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.rotary import Rotation, rotate, rotation
-from coa_jax.model.sharding import Partitioner, inputs_of
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner, inputs_of
 
 # The layer inputs' name for checkpoint policies.
 _INPUT = "layer_input"
@@ -97,23 +97,6 @@ def rounded(x: jax.Array, dtype: str) -> jax.Array:
   return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
 
-def _shard(partitioner: Partitioner | None, x: jax.Array, letters: str) -> jax.Array:
-  """Constrains x to the mesh, if any."""
-  return partitioner.shard(x, letters) if partitioner else x
-
-
-def _moved(
-  partitioner: Partitioner | None, x: jax.Array, before: str, after: str
-) -> jax.Array:
-  """Reshards x from one split to another, on a mesh."""
-  return partitioner.moved(x, before, after) if partitioner else x
-
-
-def _gathered(partitioner: Partitioner | None, w: jax.Array, name: str) -> jax.Array:
-  """Gathers the parameter `name` in D, if a mesh splits it."""
-  return partitioner.gathered(w, name) if partitioner else w
-
-
 class Block(nn.Module):
   """One layer: attention, then SwiGLU, each behind RMSNorm and a residual.
 
@@ -121,7 +104,7 @@ class Block(nn.Module):
   """
 
   cfg: ModelConfig
-  partitioner: Partitioner | None = None
+  partitioner: Partitioner = ONE_DEVICE
   decode: bool = False
   layer: int = 0
 
@@ -154,7 +137,7 @@ class Block(nn.Module):
 
     # --- Queries, keys and values of every head.
     h_BTD = self._norm(x_BTD, "attn_norm", D)
-    h_BTD = _moved(self.partitioner, h_BTD, "BR.", "BT.")
+    h_BTD = self.partitioner.moved(h_BTD, "BR.", "BT.")
     q_BTNH = self._dense(h_BTD, "q", (D, N, H))
     k_BTKH = self._dense(h_BTD, "k", (D, K, H))
     v_BTKH = self._dense(h_BTD, "v", (D, K, H))
@@ -168,9 +151,9 @@ class Block(nn.Module):
       k_BTKH = self._norm(k_BTKH, "k_norm", H)
     q_BTNH = rotate(q_BTNH, rope)
     k_BTKH = rotate(k_BTKH, rope)
-    q_BTNH = _shard(self.partitioner, q_BTNH, "BTN.")
-    k_BTKH = _shard(self.partitioner, k_BTKH, "BTK.")
-    v_BTKH = _shard(self.partitioner, v_BTKH, "BTK.")
+    q_BTNH = self.partitioner.shard(q_BTNH, "BTN.")
+    k_BTKH = self.partitioner.shard(k_BTKH, "BTK.")
+    v_BTKH = self.partitioner.shard(v_BTKH, "BTK.")
 
     # --- Attention: over the row's segments in training, over the cache in decoding.
     if cache is None:
@@ -181,16 +164,16 @@ class Block(nn.Module):
       cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.partitioner)
       out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, self.partitioner)
     out_BTD = self._dense(out_BTNH, "o", (N, H, D))
-    x_BTD += _moved(self.partitioner, out_BTD, "BT.", "BR.")
+    x_BTD += self.partitioner.moved(out_BTD, "BT.", "BR.")
 
     # --- SwiGLU.
     h_BTD = self._norm(x_BTD, "ff_norm", D)
-    h_BTD = _moved(self.partitioner, h_BTD, "BR.", "BT.")
+    h_BTD = self.partitioner.moved(h_BTD, "BR.", "BT.")
     gate_BTF = self._dense(h_BTD, "gate", (D, F))
     up_BTF = self._dense(h_BTD, "up", (D, F))
-    hidden_BTF = _shard(self.partitioner, nn.silu(gate_BTF) * up_BTF, "BTF")
+    hidden_BTF = self.partitioner.shard(nn.silu(gate_BTF) * up_BTF, "BTF")
     out_BTD = self._dense(hidden_BTF, "down", (F, D))
-    x_BTD += _moved(self.partitioner, out_BTD, "BT.", "BR.")
+    x_BTD += self.partitioner.moved(out_BTD, "BT.", "BR.")
     return x_BTD, cache
 
   def _dense(self, x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -204,7 +187,7 @@ class Block(nn.Module):
     init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
     w = self.param(name, init, shape, c.param_dtype)
     if not self.decode:
-      w = _gathered(self.partitioner, used(c, w), name)
+      w = self.partitioner.gathered(used(c, w), name)
     y = project(x, w, inputs)
     if self.has_variable("params", f"{name}_a"):
       a = self._adapter(f"{name}_a")
@@ -215,7 +198,7 @@ class Block(nn.Module):
   def _adapter(self, name: str) -> jax.Array:
     """Returns half of a matrix's adapter, ready for use."""
     w = self.get_variable("params", name).astype(self.cfg.dtype)
-    return _gathered(self.partitioner, w, name)
+    return self.partitioner.gathered(w, name)
 
   def _vector(self, name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
     """Returns a bias or a norm's scale, ready for use."""
@@ -232,12 +215,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
   """Token ids to final hidden states; `logits` maps those to the vocabulary.
 
-  With a partitioner, activations are constrained to its mesh. With `decode` the
+  Activations are constrained to the partitioner's mesh. With `decode` the
   parameters come from `decoding_views`, and matrices are used directly.
   """
 
   cfg: ModelConfig
-  partitioner: Partitioner | None = None
+  partitioner: Partitioner = ONE_DEVICE
   decode: bool = False
 
   def setup(self) -> None:
@@ -315,12 +298,12 @@ class Transformer(nn.Module):
     c = self.cfg
 
     # --- Token ids to vectors.
-    embed_VD = _gathered(self.partitioner, self._used(self.embed), "embed")
+    embed_VD = self.partitioner.gathered(self._used(self.embed), "embed")
     if self.decode and c.product_dtype:
       x_BTD = embed_bf16(embed_VD, tokens_BT).astype(c.dtype)
     else:
       x_BTD = jnp.take(embed_VD, tokens_BT, axis=0).astype(c.dtype)
-    x_BTD = _moved(self.partitioner, x_BTD, "BT.", "BR.")
+    x_BTD = self.partitioner.moved(x_BTD, "BT.", "BR.")
 
     # --- The layers; shared values are computed once.
     rope = rotation(c, position_BT)
@@ -336,7 +319,7 @@ class Transformer(nn.Module):
         x_BTD, cache = block(x_BTD, rope, segment_BT, write, cache)
 
     hidden_BTD = rms_norm(x_BTD, self._used(self.final_norm), c.norm_eps)
-    return _moved(self.partitioner, hidden_BTD, "BR.", "BT."), cache
+    return self.partitioner.moved(hidden_BTD, "BR.", "BT."), cache
 
   def _used(self, w: jax.Array) -> jax.Array:
     """Returns a parameter ready for use; a decoder's is converted once, by its view."""
@@ -345,29 +328,29 @@ class Transformer(nn.Module):
   def output(self) -> jax.Array:
     """Returns the output matrix [D, V] for use, whole in D on every device."""
     if self.cfg.tie_embeddings:
-      return _gathered(self.partitioner, self._used(self.embed), "embed").T
-    return _gathered(self.partitioner, self._used(self.head), "head")
+      return self.partitioner.gathered(self._used(self.embed), "embed").T
+    return self.partitioner.gathered(self._used(self.head), "head")
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """Maps final hidden states to logits_BTV in float32; `head` is `output()`."""
     if self.decode and self.cfg.product_dtype:
       # A separate head has its outputs first here too: see `setup`.
       head_VD = self.embed if self.cfg.tie_embeddings else self.head
-      head_VD = _shard(self.partitioner, head_VD, "V.")
+      head_VD = self.partitioner.shard(head_VD, "V.")
       logits_BTV = linear_bf16(hidden_BTD, head_VD)
     else:
       logits_BTV = project(hidden_BTD, self.output() if head is None else head)
-    return _shard(self.partitioner, logits_BTV, "BTV").astype(jnp.float32)
+    return self.partitioner.shard(logits_BTV, "BTV").astype(jnp.float32)
 
 
 def init_params(
-  cfg: ModelConfig, seed: int, partitioner: Partitioner | None = None
+  cfg: ModelConfig, seed: int, partitioner: Partitioner = ONE_DEVICE
 ) -> dict[str, Any]:
   """Draws fresh parameters of `cfg`, a nested dict of arrays; jitted.
 
-  With a partitioner every device draws its own part; values do not depend on the mesh.
+  Every device draws its own part; values do not depend on the mesh.
   """
-  shardings = partitioner.tree(param_shapes(cfg)) if partitioner else None
+  shardings = partitioner.tree(param_shapes(cfg))
   init = jax.jit(lambda key: _init(cfg, key), out_shardings=shardings)
   return init(jax.random.key(seed))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
-from coa_jax.model.sharding import Partitioner, platform
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import programs, sampler, slot_cache
@@ -63,7 +63,7 @@ class DeviceLoop:
     model: ModelConfig,
     automaton: Automaton,
     config: RolloutConfig,
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
     constraint: Constraint | None = None,
     own_top_p: bool = False,
   ):
@@ -73,7 +73,7 @@ class DeviceLoop:
       model: the decoding architecture, with unrolled layers.
       automaton: the stop conditions.
       config: slots, window and limits.
-      partitioner: the replica's, one of `Partitioner.replicas`; None on one device.
+      partitioner: the replica's, one of `Partitioner.replicas`.
       constraint: the allowed tokens; all if None.
       own_top_p: whether episodes may have their own top_p, in other programs.
     """
@@ -83,7 +83,7 @@ class DeviceLoop:
     self._partitioner = partitioner
     # A CPU computes on Python's own cores: it gains nothing, and a stopped slot would
     # miss a window.
-    self._on = platform(partitioner)
+    self._on = partitioner.platform
     on_cpu = self._on == "cpu"
     self._most_in_flight = config.in_flight or (1 if on_cpu else 2)
     # A CPU's cache grows: few of the programs for all its sizes are used.
@@ -100,7 +100,7 @@ class DeviceLoop:
       constraint=on_device(constraint),
     )
     # Small, and read at every token: replicated on the replica's devices.
-    self._whole = partitioner.sharding("") if partitioner else None
+    self._whole = partitioner.sharding("")
     self._tables = jax.device_put(tables, self._whole)
     self._join = jax.jit(sampler.join, out_shardings=self._whole)
     self.clear()

@@ -71,7 +71,7 @@ class CacheBudget:
 def cache_budget(
   model: ModelConfig,
   config: RolloutConfig,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
   state: Any,
   policies: int,
   total: int,
@@ -81,24 +81,22 @@ def cache_budget(
   Args:
     model: the training architecture.
     config: section `rollout`.
-    partitioner: the decoding devices'; None for the only one.
+    partitioner: the decoding devices'.
     state: arrays, or shapes with shardings, kept during rollouts; other devices' do not
       count.
     policies: copies of decode parameters at once: 2 if a newer policy comes while the
       older one decodes.
     total: bytes of the device.
   """
-  if partitioner:
-    partitioner = partitioner.decoding(config.tensor)
+  partitioner = partitioner.decoding(config.tensor)
   decoder = decode_params.architecture(model, partitioner)
   weights = decode_params.decoding_shapes(decoder, partitioner)
   page_size = cache.page_size(config.max_len)
-  split_V = partitioner.ways("V") if partitioner else 1
   return CacheBudget(
     total=total,
     state=_bytes_on_device(state, partitioner),
     weights=policies * _bytes_on_device(weights, partitioner),
-    logits=4 * config.slots * model.vocab_size // split_V,
+    logits=4 * config.slots * model.vocab_size // partitioner.ways("V"),
     token=math.ceil(cache.page_bytes(decoder, page_size, partitioner) / page_size),
   )
 
@@ -106,7 +104,7 @@ def cache_budget(
 def budget_line(
   model: ModelConfig,
   config: RolloutConfig,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
   state: Any,
   policies: int,
 ) -> str:
@@ -116,9 +114,8 @@ def budget_line(
     ValueError: `rollout.memory` is more than that, or all of it although the learner's
       step needs room too.
   """
-  device = jax.local_devices()[0]
-  if partitioner:
-    device = partitioner.mesh.local_devices[0]
+  me = jax.process_index()
+  device = next(d for d in partitioner.devices if d.process_index == me)
   total = (device.memory_stats() or {}).get("bytes_limit")
   if not total:  # a CPU's devices share the machine's
     return ""
@@ -139,7 +136,7 @@ def budget_line(
   return budget.describe(config)
 
 
-def _bytes_on_device(tree: Any, partitioner: Partitioner | None) -> int:
+def _bytes_on_device(tree: Any, partitioner: Partitioner) -> int:
   """Sums the arrays' parts on one device of a mesh."""
   count = 0
   for x in jax.tree.leaves(tree):
@@ -148,7 +145,7 @@ def _bytes_on_device(tree: Any, partitioner: Partitioner | None) -> int:
     if sharding is not None:
       if sharding.memory_kind == "pinned_host":
         continue
-      if partitioner and not _shares_a_device(sharding, partitioner):
+      if not _shares_a_device(sharding, partitioner):
         continue
       shape = sharding.shard_shape(shape)
     count += math.prod(shape) * x.dtype.itemsize
@@ -156,7 +153,7 @@ def _bytes_on_device(tree: Any, partitioner: Partitioner | None) -> int:
 
 
 def _shares_a_device(sharding: Any, partitioner: Partitioner) -> bool:
-  return not sharding.device_set.isdisjoint(partitioner.mesh.devices.flat)
+  return not sharding.device_set.isdisjoint(partitioner.devices)
 
 
 def _gb(size: float) -> str:

@@ -13,7 +13,7 @@ import jax
 
 from coa_jax.model import decode_params
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.rollout.device_loop import DeviceLoop
 from coa_jax.rollout.pool import ReplicaThreads
@@ -35,7 +35,7 @@ class ReplicaPool(ReplicaThreads):
     model: ModelConfig,
     automaton: Automaton,
     config: RolloutConfig,
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
     constraint: Constraint | None = None,
     own_top_p: bool = False,
   ):
@@ -45,8 +45,8 @@ class ReplicaPool(ReplicaThreads):
       model: the architecture; `decode_params.architecture` makes the decoder's.
       automaton: the stop conditions.
       config: slots of a replica, window and limits.
-      partitioner: the decoding devices', the learner's or others; None for the only
-        one. Each process decodes on its own devices.
+      partitioner: the decoding devices', the learner's or others. Each process decodes
+        on its own devices.
       constraint: the allowed tokens; all if None.
       own_top_p: whether episodes may have their own top_p.
 
@@ -55,14 +55,11 @@ class ReplicaPool(ReplicaThreads):
     """
     self.own_top_p = own_top_p
     self.model = decode_params.architecture(model, partitioner)
-    self._partitioner = None
-    replicas: list[Partitioner | None] = [None]  # one, on the only device
-    if partitioner:
-      self._partitioner = partitioner.decoding(config.tensor)
-      replicas = [*self._partitioner.replicas()]
-      # All are checked before the first is made.
-      for replica in replicas:
-        replica.check(model.axes)
+    self._partitioner = partitioner.decoding(config.tensor)
+    replicas = self._partitioner.replicas()
+    # All are checked before the first is made.
+    for replica in replicas:
+      replica.check(model.axes)
     schedulers = []
     for replica in replicas:
       device = DeviceLoop(self.model, automaton, config, replica, constraint, own_top_p)

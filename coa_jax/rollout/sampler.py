@@ -23,7 +23,7 @@ from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
 from coa_jax.model.kernels.paged import RowPages
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.model.transformer import Transformer
 
 
@@ -97,7 +97,7 @@ def extend(
   token_RT: jax.Array,
   start_R: jax.Array,
   count_R: jax.Array,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
 ) -> KVCache:
   """Prefills tokens: runs the model and writes their keys and values.
 
@@ -109,7 +109,7 @@ def extend(
     token_RT: tokens, padded on the right.
     start_R: position of each row's first token.
     count_R: valid tokens per row.
-    partitioner: of the sampler, on several devices.
+    partitioner: of the sampler.
 
   Returns:
     The cache. No logits: the first sampled token comes from running `pending`.
@@ -142,7 +142,7 @@ def window(
   state: SamplerState,
   tables: Tables,
   forced_BW: jax.Array,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
   truncation: Truncation = NO_TRUNCATION,
 ) -> tuple[KVCache, SamplerState, Sampled]:
   """Samples up to W tokens in every active slot.
@@ -157,7 +157,7 @@ def window(
     state: the slots.
     tables: the stop tables.
     forced_BW: ids taken instead of draws; -1 draws.
-    partitioner: of the sampler, on several devices.
+    partitioner: of the sampler.
     truncation: leaves out unlikely tokens.
 
   Returns:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from coa_jax.model import sizes
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.grammar.automaton import (
   compile_constraint,
@@ -28,7 +28,7 @@ def make_worker(
   tokenizer: Tokenizer,
   config: RolloutConfig,
   tools: Iterable[str],
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
   vllm: VllmConfig | None = None,
   grader: Grader | None = None,
   journal: ToolJournal | None = None,
@@ -44,7 +44,7 @@ def make_worker(
     tokenizer: the model's.
     config: section `rollout`.
     tools: the dialect's tags, and function tools with their descriptions.
-    partitioner: the decoding devices'; None for the only one.
+    partitioner: the decoding devices'.
     vllm: the sampling server; None for our own engine.
     grader: see `RolloutWorker`.
     journal: see `RolloutWorker`.
@@ -101,13 +101,11 @@ def make_worker(
 
 
 def _check_memory(
-  model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
+  model: ModelConfig, config: RolloutConfig, partitioner: Partitioner
 ) -> None:
   """Refuses a model too large beside its slots."""
-  replicas = 1
-  if partitioner:
-    mesh = partitioner.decoding(config.tensor).mesh
-    replicas = mesh.size // mesh.shape["tensor"]
+  mesh = partitioner.decoding(config.tensor).mesh
+  replicas = mesh.size // mesh.shape["tensor"]
   needs = sizes.rollout_needs(
     model, config.slots, config.max_len, config.window, replicas=replicas
   )

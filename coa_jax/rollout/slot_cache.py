@@ -10,13 +10,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from coa_jax.model import cache as caching
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner, platform
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout.pages import PagePool, pool_sizes, prefix_keys
 
@@ -69,7 +68,7 @@ class SlotCache:
     slots: int,
     max_len: int,
     page_counts: Sequence[int],
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
   ):
     """Allocates the minimum number of pages.
 
@@ -78,7 +77,7 @@ class SlotCache:
       slots: trajectories at once.
       max_len: tokens that one may have.
       page_counts: its possible numbers of pages, rising.
-      partitioner: of the replica; None on one device.
+      partitioner: of the replica.
     """
     self._max_len = max_len
     self._partitioner = partitioner
@@ -218,7 +217,7 @@ def page_counts(
   slots: int,
   max_len: int,
   memory: float,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
 ) -> list[int]:
   """Lists the possible numbers of pages in a replica's cache: one if fixed.
 
@@ -227,7 +226,7 @@ def page_counts(
     slots: trajectories at once.
     max_len: tokens that one may have.
     memory: maximum GB of a device for pages; see `RolloutConfig.memory`.
-    partitioner: of the replica; None on one device.
+    partitioner: of the replica.
 
   Raises:
     ValueError: there is no room for one trajectory of `rollout.max_len`.
@@ -235,17 +234,14 @@ def page_counts(
   # --- The slots' maximum pages.
   blocks = caching.num_blocks(max_len, max_len)
   sizes = pool_sizes(slots, blocks)
-  if not memory and platform(partitioner) == "cpu":
+  if not memory and partitioner.platform == "cpu":
     return sizes  # its memory is shared: none is taken before it is needed
 
   # --- Pages that fit.
   page = caching.page_bytes(model, caching.page_size(max_len), partitioner)
   room = memory * 1e9
   if not memory:
-    device = jax.local_devices()[0]
-    if partitioner:
-      device = partitioner.mesh.local_devices[0]
-    stats = device.memory_stats()
+    stats = partitioner.devices[0].memory_stats()
     if not stats:  # a device with unknown memory
       return sizes[-1:]
     room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]

@@ -93,8 +93,7 @@ def our_engine(
   # Every replica gets as many rows; a device that can not have as many is left out.
   replicas = math.gcd(rows, jax.device_count())
   partitioner = make_partitioner(MeshConfig(), jax.devices()[:replicas])
-  if partitioner:
-    params = jax.device_put(params, partitioner.tree(params))
+  params = jax.device_put(params, partitioner.tree(params))
   config = RolloutConfig(slots=rows // replicas, **config)
   return ReplicaPool(model, automaton, config, partitioner), params
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 
 from coa_jax.cli.deploy.manifests import PLAIN_RINGS
@@ -34,8 +33,7 @@ from coa_jax.model.distribution import TokenMask
 from coa_jax.model.flops import products
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.kernels import ragged, triton
-from coa_jax.model.moving import mesh_over
-from coa_jax.model.sharding import AXES, Partitioner, make_partitioners, platform
+from coa_jax.model.sharding import Partitioner, make_partitioners
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
 from coa_jax.rl import RLConfig
@@ -159,10 +157,6 @@ def make_run(
   # --- The mesh, and the model.
   tensor = settings.rollout.tensor
   partitioner, rollouts = make_partitioners(settings.mesh, devices, tensor)
-  # A run on one device has no mesh. Here it says which device that is.
-  one = Partitioner(mesh_over(np.array(devices[:1]).reshape([1] * len(AXES)), AXES))
-  partitioner = partitioner or one
-  rollouts = rollouts or one
   if model:
     cfg = variant(model, **dataclasses.asdict(settings.model))
   else:
@@ -235,7 +229,7 @@ def programs(run: Run, live: int) -> list[Program]:
   # --- What is resident beside. The caches and the decode parameters are freed before
   # learning; with staleness they are not, and there are the parameters before, too.
   view = device_bytes(decoding_params(run))
-  calls = device_calls(run.settings.rollout, platform(run.replica), [run.pages])
+  calls = device_calls(run.settings.rollout, run.replica.platform, [run.pages])
   kept = device_bytes(run.state) + device_bytes(run.frozen)
   if run.settings.lora:
     kept += device_bytes(_policy(run))  # merged for decoding
@@ -291,7 +285,7 @@ def device_bytes(tree: Any) -> float:
 def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
   """Pages of a layer that a kernel of a call reads; turns of a loop that does so."""
   page_size = cache.page_size(run.settings.rollout.max_len)
-  if platform(run.replica) == "tpu":
+  if run.replica.platform == "tpu":
     page_bytes = device_bytes(_cache(run).layers[0][0]) // run.pages
     tokens = call.tokens if call.function == "extend" else 1  # at once
     pages = ragged.pages_read(
@@ -358,7 +352,7 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
   shared = dict(devices=run.learner.mesh.size, turns=(1,), units=1, flops=0)
 
   # --- Rounded, and as many arrays as layers; each stays on the devices it is on.
-  convert = decode_params.converter(run.decoder, platform(run.learner))
+  convert = decode_params.converter(run.decoder, run.learner.platform)
   out = [
     Program(
       name="convert",

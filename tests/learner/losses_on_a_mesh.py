@@ -34,7 +34,7 @@ from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model.distribution import NO_TRUNCATION
-from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
+from coa_jax.model.sharding import ONE_DEVICE, MeshConfig, Partitioner, make_partitioner
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 DTYPES = toy.use_float64() if sys.argv[3] == "float64" else {}
@@ -122,7 +122,7 @@ def batches(config: LossConfig, rows: int, length: int) -> list[Batch]:
   return packed.batches
 
 
-def pulled_back(partitioner: Partitioner | None, params, several: list[Batch]):
+def pulled_back(partitioner: Partitioner, params, several: list[Batch]):
   """Losses [algorithms and SFT], and gradients stacked over them."""
 
   def outputs(p):
@@ -161,21 +161,18 @@ def pulled_back(partitioner: Partitioner | None, params, several: list[Batch]):
 
 def split(rows: int, length: int, mesh: MeshConfig | None):
   """Mean losses and gradients over all micro-batches of this split."""
-  partitioner = None
+  partitioner = ONE_DEVICE
   if mesh:
     devices = mesh.data * mesh.fsdp * mesh.context
     partitioner = make_partitioner(mesh, jax.devices()[:devices])
   head_D1 = 0.3 * jax.random.normal(jax.random.key(1), (CFG.width, 1))
   params = {"trunk": toy.params(**DTYPES), "value_head": head_D1}
-  if partitioner:
-    params = jax.device_put(params, partitioner.tree(params))
+  params = jax.device_put(params, partitioner.tree(params))
   run = jax.jit(functools.partial(pulled_back, partitioner))
   micro = [batches(config, rows, length) for config in ALGORITHMS.values()]
   total = None
   for several in zip(*micro, strict=True):
-    several = list(several)
-    if partitioner:
-      several = partitioner.put(several)
+    several = partitioner.put(list(several))
     out = jax.device_get(run(params, several))
     total = out if total is None else jax.tree.map(np.add, total, out)
   tokens = sum(float(b.loss_mask_BT.sum()) for b in micro[0])
@@ -187,10 +184,9 @@ def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   fields = {"is_clip": 2.0, "kl_coef": 0.1, "critic_lr": 1e-3}
   loss = LossConfig(**PRESETS["ppo"]["loss"] | fields)
   batch = BatchConfig(rows=4, length=128, minibatches=2)
-  partitioner = make_partitioner(mesh) if mesh else None
+  partitioner = make_partitioner(mesh) if mesh else ONE_DEVICE
   params = jax.tree.map(jnp.array, toy.params(**DTYPES))
-  if partitioner:
-    params = jax.device_put(params, partitioner.tree(params))
+  params = jax.device_put(params, partitioner.tree(params))
   optim = OptimConfig(lr=1e-3, schedule="constant")
   update = PolicyUpdate(
     CFG,
@@ -213,7 +209,7 @@ def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   for _ in range(2):
     state, values = update(state, frozen, groups)
     out.append(values)
-  if partitioner:
+  if mesh:
     head = state.params["critic"]["value_head"]
     assert head.addressable_shards[0].data.shape[0] == CFG.width // mesh.fsdp
   return out

@@ -31,7 +31,7 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer  # noqa: E402
 from coa_jax.learner.state import Learner, init_state  # noqa: E402
 from coa_jax.model import lora, moving, transformer  # noqa: E402
 from coa_jax.model.config import ModelConfig  # noqa: E402
-from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner  # noqa: E402
+from coa_jax.model.sharding import ONE_DEVICE, MeshConfig, Partitioner, make_partitioner  # noqa: E402
 
 FLOAT64 = toy.use_float64()
 MODEL = ModelConfig(
@@ -163,7 +163,7 @@ def whole(tree):
 
 
 def trained(
-  partitioner: Partitioner | None, adapters: lora.LoraConfig | None, changes
+  partitioner: Partitioner, adapters: lora.LoraConfig | None, changes
 ) -> dict:
   """Loss, gradient norm and parameters after two updates, and one array's parts."""
   cfg = dataclasses.replace(MODEL, **changes)
@@ -178,16 +178,15 @@ def trained(
 
   optimizer = make_optimizer(OptimConfig(lr=0.01), 4)
   # Nor does it change anything where the moments lie between steps.
-  offload = partitioner is not None and cfg.scan
+  offload = partitioner is not ONE_DEVICE and cfg.scan
   learner = Learner(loss, optimizer, partitioner, offload)
-  if PROCESSES > 1 and partitioner:
+  if PROCESSES > 1 and partitioner is not ONE_DEVICE:
     learner.jitted = Together(learner.jitted)
   state = init_state(params, optimizer, partitioner, offload)
   micro = batches()
   tokens = sum(float(b.loss_mask_BT.sum()) for b in micro)
-  if partitioner:  # a process steps with its own rows alone
-    own_B = partitioner.rows(ROWS)
-    micro = [jax.tree.map(lambda x: x[own_B], batch) for batch in micro]
+  own_B = partitioner.rows(ROWS)  # a process steps with its own rows alone
+  micro = [jax.tree.map(lambda x: x[own_B], batch) for batch in micro]
   values = []
   for _ in range(2):
     state, metrics = learner.step(state, micro, tokens, frozen)
@@ -221,7 +220,7 @@ def main() -> None:
   for case, (changes, adapters, meshes) in CASES[sys.argv[2]].items():
     expected = None
     for mesh in meshes:
-      partitioner = make_partitioner(MESHES[mesh]) if MESHES[mesh] else None
+      partitioner = make_partitioner(MESHES[mesh]) if MESHES[mesh] else ONE_DEVICE
       if mesh == "fsdp8_gathered_twice":  # as over 64 chips of a TPU
         moving._GATHERED_OVER["cpu"] = (4, 2)
         split = partitioner.sharding("D")

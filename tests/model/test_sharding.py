@@ -346,11 +346,11 @@ def test_a_mesh_of_more_devices_than_there_are_says_so():
     make_partitioner(MeshConfig(tensor=2, fsdp=1), jax.devices()[:1])
   with pytest.raises(ValueError, match=r"mesh.devices=9; there are 8"):
     make_partitioner(MeshConfig(devices=9), jax.devices() * 8)
-  assert make_partitioner(MeshConfig(), jax.devices()[:1]) is None
+  assert make_partitioner(MeshConfig(), jax.devices()[:1]).devices == jax.devices()[:1]
   with pytest.raises(ValueError, match=r"rollout.tensor=2 does not divide the 1 dev"):
     make_partitioner(MeshConfig(), jax.devices()[:1], rollout_tensor=2)
   # On one of eight: as if there were no others.
-  assert make_partitioner(MeshConfig(devices=1), jax.devices() * 8) is None
+  assert make_partitioner(MeshConfig(devices=1), jax.devices() * 8).mesh.size == 1
 
 
 def test_devices_that_can_not_be_shared_out_are_refused():

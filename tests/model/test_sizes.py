@@ -9,6 +9,7 @@ import pytest
 import toy
 
 from coa_jax.model import lora, sizes
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.model.transformer import count_params, init_params
 
 DEEP = dataclasses.replace(toy.MODEL, layers=1000, ff=10**8)
@@ -29,7 +30,7 @@ def test_what_fits_is_let_through():
   needs = sizes.parameter_needs(toy.MODEL, trained=True)
   needs |= sizes.batch_needs(toy.MODEL, "data", 16, 256)
   needs |= sizes.rollout_needs(toy.MODEL, 64, 320, 8, replicas=1)
-  sizes.check_device(needs, None)
+  sizes.check_device(needs, ONE_DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_what_can_not_fit_is_refused_by_name(monkeypatch, field: str, needs):
   if jax.default_backend() != "cpu":
     pytest.skip("of the machine's memory")
   with pytest.raises(ValueError, match=rf"too large.*\b{field}\b.*the devices have"):
-    sizes.check_device(needs, None)
+    sizes.check_device(needs, ONE_DEVICE)
 
 
 def test_an_adapter_of_more_rank_than_the_model_has_is_refused():

@@ -10,6 +10,7 @@ import numpy as np
 import toy
 
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.replicas import ReplicaPool
@@ -22,7 +23,9 @@ CONFIG = RolloutConfig(
 )
 
 
-def engine(model: ModelConfig = CFG, partitioner=None, **changes) -> ReplicaPool:
+def engine(
+  model: ModelConfig = CFG, partitioner: Partitioner = ONE_DEVICE, **changes
+) -> ReplicaPool:
   """An engine; changes are of CONFIG."""
   automaton = compile_stops(toy.VARIANT, toy.tokenizer(), model.vocab_size)
   return ReplicaPool(

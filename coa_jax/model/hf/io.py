@@ -31,7 +31,7 @@ from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.config import CARRIED, from_hf_config, to_hf_config
 from coa_jax.model.hf.names import Entry, name_table
 from coa_jax.model.hf.stored import StoredArray, save_tensors
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.runtime.disk import atomic_write
@@ -286,14 +286,14 @@ def _remedy(path: str) -> str:
 def load_model(
   path: str | os.PathLike[str],
   load: LoadConfig | None = None,
-  partitioner: Partitioner | None = None,
+  partitioner: Partitioner = ONE_DEVICE,
 ) -> tuple[ModelConfig, dict[str, Any]]:
   """Reads a model folder: a single safetensors file, or several with an index.
 
   Args:
     path: the folder.
     load: what the folder does not decide; None for the defaults.
-    partitioner: the parameters' mesh; None for the default device.
+    partitioner: the parameters' mesh.
 
   Returns:
     The architecture and its parameters, stacked if `scan`.
@@ -309,8 +309,7 @@ def load_model(
   # --- Refuse misfits before an array is read.
   path = os.fspath(path)
   cfg = load_config(path, load)
-  if partitioner:
-    partitioner.check(cfg.axes)
+  partitioner.check(cfg.axes)
   attention.check(cfg, partitioner)
   shapes = param_shapes(cfg)
   table = name_table(shapes, cfg.layers)
@@ -329,11 +328,7 @@ def load_model(
       return jax.make_array_from_callback(want.shape, sharding, read)
 
     # --- Every device reads its own part of every array.
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if partitioner:
-      where = partitioner.tree(shapes)
-    else:
-      where = jax.tree.map(lambda _: one, shapes)
+    where = partitioner.tree(shapes)
     return cfg, jax.tree_util.tree_map_with_path(leaf, shapes, where)
 
 

@@ -35,7 +35,7 @@ from coa_jax.model import decode_params
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import GREEDY_BELOW
 from coa_jax.model.hf.io import save_model
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.pool import ReplicaThreads
@@ -85,7 +85,7 @@ class VllmReplica:
     config: RolloutConfig,
     probe: Sequence[int],
     tokenizer: Tokenizer,
-    partitioner: Partitioner | None = None,
+    partitioner: Partitioner = ONE_DEVICE,
     constraint: Constraint | None = None,
     policy_changes: bool = False,
   ):
@@ -98,7 +98,7 @@ class VllmReplica:
       config: slots, limits and the sampling distribution.
       probe: ids for comparing log-probs at every refresh; two or more.
       tokenizer: exported with the policy.
-      partitioner: the policy's, on several devices.
+      partitioner: the policy's.
       constraint: the allowed tokens; None for all.
       policy_changes: whether newer policies arrive during episodes; requests are short
         then (`vllm.request_tokens`).
@@ -115,7 +115,7 @@ class VllmReplica:
     # --- The model and its limits.
     self.model = dataclasses.replace(model, scan=False, remat="none")
     self._whole = partitioner
-    self.partitioner = partitioner.decoding().replicas()[0] if partitioner else None
+    self.partitioner = partitioner.decoding().replicas()[0]
     self.config = config
     self.slots = config.slots
     self.counters = Counters()

@@ -19,7 +19,7 @@ PROBE = 128  # maximum tokens in `score`
 
 
 def score(
-  model: ModelConfig, partitioner: Partitioner | None, view: Any, ids: Sequence[int]
+  model: ModelConfig, partitioner: Partitioner, view: Any, ids: Sequence[int]
 ) -> np.ndarray:
   """Returns log-probs (nats, temperature 1) of at most `PROBE` ids but the first.
 
@@ -41,7 +41,7 @@ def score(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _token_logps(
   cfg: ModelConfig,
-  partitioner: Partitioner | None,
+  partitioner: Partitioner,
   params: Any,
   tokens_BT: jax.Array,
   segment_BT: jax.Array,
