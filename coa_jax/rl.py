@@ -11,12 +11,13 @@ budget: a stage is one page, from its config to its results.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,36 +25,28 @@ import ml_collections
 import numpy as np
 
 from coa_jax.data.tasks.sampling import make_task_sampler
-from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
+from coa_jax.data.tasks.sources import describe_tasks, select_tasks
 from coa_jax.data.tasks.task import Task
 from coa_jax.learner import advantages
-from coa_jax.learner.algorithms import (
-  GROUP_ADVANTAGES,
-  BatchConfig,
-  GuardConfig,
-  LossConfig,
-)
-from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
-from coa_jax.learner.optim import OptimConfig
+from coa_jax.learner.algorithms import GuardConfig
+from coa_jax.learner.checkpoint import Checkpoints
+from coa_jax.learner.state import TrainState
 from coa_jax.learner.update import PolicyUpdate, rewards_of
-from coa_jax.model import attention, flops, lora, sizes
-from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model import flops
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
-from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import (
-  MeshConfig,
-  Partitioner,
   count_devices,
   is_first_process,
-  make_partitioners,
   other_process_dirs,
   process_dir,
 )
+from coa_jax.plan.rl import RLConfig, RLPlan, plan_rl
 from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
+from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report import first_step
-from coa_jax.report.health import HealthMonitor, WatchConfig
+from coa_jax.report.health import HealthMonitor
 from coa_jax.report.metrics import (
   METRICS_FILE,
   Metrics,
@@ -65,24 +58,16 @@ from coa_jax.report.metrics import (
 from coa_jax.report.profiling import traced
 from coa_jax.report.restarts import Goodput, say_what_changed
 from coa_jax.report.timers import StepTimer, phase_seconds
-from coa_jax.report.tracking import LogConfig
-from coa_jax.rewards.grader import Grader, RewardConfig
+from coa_jax.rewards.grader import Grader
 from coa_jax.rewards.shaping import ShapingConfig, correctness
-from coa_jax.rollout import figures, memory
+from coa_jax.rollout import figures
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.device_loop import on_device
 from coa_jax.rollout.setup import make_worker
-from coa_jax.rollout.types import (
-  Group,
-  RolloutBatch,
-  RolloutConfig,
-  SamplingConfig,
-  check_positions,
-)
-from coa_jax.rollout.vllm.client import VllmConfig
-from coa_jax.runtime import capacity, processes
+from coa_jax.rollout.types import Group, RolloutBatch
+from coa_jax.rollout.worker import RolloutWorker
+from coa_jax.runtime import processes
 from coa_jax.runtime.config import read_config
-from coa_jax.runtime.fields import bounded, check_fields, section
 from coa_jax.runtime.lock import exclusive
 from coa_jax.runtime.record import (
   hash_files,
@@ -92,166 +77,49 @@ from coa_jax.runtime.record import (
   read_origin_of,
 )
 from coa_jax.tools.journal import ToolJournal
-from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.toolbox import Toolbox
 from coa_jax.tools.unread import warn_unread
 
 # Another mesh only changes the rounding of sums.
 _MAY_CHANGE = ("log", "watch", "mesh")
 
 
-@dataclasses.dataclass(frozen=True)
-class AlgoConfig:
-  """Config section `algo`.
+@dataclasses.dataclass
+class _Session:
+  """An open run: its records and resources.
 
   Attributes:
-    steps: batches of rollouts to learn from. A larger number extends a workdir's run if
-      optim.schedule is constant and no curriculum is spread over it.
-    keep_every: steps between two dumps of all trajectories of a step.
-    sampling: a step's rollouts.
-    loss: its loss.
-    batch: number and shape of its updates.
-    guards: stop conditions.
+    learner: makes the updates.
+    state: the training state.
+    frozen: the untrained parameters.
+    cursor: the collector's position.
+    collector: plays the tasks.
+    evaluate: plays the dev tasks by the given parameters and step.
+    checkpoints: saves `state` and `cursor`.
+    metrics: the run's log.
+    goodput: seconds of useful work.
+    timer: seconds by phase.
+    own_dir: this process's folder.
   """
 
-  steps: int = bounded(least=1)
-  keep_every: int = bounded(20, least=1)
-  sampling: SamplingConfig = section(SamplingConfig)
-  loss: LossConfig = section(LossConfig)
-  batch: BatchConfig = section(BatchConfig)
-  guards: GuardConfig = section(GuardConfig)
-
-  def __post_init__(self):
-    check_fields(self)
-    samples = self.sampling.samples
-    by_group = self.loss.advantage in GROUP_ADVANTAGES
-    if samples < 2 and (by_group or self.sampling.filter_groups):
-      raise ValueError(
-        f"sampling.samples is {samples}; it must be at least 2, for an advantage "
-        "compares a group (or take loss.advantage reinforce++ or gae, and "
-        "sampling.filter_groups=False)"
-      )
-    # Without it, PPO's bounds are around a policy several updates away: at 4 of them
-    # AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
-    # blog/AReaL_v0_3.md, table 3).
-    staleness = self.sampling.staleness
-    if staleness and not self.loss.is_clip:
-      raise ValueError(
-        f"sampling.staleness={staleness} needs loss.is_clip above 0, such as 2.0: "
-        "stale tokens are then weighted by p_now / p_sampled (decoupled PPO)"
-      )
-    if staleness and self.guards.max_logp_diff_share < 1:
-      raise ValueError(
-        f"guards.max_logp_diff_share is {self.guards.max_logp_diff_share}: it compares "
-        "sampler and learner of one policy; with sampling.staleness above 0 they are "
-        "not, so leave it at 1"
-      )
-
-
-@dataclasses.dataclass(frozen=True)
-class DevConfig:
-  """Config section `dev`: greedy evaluation during training, on its own tasks.
-
-  Attributes:
-    every: updates between two evaluations.
-    uri: tasks, as `tasks.uri`; `fields`, `kind` and `source` of `tasks` hold here, too.
-    limit: tasks of it.
-    corpus: pages for its tasks; the training corpus if None.
-  """
-
-  every: int = bounded(least=1)
-  uri: str
-  limit: int = bounded(64, least=1)
-  corpus: str | None = None
-
-  def __post_init__(self):
-    check_fields(self)
-
-  def tasks(self, tasks: TasksConfig) -> TasksConfig:
-    """Returns dev tasks, read like training tasks."""
-    return TasksConfig(
-      self.uri,
-      self.limit,
-      fields=tasks.fields,
-      kind=tasks.kind,
-      source=tasks.source,
-      attachments=tasks.attachments,
-    )
-
-  def tools(self, tools: ToolsConfig) -> ToolsConfig:
-    """Returns the training tools, over the dev tasks' pages."""
-    return dataclasses.replace(tools, corpus=self.corpus or tools.corpus)
-
-
-@dataclasses.dataclass(frozen=True)
-class RLConfig:
-  """Config of RL: its sections.
-
-  Attributes:
-    init: the model folder to start from.
-    algo: rollouts and learning.
-    tasks: to learn from.
-    dev: tasks to evaluate on meanwhile.
-    model: loading options of the folder.
-    lora: adapters, as in SFT; None trains the whole model.
-    mesh: use of the devices.
-    optim: the optimizer.
-    rollout: options of playing a trajectory.
-    vllm: the sampling server; None for our own sampler.
-    tools: the policy's tools.
-    reward: the reward of an answer.
-    checkpoint: schedule of saving the state.
-    log: other destinations of metrics.
-    watch: metrics for a warning, or the run's end.
-  """
-
-  init: str
-  algo: AlgoConfig
-  tasks: TasksConfig
-  dev: DevConfig
-  model: LoadConfig = section(LoadConfig)
-  lora: LoraConfig | None = None
-  mesh: MeshConfig = section(MeshConfig)
-  optim: OptimConfig = section(OptimConfig)
-  rollout: RolloutConfig = section(RolloutConfig)
-  vllm: VllmConfig | None = None
-  tools: ToolsConfig = section(ToolsConfig)
-  reward: RewardConfig = section(RewardConfig)
-  checkpoint: CheckpointConfig = section(CheckpointConfig)
-  log: LogConfig = section(LogConfig)
-  watch: WatchConfig = section(WatchConfig)
-
-  def __post_init__(self):
-    if not self.init:
-      raise ValueError("config lacks field 'init'")
-    length = self.algo.batch.length
-    if length < self.rollout.max_len:
-      raise ValueError(
-        f"algo.batch.length={length} is shorter than rollout.max_len="
-        f"{self.rollout.max_len}: a trajectory must fit a row"
-      )
-    if self.vllm and self.mesh.rollout:
-      raise ValueError(
-        f"mesh.rollout={self.mesh.rollout} gives devices to our own sampler, and with "
-        "section vllm the server samples: take 0"
-      )
-    # Rollouts then run beside the learner: on the same devices, their programs could
-    # deadlock if both communicate between devices.
-    tensor = self.rollout.tensor or self.mesh.tensor
-    if self.algo.sampling.staleness and tensor > 1 and not self.mesh.rollout:
-      raise ValueError(
-        _hindrance(
-          self.algo.sampling,
-          f"replicas of {tensor} devices (rollout.tensor; mesh.tensor where that is 0) "
-          "unless mesh.rollout gives them devices of their own",
-        )
-      )
+  learner: PolicyUpdate
+  state: TrainState
+  frozen: Any
+  cursor: dict[str, Any]
+  collector: RolloutCollector
+  evaluate: Callable[[Any, int], float]
+  checkpoints: Checkpoints
+  metrics: Metrics
+  goodput: Goodput
+  timer: StepTimer
+  own_dir: str
 
 
 @exclusive(process_dir)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
 
-  budget: a journey is one page.
+  budget: a stage is one page.
 
   Args:
     config: as `RLConfig` says.
@@ -271,188 +139,228 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     Interrupted: SIGTERM or SIGINT came; the run's position is saved.
     VllmError: the server can not be used; before any training, or when it is gone.
   """
-  # --- Read the config, and refuse faults, before any device work.
+  # --- Plan: read the config and the tasks, and refuse faults.
   settings = read_config(config, RLConfig)
   algo = settings.algo
-  sampling = algo.sampling
-  rollout = settings.rollout
+  tasks = _Tasks.read(settings)
+  _, tokenizer = open_folder(settings.init, settings.model)
+  plan = plan_rl(settings)
+  worker = _make_worker(plan, tokenizer, workdir)
+  tasks = tasks.admitted(worker)
+  monitor = HealthMonitor(settings.watch)
+  # The last refusal: from here on the workdir is this run's.
+  _claim(settings, tasks, worker, process_dir(workdir))
 
-  # --- Tasks to learn from, and others to watch the policy on.
-  tasks = select_tasks(settings.tasks)
-  dev_tasks = select_tasks(settings.dev.tasks(settings.tasks))
-  if is_first_process():
-    say(f"{describe_tasks(tasks)}; dev: {describe_tasks(dev_tasks)}")
+  with _open(plan, worker, tasks, workdir) as s:
+    first = int(s.state.step)
+    # Warnings before the checkpoint count, so that patience ends at the same step.
+    monitor.replay(s.own_dir, "rl", first)
+    numbers = range(first, algo.steps)
+    for step in traced(numbers, settings.log.profile, "rl", s.own_dir, offset=1):
+      # --- Roll out. A signal here saves the state before the step.
+      params = s.learner.policy(s.state, s.frozen)  # adapters merged
+      s.timer.lap("sync")
+      values = {}
+      with s.checkpoints.resumable(s.state, s.cursor):
+        if step % settings.dev.every == 0:
+          values["dev_accuracy"] = s.evaluate(params, step)
+        s.timer.lap("dev")
+        rollouts = s.collector.next(params, step)
+        s.timer.lap("other", **rollouts.spent)
 
-  # --- The model's architecture, and its worker; its weights come later. Rollouts may
-  # have dedicated devices; otherwise they use the learner's.
-  partitioner, rollout_partitioner = make_partitioners(
-    settings.mesh, rollout_tensor=rollout.tensor
+      # --- Learn. The old state is donated: a signal waits until there is a new one to
+      # save. Merged adapters are a copy of the model, and their memory is needed.
+      s.cursor = rollouts.cursor
+      del params
+      s.state, learned = s.learner(s.state, s.frozen, rollouts.groups)
+      _check_logp_diff(algo.guards, step, learned)
+      s.timer.lap("learn")
+
+      # --- Log, watch, save.
+      values |= learned
+      values |= figures.describe(rollouts)
+      values |= _speed(s.timer, rollouts, values, plan)
+      values |= s.goodput.after_step(values, output=values["generated_tokens"])
+      s.metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
+      if step == 0:
+        for line in _first_warnings(settings, rollouts, tasks.train, worker.grader):
+          s.metrics.warn(f"warning: step 1: {line}")
+      if step % algo.keep_every == 0:
+        name = f"step_{step:06d}.jsonl"
+        write_jsonl(os.path.join(s.own_dir, "trajectories", name), rollouts.own)
+      # After the line above: checkpointed steps are always logged.
+      monitor.update(step + 1, values, s.metrics.warn)
+      is_last = step + 1 == algo.steps or monitor.ends
+      s.checkpoints.reached(s.state, s.cursor, is_last)
+      # A group missing in the oldest checkpoint began up to `staleness` before.
+      worker.journal.forget(s.checkpoints.oldest - algo.sampling.staleness)
+      s.timer.lap("save")
+      monitor.raise_if_stopped(step + 1)
+    # --- Evaluate the new policy on `dev`'s tasks.
+    with s.checkpoints.resumable(s.state, s.cursor):
+      accuracy = s.evaluate(s.learner.policy(s.state, s.frozen), algo.steps)
+
+  # --- Write the model folder, and the run's results.
+  save_run(
+    workdir,
+    plan.cfg,
+    s.state.params["policy"],
+    s.frozen["base"],
+    settings.lora,
+    tokenizer,
+    settings.init,
+    Origin.of_run(read_origin_of(s.own_dir), algo.steps),
   )
-  processes.keep_to(partitioner.devices if settings.mesh.rollout else ())
-  cfg, tokenizer = open_folder(settings.init, settings.model)
-  _check_fit(settings, cfg, partitioner)
+  return _results(s.own_dir, algo.steps, accuracy, tasks.dropped)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tasks:
+  """A run's tasks.
+
+  Attributes:
+    train: to learn from.
+    dev: to watch the policy on.
+    dropped: numbers of tasks whose prompts are too long, for `results.json`.
+  """
+
+  train: Sequence[Task]
+  dev: Sequence[Task]
+  dropped: dict[str, int]
+
+  @classmethod
+  def read(cls, settings: RLConfig) -> _Tasks:
+    """Reads the config's tasks."""
+    train = select_tasks(settings.tasks)
+    dev = select_tasks(settings.dev.tasks(settings.tasks))
+    if is_first_process():
+      say(f"{describe_tasks(train)}; dev: {describe_tasks(dev)}")
+    return cls(train, dev, {})
+
+  def admitted(self, worker: RolloutWorker) -> _Tasks:
+    """Drops tasks too long for the worker, and refuses those that it can not grade."""
+    train = worker.admit(self.train)
+    dev = worker.admit(self.dev, "dev tasks")
+    worker.check([*train, *dev])
+    dropped = {
+      "dropped_tasks": len(self.train) - len(train),
+      "dropped_dev_tasks": len(self.dev) - len(dev),
+    }
+    return _Tasks(train, dev, dropped)
+
+
+def _make_worker(plan: RLPlan, tokenizer: Tokenizer, workdir: str) -> RolloutWorker:
+  """Makes the run's rollout worker; its weights come later."""
+  settings = plan.settings
+  processes.keep_to(plan.learner.devices if settings.mesh.rollout else ())
   own_dir = process_dir(workdir)
   other_dirs = other_process_dirs(workdir)
-  worker = make_worker(
-    cfg,
+  return make_worker(
+    plan.cfg,
     tokenizer,
-    rollout,
+    settings.rollout,
     settings.tools.tool_descriptions,
-    partitioner=rollout_partitioner,
+    partitioner=plan.rollouts,
     vllm=settings.vllm,
     grader=Grader(settings.reward.kept_in(own_dir), other_dirs),
     journal=ToolJournal(
       os.path.join(own_dir, "tool_calls"),
       [os.path.join(folder, "tool_calls") for folder in other_dirs],
     ),
-    policy_changes=sampling.staleness > 0,
+    policy_changes=settings.algo.sampling.staleness > 0,
   )
-  dropped = {"dropped_tasks": len(tasks), "dropped_dev_tasks": len(dev_tasks)}
-  tasks = worker.admit(tasks)
-  dev_tasks = worker.admit(dev_tasks, "dev tasks")
-  dropped["dropped_tasks"] -= len(tasks)
-  dropped["dropped_dev_tasks"] -= len(dev_tasks)
-  worker.check([*tasks, *dev_tasks])
-  task_sampler = make_task_sampler(
-    sampling.task_sampler,
-    tasks,
-    seed=rollout.seed,
-    steps=sampling.curriculum * algo.steps,
-  )
+
+
+def _claim(
+  settings: RLConfig, tasks: _Tasks, worker: RolloutWorker, own_dir: str
+) -> None:
+  """Records the run in its folder, or refuses another run's folder."""
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
-  monitor = HealthMonitor(settings.watch)
-  # The last refusal: from here on the workdir is this run's.
   prepare_workdir(
     settings,
     own_dir,
     may_change=_MAY_CHANGE,
-    inputs=_inputs(settings, [*tasks, *dev_tasks]),
+    inputs=_inputs(settings, [*tasks.train, *tasks.dev]),
     may_grow={"algo.steps": _extension_fault(settings)},
     origin={
       "dialects": [dataclasses.asdict(Dialect.of(dialect.variant, dialect.style))],
-      "max_len": rollout.max_len,
-      "seed": rollout.seed,
+      "max_len": settings.rollout.max_len,
+      "seed": settings.rollout.seed,
     },
   )
 
-  # --- Load the model, and build the learner.
-  cfg, params = load_model(settings.init, settings.model, partitioner)
-  learner = PolicyUpdate(
-    cfg,
-    loss=algo.loss,
-    batch=algo.batch,
-    optim=settings.optim,
-    lora_config=settings.lora,
-    partitioner=partitioner,
-    truncation=rollout.truncation,
-    steps=algo.steps,
-    prompts=sampling.prompts,
-    samples=sampling.samples,
-    temperature=sampling.temperature,
-    max_logp_diff=algo.guards.max_logp_diff,
-    constraint=worker.constraint,
-    allowed=on_device(worker.constraint),
-  )
-  state, frozen = learner.init(params, rollout.seed)
-  if settings.vllm is None:
-    policies = 2 if sampling.staleness else 1
-    kept = (state, frozen)
-    line = memory.budget_line(cfg, rollout, rollout_partitioner, kept, policies)
-    if line:
-      say(line)
 
-  # --- Open the run's resources, and resume an interrupted one.
+@contextlib.contextmanager
+def _open(
+  plan: RLPlan, worker: RolloutWorker, tasks: _Tasks, workdir: str
+) -> Iterator[_Session]:
+  """Loads the model, opens the run's resources, and resumes an interrupted run."""
+  settings = plan.settings
+  sampling = settings.algo.sampling
+  seed = settings.rollout.seed
+  own_dir = process_dir(workdir)
+
+  # --- The model, and the learner.
+  _, params = load_model(settings.init, settings.model, plan.learner)
+  learner = plan.make_update(worker.constraint, on_device(worker.constraint))
+  state, frozen = learner.init(params, seed)
+  del params  # their memory is needed
+  if line := plan.budget_line((state, frozen)):
+    say(line)
+
+  # --- Resources, in the order in which they are opened.
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), settings.checkpoint)
   toolbox = Toolbox(settings.tools)
   dev_toolbox = Toolbox(settings.dev.tools(settings.tools))
   with toolbox, dev_toolbox, worker.grader, worker, checkpoints:
+    # --- Resume.
     state, cursor = checkpoints.restore(state) or (state, {})
-    devices = count_devices(partitioner, rollout_partitioner)
-    log = resume_log(own_dir, "rl", int(state.step), workdir)
+    step = int(state.step)
+    devices = count_devices(plan.learner, plan.rollouts)
+    log = resume_log(own_dir, "rl", step, workdir)
     if is_first_process():
       say_what_changed(log, devices, jax.process_count())
-      drop_trajectories([own_dir, *other_dirs], int(state.step))
-    # Warnings before the checkpoint count, so that patience ends at the same step.
-    monitor.replay(own_dir, "rl", int(state.step))
+      drop_trajectories([own_dir, *other_process_dirs(workdir)], step)
+
+    # --- What plays the tasks, and the records.
+    task_sampler = make_task_sampler(
+      sampling.task_sampler,
+      tasks.train,
+      seed=seed,
+      steps=sampling.curriculum * settings.algo.steps,
+    )
     collector = RolloutCollector(
       worker,
       task_sampler,
       toolbox,
       sampling,
       has_reward_variance=functools.partial(has_mixed_answers, settings.reward.shaping),
-      steps=algo.steps,
-      seed=rollout.seed,
-      step=int(state.step),
+      steps=settings.algo.steps,
+      seed=seed,
+      step=step,
       cursor=cursor,
       until_done=checkpoints.until_done,
     )
-    evaluate = functools.partial(_accuracy, collector, dev_tasks, dev_toolbox)
-    timer = StepTimer()
     # All but the first process log only into their own folders.
     tracked = settings.log if own_dir == workdir else None
-    metrics = Metrics(own_dir, "rl", algo.steps, tracked=tracked)
+    metrics = Metrics(own_dir, "rl", settings.algo.steps, tracked=tracked)
     goodput = Goodput(log, read_begun(workdir), devices)
     with metrics, goodput, collector:
-      numbers = range(int(state.step), algo.steps)
-      for step in traced(numbers, settings.log.profile, "rl", own_dir, offset=1):
-        # --- Roll out. A signal here saves the state before the step.
-        params = learner.policy(state, frozen)  # adapters merged, as decoding wants it
-        timer.lap("sync")
-        values = {}
-        with checkpoints.resumable(state, cursor):
-          if step % settings.dev.every == 0:
-            values["dev_accuracy"] = evaluate(params, step)
-          timer.lap("dev")
-          rollouts = collector.next(params, step)
-          timer.lap("other", **rollouts.spent)
-
-        # --- Learn. The old state is donated: a signal waits until there is a new one
-        # to save. Merged adapters are a copy of the model, and their memory is needed.
-        cursor = rollouts.cursor
-        del params
-        state, learned = learner(state, frozen, rollouts.groups)
-        _check_logp_diff(algo.guards, step, learned)
-        timer.lap("learn")
-
-        # --- Log, watch, save.
-        values |= learned
-        values |= figures.describe(rollouts)
-        values |= _speed(timer, rollouts, values, settings, cfg, partitioner)
-        values |= goodput.after_step(values, output=values["generated_tokens"])
-        metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
-        if step == 0:
-          for line in _first_warnings(settings, rollouts, tasks, worker.grader):
-            metrics.warn(f"warning: step 1: {line}")
-        if step % algo.keep_every == 0:
-          name = f"step_{step:06d}.jsonl"
-          path = os.path.join(own_dir, "trajectories", name)
-          write_jsonl(path, rollouts.own)
-        # After the line above: checkpointed steps are always logged.
-        monitor.update(step + 1, values, metrics.warn)
-        is_last = step + 1 == algo.steps or monitor.ends
-        checkpoints.reached(state, cursor, is_last)
-        # A group missing in the oldest checkpoint began up to `staleness` before.
-        worker.journal.forget(checkpoints.oldest - sampling.staleness)
-        timer.lap("save")
-        monitor.raise_if_stopped(step + 1)
-      # --- Evaluate the new policy on `dev`'s tasks.
-      with checkpoints.resumable(state, cursor):
-        accuracy = evaluate(learner.policy(state, frozen), algo.steps)
-
-  # --- Write the model folder, and the run's results.
-  save_run(
-    workdir,
-    cfg,
-    state.params["policy"],
-    frozen["base"],
-    settings.lora,
-    tokenizer,
-    settings.init,
-    Origin.of_run(read_origin_of(own_dir), algo.steps),
-  )
-  return _results(own_dir, algo.steps, accuracy, dropped)
+      yield _Session(
+        learner=learner,
+        state=state,
+        frozen=frozen,
+        cursor=cursor,
+        collector=collector,
+        evaluate=functools.partial(_accuracy, collector, tasks.dev, dev_toolbox),
+        checkpoints=checkpoints,
+        metrics=metrics,
+        goodput=goodput,
+        timer=StepTimer(),
+        own_dir=own_dir,
+      )
 
 
 def _extension_fault(settings: RLConfig) -> str:
@@ -474,46 +382,6 @@ def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
     "dev.corpus": hash_files(settings.dev.corpus),
     "init": hash_files(settings.init, samples=16),
   }
-
-
-def _check_fit(settings: RLConfig, cfg: ModelConfig, partitioner: Partitioner) -> None:
-  """Refuses misfits of the model, the devices, the host or the processes."""
-  # --- The learner's memory, on the mesh and on each device.
-  batch = settings.algo.batch
-  sampling = settings.algo.sampling
-  partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
-  adapts = settings.lora is not None
-  sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, partitioner)
-
-  # --- The host's memory: all trajectories of a step.
-  groups = (
-    f"algo.sampling.prompts={sampling.prompts} of "
-    f"algo.sampling.samples={sampling.samples}"
-  )
-  trajectories = sampling.prompts * sampling.samples
-  capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
-
-  # --- The model's limits.
-  lora.check(cfg, settings.lora)
-  check_positions(settings.rollout, cfg, settings.init)
-  attention.check(cfg, partitioner, batch.length)
-
-  # --- Settings that would need processes to wait for each other.
-  if sampling.staleness and jax.process_count() > 1:
-    beside = "several processes and"
-    if settings.vllm:
-      raise ValueError(_hindrance(sampling, f"{beside} section vllm"))
-    if sampling.task_sampler != "uniform":
-      # A draw depends on the groups learnt by then.
-      sampler = f"algo.sampling.task_sampler={sampling.task_sampler!r}"
-      raise ValueError(_hindrance(sampling, f"{beside} {sampler}"))
-
-
-def _hindrance(sampling: SamplingConfig, what: str) -> str:
-  return (
-    f"algo.sampling.staleness={sampling.staleness} does not go with {what}; take 0 "
-    "(on-policy)"
-  )
 
 
 def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.ndarray:
@@ -559,23 +427,21 @@ def _speed(
   timer: StepTimer,
   rollouts: RolloutBatch,
   values: dict[str, float],
-  settings: RLConfig,
-  cfg: ModelConfig,
-  partitioner: Partitioner,
+  plan: RLPlan,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
   # The learner reads trajectories with a reward, once per epoch.
   lengths: list[int] = []
   for group in rollouts.groups:
     lengths += [t.num_tokens for t in group if t.reward is not None]
-  lengths *= settings.algo.batch.epochs
+  lengths *= plan.settings.algo.batch.epochs
   out = timer.flush(decode=values["generated_tokens"], learn=sum(lengths))
   return out | flops.utilisation(
-    cfg,
+    plan.cfg,
     lengths,
     out["seconds_learn"],
-    settings.lora is not None,
-    partitioner.mesh.size,
+    plan.settings.lora is not None,
+    plan.learner.mesh.size,
   )
 
 

@@ -6,7 +6,7 @@ import ml_collections
 import pytest
 
 from coa_jax.learner.algorithms import PRESETS, preset
-from coa_jax.rl import AlgoConfig
+from coa_jax.plan.rl import AlgoConfig
 from coa_jax.runtime.config import ConfigError, read_config
 
 

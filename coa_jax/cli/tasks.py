@@ -24,12 +24,12 @@ from absl import flags
 from coa_jax.cli.launch import run_program, start
 from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.data.tasks.task import Kind, Task
+from coa_jax.plan.rl import DevConfig
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.rewards.code.tests import read_tests
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rl import DevConfig
 from coa_jax.runtime.config import read_config
 from coa_jax.runtime.fields import section
 

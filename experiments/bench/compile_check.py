@@ -70,9 +70,9 @@ from jax.sharding import SingleDeviceSharding
 
 from coa_jax.cli.deploy.slices import read_slice
 from coa_jax.cli.launch import run_program, start, stop
+from coa_jax.plan.rl import RLConfig
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import markdown_table
-from coa_jax.rl import RLConfig
 from coa_jax.runtime.config import read_config
 from coa_jax.runtime.json_io import read_object
 from experiments.bench import program as bench

@@ -26,20 +26,19 @@ from coa_jax.cli.deploy.slices import Slice
 from coa_jax.learner import batch as batching
 from coa_jax.learner.state import TrainState, state_shardings
 from coa_jax.learner.update import PolicyUpdate
-from coa_jax.model import attention, cache, decode_params, lora
+from coa_jax.model import cache, decode_params
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.flops import products
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.kernels import ragged, triton
-from coa_jax.model.sharding import Partitioner, make_partitioners
+from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
-from coa_jax.rl import RLConfig
-from coa_jax.rollout import memory, sampler
+from coa_jax.plan.rl import RLConfig, plan_rl
+from coa_jax.rollout import sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
-from coa_jax.rollout.types import check_positions
 
 # States and classes of tokens of an automaton and of a grammar about as large as the
 # protocol's: no tokenizer is read.
@@ -139,9 +138,7 @@ def make_run(
   model: str = "",
   layers: int = 0,
 ) -> Run:
-  """Builds what a run on devices that are not at hand is made of.
-
-  budget: what `rl.run` builds, in its order.
+  """Builds what a run on devices that are not at hand is made of, by its plan.
 
   Args:
     settings: the config.
@@ -154,64 +151,32 @@ def make_run(
     ValueError, FileNotFoundError: the journey would refuse the run, or there is no such
       model.
   """
-  # --- The mesh, and the model.
-  tensor = settings.rollout.tensor
-  partitioner, rollouts = make_partitioners(settings.mesh, devices, tensor)
+  # --- The model, and the plan.
+  cfg = None
   if model:
     cfg = variant(model, **dataclasses.asdict(settings.model))
-  else:
-    cfg = load_config(settings.init, settings.model)
-    check_positions(settings.rollout, cfg, settings.init)
   if layers:
+    cfg = cfg or load_config(settings.init, settings.model)
     cfg = dataclasses.replace(cfg, layers=layers)
+  plan = plan_rl(settings, cfg, devices)
 
-  # --- What the journey checks, in its order.
-  algo = settings.algo
-  partitioner.check({**cfg.axes, "B": algo.batch.rows, "T": algo.batch.length})
-  lora.check(cfg, settings.lora)
-  attention.check(cfg, partitioner, algo.batch.length)
-  decoder = decode_params.architecture(cfg, partitioner)
-  rollouts = rollouts.decoding(tensor)
-  replicas = rollouts.replicas()
-  for replica in replicas:
-    replica.check(decoder.axes)
-
-  # --- What learns.
-  update = PolicyUpdate(
-    cfg,
-    loss=algo.loss,
-    batch=algo.batch,
-    optim=settings.optim,
-    lora_config=settings.lora,
-    partitioner=partitioner,
-    truncation=settings.rollout.truncation,
-    steps=algo.steps,
-    prompts=algo.sampling.prompts,
-    samples=algo.sampling.samples,
-    temperature=algo.sampling.temperature,
-    allowed=_grammar(cfg) if settings.rollout.constrain else None,
-  )
-  params = _placed(param_shapes(cfg), partitioner)
+  # --- What learns, as shapes.
+  grammar = _grammar(plan.cfg) if settings.rollout.constrain else None
+  update = plan.make_update(allowed=grammar)
+  params = _placed(param_shapes(plan.cfg), plan.learner)
   state, frozen = jax.eval_shape(functools.partial(update.init, seed=0), params)
-  where = state_shardings(state, partitioner, settings.optim.offload)
+  where = state_shardings(state, plan.learner, settings.optim.offload)
   state = _with_sharding(state, where)
-  frozen = _placed(frozen, partitioner)
-  budget = memory.cache_budget(
-    cfg,
-    settings.rollout,
-    rollouts,
-    (state, frozen),
-    policies=2 if algo.sampling.staleness else 1,
-    total=int(hbm),
-  )
+  frozen = _placed(frozen, plan.learner)
+  rollouts = plan.rollouts.decoding(settings.rollout.tensor)
   return Run(
     settings=settings,
-    cfg=cfg,
-    decoder=decoder,
-    learner=partitioner,
+    cfg=plan.cfg,
+    decoder=plan.decoder,
+    learner=plan.learner,
     rollouts=rollouts,
-    replica=replicas[0],
-    pages=budget.pages(settings.rollout),
+    replica=rollouts.replicas()[0],
+    pages=plan.cache_budget((state, frozen), int(hbm)).pages(settings.rollout),
     update=update,
     state=state,
     frozen=frozen,

@@ -18,7 +18,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import save_model
 from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.model.transformer import init_params
-from coa_jax.rl import RLConfig
+from coa_jax.plan.rl import RLConfig
 from coa_jax.runtime.config import read_config
 from configs import rl_qwen
 from experiments.bench import compile_check, gpus, hlo_text, hlo_work, run_programs

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from coa_jax.cli.config_help import explain, list_fields
-from coa_jax.rl import RLConfig
+from coa_jax.plan.rl import RLConfig
 from coa_jax.runtime.config import ConfigError
 from experiments.config_reference import CONFIGS, reference
 

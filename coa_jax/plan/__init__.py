@@ -1,0 +1,1 @@
+"""Plans of training runs: everything decided before anything is allocated."""

@@ -1,0 +1,314 @@
+"""The plan of an RL run: its config, meshes, architectures and refusals.
+
+Making one allocates nothing: `experiments.bench.compile_check` plans for devices that
+are not at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from coa_jax.data.tasks.sources import TasksConfig
+from coa_jax.learner.algorithms import (
+  GROUP_ADVANTAGES,
+  BatchConfig,
+  GuardConfig,
+  LossConfig,
+)
+from coa_jax.learner.checkpoint import CheckpointConfig
+from coa_jax.learner.optim import OptimConfig
+from coa_jax.learner.update import PolicyUpdate
+from coa_jax.model import attention, decode_params, lora, sizes
+from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model.distribution import TokenMask
+from coa_jax.model.hf.io import load_config
+from coa_jax.model.lora import LoraConfig
+from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioners
+from coa_jax.protocol.grammar.automaton import Constraint
+from coa_jax.report.health import WatchConfig
+from coa_jax.report.tracking import LogConfig
+from coa_jax.rewards.grader import RewardConfig
+from coa_jax.rollout import memory
+from coa_jax.rollout.types import RolloutConfig, SamplingConfig, check_positions
+from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.runtime import capacity
+from coa_jax.runtime.fields import bounded, check_fields, section
+from coa_jax.tools.toolbox import ToolsConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgoConfig:
+  """Config section `algo`.
+
+  Attributes:
+    steps: batches of rollouts to learn from. A larger number extends a workdir's run if
+      optim.schedule is constant and no curriculum is spread over it.
+    keep_every: steps between two dumps of all trajectories of a step.
+    sampling: a step's rollouts.
+    loss: its loss.
+    batch: number and shape of its updates.
+    guards: stop conditions.
+  """
+
+  steps: int = bounded(least=1)
+  keep_every: int = bounded(20, least=1)
+  sampling: SamplingConfig = section(SamplingConfig)
+  loss: LossConfig = section(LossConfig)
+  batch: BatchConfig = section(BatchConfig)
+  guards: GuardConfig = section(GuardConfig)
+
+  def __post_init__(self):
+    check_fields(self)
+    samples = self.sampling.samples
+    by_group = self.loss.advantage in GROUP_ADVANTAGES
+    if samples < 2 and (by_group or self.sampling.filter_groups):
+      raise ValueError(
+        f"sampling.samples is {samples}; it must be at least 2, for an advantage "
+        "compares a group (or take loss.advantage reinforce++ or gae, and "
+        "sampling.filter_groups=False)"
+      )
+    # Without it, PPO's bounds are around a policy several updates away: at 4 of them
+    # AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
+    # blog/AReaL_v0_3.md, table 3).
+    staleness = self.sampling.staleness
+    if staleness and not self.loss.is_clip:
+      raise ValueError(
+        f"sampling.staleness={staleness} needs loss.is_clip above 0, such as 2.0: "
+        "stale tokens are then weighted by p_now / p_sampled (decoupled PPO)"
+      )
+    if staleness and self.guards.max_logp_diff_share < 1:
+      raise ValueError(
+        f"guards.max_logp_diff_share is {self.guards.max_logp_diff_share}: it compares "
+        "sampler and learner of one policy; with sampling.staleness above 0 they are "
+        "not, so leave it at 1"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class DevConfig:
+  """Config section `dev`: greedy evaluation during training, on its own tasks.
+
+  Attributes:
+    every: updates between two evaluations.
+    uri: tasks, as `tasks.uri`; `fields`, `kind` and `source` of `tasks` hold here, too.
+    limit: tasks of it.
+    corpus: pages for its tasks; the training corpus if None.
+  """
+
+  every: int = bounded(least=1)
+  uri: str
+  limit: int = bounded(64, least=1)
+  corpus: str | None = None
+
+  def __post_init__(self):
+    check_fields(self)
+
+  def tasks(self, tasks: TasksConfig) -> TasksConfig:
+    """Returns dev tasks, read like training tasks."""
+    return TasksConfig(
+      self.uri,
+      self.limit,
+      fields=tasks.fields,
+      kind=tasks.kind,
+      source=tasks.source,
+      attachments=tasks.attachments,
+    )
+
+  def tools(self, tools: ToolsConfig) -> ToolsConfig:
+    """Returns the training tools, over the dev tasks' pages."""
+    return dataclasses.replace(tools, corpus=self.corpus or tools.corpus)
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+  """Config of RL: its sections.
+
+  Attributes:
+    init: the model folder to start from.
+    algo: rollouts and learning.
+    tasks: to learn from.
+    dev: tasks to evaluate on meanwhile.
+    model: loading options of the folder.
+    lora: adapters, as in SFT; None trains the whole model.
+    mesh: use of the devices.
+    optim: the optimizer.
+    rollout: options of playing a trajectory.
+    vllm: the sampling server; None for our own sampler.
+    tools: the policy's tools.
+    reward: the reward of an answer.
+    checkpoint: schedule of saving the state.
+    log: other destinations of metrics.
+    watch: metrics for a warning, or the run's end.
+  """
+
+  init: str
+  algo: AlgoConfig
+  tasks: TasksConfig
+  dev: DevConfig
+  model: LoadConfig = section(LoadConfig)
+  lora: LoraConfig | None = None
+  mesh: MeshConfig = section(MeshConfig)
+  optim: OptimConfig = section(OptimConfig)
+  rollout: RolloutConfig = section(RolloutConfig)
+  vllm: VllmConfig | None = None
+  tools: ToolsConfig = section(ToolsConfig)
+  reward: RewardConfig = section(RewardConfig)
+  checkpoint: CheckpointConfig = section(CheckpointConfig)
+  log: LogConfig = section(LogConfig)
+  watch: WatchConfig = section(WatchConfig)
+
+  def __post_init__(self):
+    if not self.init:
+      raise ValueError("config lacks field 'init'")
+    length = self.algo.batch.length
+    if length < self.rollout.max_len:
+      raise ValueError(
+        f"algo.batch.length={length} is shorter than rollout.max_len="
+        f"{self.rollout.max_len}: a trajectory must fit a row"
+      )
+    if self.vllm and self.mesh.rollout:
+      raise ValueError(
+        f"mesh.rollout={self.mesh.rollout} gives devices to our own sampler, and with "
+        "section vllm the server samples: take 0"
+      )
+    # Rollouts then run beside the learner: on the same devices, their programs could
+    # deadlock if both communicate between devices.
+    tensor = self.rollout.tensor or self.mesh.tensor
+    if self.algo.sampling.staleness and tensor > 1 and not self.mesh.rollout:
+      raise ValueError(
+        _hindrance(
+          self.algo.sampling,
+          f"replicas of {tensor} devices (rollout.tensor; mesh.tensor where that is 0) "
+          "unless mesh.rollout gives them devices of their own",
+        )
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class RLPlan:
+  """An RL run's meshes and architectures.
+
+  Attributes:
+    settings: its config.
+    cfg: the architecture as it learns.
+    decoder: the architecture as it decodes.
+    learner: the learner's mesh.
+    rollouts: the mesh of the rollouts' devices, the learner's or dedicated ones.
+  """
+
+  settings: RLConfig
+  cfg: ModelConfig
+  decoder: ModelConfig
+  learner: Partitioner
+  rollouts: Partitioner
+
+  def make_update(
+    self, constraint: Constraint | None = None, allowed: TokenMask | None = None
+  ) -> PolicyUpdate:
+    """Builds the learner; `constraint` is the grammar, `allowed` its device tables."""
+    settings = self.settings
+    algo = settings.algo
+    return PolicyUpdate(
+      self.cfg,
+      loss=algo.loss,
+      batch=algo.batch,
+      optim=settings.optim,
+      lora_config=settings.lora,
+      partitioner=self.learner,
+      truncation=settings.rollout.truncation,
+      steps=algo.steps,
+      prompts=algo.sampling.prompts,
+      samples=algo.sampling.samples,
+      temperature=algo.sampling.temperature,
+      max_logp_diff=algo.guards.max_logp_diff,
+      constraint=constraint,
+      allowed=allowed,
+    )
+
+  def cache_budget(self, state: Any, total: int) -> memory.CacheBudget:
+    """Counts a decoding device's bytes; see `memory.cache_budget`."""
+    return memory.cache_budget(
+      self.cfg, self.settings.rollout, self.rollouts, state, self._policies, total
+    )
+
+  def budget_line(self, state: Any) -> str:
+    """Describes the devices' memory; see `memory.budget_line`."""
+    if self.settings.vllm:
+      return ""
+    return memory.budget_line(
+      self.cfg, self.settings.rollout, self.rollouts, state, self._policies
+    )
+
+  @property
+  def _policies(self) -> int:
+    """Counts the decode parameters held at once."""
+    return 2 if self.settings.algo.sampling.staleness else 1
+
+
+def plan_rl(
+  settings: RLConfig,
+  cfg: ModelConfig | None = None,
+  devices: list[jax.Device] | None = None,
+) -> RLPlan:
+  """Plans a run, and refuses one that can not work.
+
+  Args:
+    settings: its config.
+    cfg: an architecture in place of the folder's.
+    devices: all of the run, if they are not at hand; None for this machine's.
+
+  Raises:
+    ValueError, FileNotFoundError: the config does not fit the model, the devices, the
+      memory or the number of processes.
+  """
+  batch = settings.algo.batch
+  sampling = settings.algo.sampling
+  tensor = settings.rollout.tensor
+  learner, rollouts = make_partitioners(settings.mesh, devices, tensor)
+  if cfg is None:
+    cfg = load_config(settings.init, settings.model)
+    check_positions(settings.rollout, cfg, settings.init)
+
+  # --- The learner's memory, on the mesh and on each device.
+  learner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
+  if devices is None:
+    adapts = settings.lora is not None
+    sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, learner)
+
+    # --- The host's memory: all trajectories of a step.
+    groups = (
+      f"algo.sampling.prompts={sampling.prompts} of "
+      f"algo.sampling.samples={sampling.samples}"
+    )
+    trajectories = sampling.prompts * sampling.samples
+    capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
+
+  # --- The model's limits.
+  lora.check(cfg, settings.lora)
+  attention.check(cfg, learner, batch.length)
+  decoder = decode_params.architecture(cfg, rollouts)
+  if settings.vllm is None:
+    for replica in rollouts.decoding(tensor).replicas():
+      replica.check(decoder.axes)
+
+  # --- Settings that would need processes to wait for each other.
+  processes = len({device.process_index for device in learner.devices})
+  if sampling.staleness and processes > 1:
+    beside = "several processes and"
+    if settings.vllm:
+      raise ValueError(_hindrance(sampling, f"{beside} section vllm"))
+    if sampling.task_sampler != "uniform":
+      # A draw depends on the groups learnt by then.
+      sampler = f"algo.sampling.task_sampler={sampling.task_sampler!r}"
+      raise ValueError(_hindrance(sampling, f"{beside} {sampler}"))
+  return RLPlan(settings, cfg, decoder, learner, rollouts)
+
+
+def _hindrance(sampling: SamplingConfig, what: str) -> str:
+  return (
+    f"algo.sampling.staleness={sampling.staleness} does not go with {what}; take 0 "
+    "(on-policy)"
+  )
