@@ -22,11 +22,9 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax.learner import log_probs
-from coa_jax.learner.batch import Batch, fits
-from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
+from coa_jax.learner.batch import fits
+from coa_jax.learner.checkpoint import Checkpoints
 from coa_jax.learner.dataset import Dataset, Micro, check_ids
-from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.sources import (
   Source,
   check_sources,
@@ -34,23 +32,18 @@ from coa_jax.learner.sources import (
   read_sources,
   validation_order,
 )
-from coa_jax.learner.state import Learner, SumLoss, init_state
-from coa_jax.model import attention, flops, lora, sizes
-from coa_jax.model.config import LoadConfig, ModelConfig
-from coa_jax.model.hf.config import to_hf_config
+from coa_jax.model import flops, lora
+from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
-from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import (
-  MeshConfig,
   Partitioner,
   count_devices,
   is_first_process,
-  make_partitioner,
   process_dir,
 )
 from coa_jax.model.transformer import count_params, init_params
-from coa_jax.model.variants import variant
+from coa_jax.plan.sft import DataConfig, SFTConfig, SFTPlan, plan_sft
 from coa_jax.protocol import roles
 from coa_jax.protocol.origin import Origin, dialects_of_data
 from coa_jax.protocol.tokenizer_training import train_tokenizer
@@ -66,10 +59,7 @@ from coa_jax.report.metrics import (
 from coa_jax.report.profiling import traced
 from coa_jax.report.restarts import Goodput, say_what_changed
 from coa_jax.report.timers import StepTimer, phase_seconds
-from coa_jax.report.tracking import LogConfig
-from coa_jax.runtime import capacity
 from coa_jax.runtime.config import read_config
-from coa_jax.runtime.fields import bounded, check_fields, section
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.lock import exclusive
 from coa_jax.runtime.manifest import derive
@@ -87,105 +77,11 @@ _SOURCES = "sources.json"  # trajectories of each file, in the folder of tokens
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-  """Config section `data` of SFT.
-
-  Attributes:
-    trajectories: the training data: a file of trajectories from `distill` or
-      `import_traces`; or several, with globs and weights:
-      "a.jsonl,runs/*.jsonl,b.jsonl=2" sees b.jsonl's twice in an epoch, and
-      "c.jsonl=0.5" every other one of c.jsonl.
-    steps: updates; 0 writes the initial model. A larger number extends a workdir's run
-      if optim.schedule is constant.
-    rows: rows per micro-batch.
-    length: T, tokens per row; longer trajectories are left out and counted.
-    micro_batches: micro-batches per update.
-    validation: trajectories kept out of training for the validation loss.
-    validate_every: updates between two validation losses; 0 for only one at the end.
-    vocab_size: the vocabulary of the tokenizer trained on the trajectories, if `init`
-      is empty.
-    seed: of the order of the data and of fresh parameters.
-  """
-
-  trajectories: str
-  steps: int = bounded(least=0)
-  rows: int = bounded(16, least=1)
-  length: int = bounded(256, least=1)
-  micro_batches: int = bounded(1, least=1)
-  validation: int = bounded(128, least=0)
-  validate_every: int = bounded(50, least=0)
-  vocab_size: int = 1344
-  seed: int = bounded(0, least=0, below=2**32)
-
-  def __post_init__(self):
-    check_fields(self)
-
-
-def read_model(
-  model: Mapping[str, Any], config: Mapping[str, Any]
-) -> LoadConfig | ModelConfig:
-  """Reads section `model`: loading options of `init`, or an architecture without it.
-
-  An architecture may begin with a published one: `variant` is a name in
-  `variants.VARIANTS`. Its vocabulary is the tokenizer's, which comes later.
-
-  Args:
-    model: the section.
-    config: the whole config, for its `init`.
-
-  Raises:
-    ConfigError, ValueError: it can not be used, or not be written in the end.
-  """
-  # --- A folder's own architecture, and its loading options.
-  if config.get("init"):
-    return read_config(model, LoadConfig, "model")
-
-  # --- A published architecture, some of its fields changed; or one field by field.
-  fields = {"vocab_size": 1}
-  overrides = dict(model)
-  name = overrides.pop("variant", "")
-  if name:
-    fields = dataclasses.asdict(variant(name))
-  cfg = read_config(fields | overrides, ModelConfig, "model")
-  to_hf_config(cfg)  # which refuses an unwritable architecture
-  return cfg
-
-
-@dataclasses.dataclass(frozen=True)
-class SFTConfig:
-  """Config of SFT: its sections.
-
-  Attributes:
-    data: the training data.
-    init: a model folder to start from, or empty for fresh parameters and a tokenizer
-      trained on the data.
-    model: see `read_model`.
-    lora: adapters: `workdir/adapter` holds them in peft's format, and `workdir/model`
-      the model with them merged. None trains the whole model.
-    mesh: use of the devices.
-    optim: the optimizer.
-    checkpoint: schedule of saving the state.
-    log: other destinations of metrics.
-  """
-
-  data: DataConfig
-  init: str | None = ""
-  model: LoadConfig | ModelConfig = dataclasses.field(
-    default_factory=LoadConfig, metadata={"read": read_model}
-  )
-  lora: LoraConfig | None = None
-  mesh: MeshConfig = section(MeshConfig)
-  optim: OptimConfig = section(OptimConfig)
-  checkpoint: CheckpointConfig = section(CheckpointConfig)
-  log: LogConfig = section(LogConfig)
-
-
 @exclusive(process_dir)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains; writes `workdir/model` (a Hugging Face folder) and `results.json`.
 
-  budget: a journey is one page.
+  budget: a stage is one page.
 
   Args:
     config: as `SFTConfig` says.
@@ -203,36 +99,24 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ValueError: the loss is not finite; nothing is saved after that.
     Interrupted: SIGTERM or SIGINT came; the run's position is saved.
   """
-  # --- Read the config, and claim the workdir.
+  # --- Plan: read the config and the sources, refuse faults, and claim the workdir.
   settings = read_config(config, SFTConfig)
   data = settings.data
   init = settings.init or ""
-  lora_config = settings.lora
-  partitioner = make_partitioner(settings.mesh)
   sources = read_sources(data.trajectories)
   num_rows = check_sources(sources)
-  dialects = dialects_of_data(*(source.path for source in sources))
+  tokenizer = None
+  if isinstance(settings.model, LoadConfig):
+    _, tokenizer = open_folder(init, settings.model)
+  plan = plan_sft(settings)
   own_dir = process_dir(workdir)
-  inputs = {
-    "data.trajectories": _hash(sources),
-    "init": hash_files(init, samples=16),
-  }
-  prepare_workdir(
-    settings,
-    own_dir,
-    may_change=_MAY_CHANGE,
-    inputs=inputs,
-    scratch_dirs=("tokenizer", "data"),
-    may_grow={"data.steps": settings.optim.extension_fault},
-    origin={
-      "dialects": [dataclasses.asdict(each) for each in dialects],
-      "max_len": data.length,
-      "seed": data.seed,
-    },
-  )
+  _claim(settings, sources, own_dir)
 
   # --- Tokenize the data; it stays on disk.
-  cfg, tokenizer = _architecture(settings, sources, own_dir, partitioner)
+  if tokenizer is None:
+    tokenizer = _trained_tokenizer(data, sources, own_dir)
+  plan = plan.fitted(tokenizer)
+  cfg = plan.cfg
   dataset, num_of_source = _dataset(
     data, sources, tokenizer, cfg.vocab_size, own_dir, num_rows
   )
@@ -246,18 +130,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   # --- Load the model, or make a fresh one.
   if isinstance(settings.model, LoadConfig):
-    _, params = load_model(init, settings.model, partitioner)
+    _, params = load_model(init, settings.model, plan.partitioner)
   else:
-    params = init_params(cfg, data.seed, partitioner)
+    params = init_params(cfg, data.seed, plan.partitioner)
 
   # --- The learner: a jitted loss and an optimizer over the trained parameters.
-  trained, frozen = lora.split(cfg, params, lora_config, data.seed, partitioner)
-  loss = _loss(cfg, lora_config, partitioner)
-  optimizer = make_optimizer(settings.optim, data.steps)
-  offload = settings.optim.offload
-  learner = Learner(loss, optimizer, partitioner, offload)
-  mean_loss = functools.partial(_mean_loss, jax.jit(loss), partitioner)
-  state = init_state(trained, optimizer, partitioner, offload)
+  trained, frozen = lora.split(cfg, params, settings.lora, data.seed, plan.partitioner)
+  learner, loss = plan.make_learner()
+  mean_loss = functools.partial(_mean_loss, jax.jit(loss), plan.partitioner)
+  state = learner.init(trained)
 
   # --- Resume an interrupted run.
   folder = os.path.join(workdir, "checkpoints")
@@ -266,7 +147,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     if restored:
       state, _ = restored
     first = int(state.step)
-    devices = count_devices(partitioner)
+    devices = count_devices(plan.partitioner)
     log = resume_log(own_dir, "sft", first, workdir)
     if is_first_process():
       say_what_changed(log, devices, jax.process_count())
@@ -276,7 +157,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       train,
       size=data.rows,
       length=data.length,
-      partitioner=partitioner,
+      partitioner=plan.partitioner,
       seed=data.seed,
       first=first * data.micro_batches,
     )
@@ -304,13 +185,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         is_due = data.validate_every and step % data.validate_every == 0
         if is_due or is_last:
           batches = dataset.once(
-            validation, size=data.rows, length=data.length, partitioner=partitioner
+            validation, size=data.rows, length=data.length, partitioner=plan.partitioner
           )
           values["validation_loss"] = mean_loss(state.params, frozen, batches)
           timer.lap("eval")
 
         # --- Log and save.
-        values |= _speed(timer, cfg, lora_config, partitioner, micro)
+        values |= _speed(timer, plan, micro)
         values |= goodput.after_step(values)
         metrics.log(step, values, f"loss {values['loss']:.3f}")
         checkpoints.reached(state, {}, is_last)
@@ -319,7 +200,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # --- Write the model folder, and the run's results.
   origin = Origin.of_run(read_origin_of(own_dir), data.steps)
   params = save_run(
-    workdir, cfg, state.params, frozen, lora_config, tokenizer, init, origin
+    workdir, cfg, state.params, frozen, settings.lora, tokenizer, init, origin
   )
   results = {
     "steps": data.steps,
@@ -487,13 +368,7 @@ def _divide(
   return train, validation, left_out
 
 
-def _speed(
-  timer: StepTimer,
-  cfg: ModelConfig,
-  lora_config: LoraConfig | None,
-  partitioner: Partitioner,
-  micro: list[Micro],
-) -> dict[str, float]:
+def _speed(timer: StepTimer, plan: SFTPlan, micro: list[Micro]) -> dict[str, float]:
   """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
   lengths: list[int] = []
   for m in micro:
@@ -501,11 +376,11 @@ def _speed(
   tokens = sum(lengths)
   out = {"tokens": tokens, **timer.flush(step=tokens)}
   return out | flops.utilisation(
-    cfg,
+    plan.cfg,
     lengths,
     out["seconds_step"],
-    lora_config is not None,
-    partitioner.mesh.size,
+    plan.settings.lora is not None,
+    plan.partitioner.mesh.size,
   )
 
 
@@ -517,61 +392,40 @@ def _logged(workdir: str) -> dict[str, Any]:
   return {"tokens_per_second": rate, **last, **phase_seconds(log)}
 
 
-def _loss(
-  cfg: ModelConfig, lora_config: LoraConfig | None, partitioner: Partitioner
-) -> SumLoss:
-  def loss(
-    trained: Any, frozen: Any, batch: Batch
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    params = lora.assemble(trained, frozen, lora_config)
-    return log_probs.cross_entropy(cfg, params, batch, partitioner), {}
-
-  return loss
-
-
-def with_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-  """Returns the whole architecture of a model trained from scratch.
-
-  Rounded up, so that the embedding splits over any usual number of devices.
-  """
-  return dataclasses.replace(cfg, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
-
-
-def _architecture(
-  settings: SFTConfig,
-  sources: Sequence[Source],
-  workdir: str,
-  partitioner: Partitioner,
-) -> tuple[ModelConfig, Tokenizer]:
-  """Of the model to start from, and its tokenizer; they fit together and the mesh."""
-  # --- The folder's own; or a tokenizer of the data, and as many rows as it has ids.
+def _claim(settings: SFTConfig, sources: Sequence[Source], own_dir: str) -> None:
+  """Records the run in its folder, or refuses another run's folder."""
   data = settings.data
-  if isinstance(settings.model, LoadConfig):
-    cfg, tokenizer = open_folder(settings.init, settings.model)
-    _check_sizes(cfg, settings, partitioner)
-  else:
-    # Before a tokenizer is trained: with the vocabulary that it may come to.
-    largest = dataclasses.replace(settings.model, vocab_size=data.vocab_size)
-    _check_sizes(largest, settings, partitioner)
-    folder = os.path.join(workdir, "tokenizer")
+  dialects = dialects_of_data(*(source.path for source in sources))
+  prepare_workdir(
+    settings,
+    own_dir,
+    may_change=_MAY_CHANGE,
+    inputs={
+      "data.trajectories": _hash(sources),
+      "init": hash_files(settings.init or "", samples=16),
+    },
+    scratch_dirs=("tokenizer", "data"),
+    may_grow={"data.steps": settings.optim.extension_fault},
+    origin={
+      "dialects": [dataclasses.asdict(each) for each in dialects],
+      "max_len": data.length,
+      "seed": data.seed,
+    },
+  )
 
-    def train(unfinished: str) -> None:
-      texts = itertools.chain(*(_texts(source.path) for source in sources))
-      train_tokenizer(texts, data.vocab_size).save(unfinished)
 
-    derive(folder, train, data.trajectories)
-    tokenizer = Tokenizer.load(folder)
-    cfg = with_vocabulary(settings.model, tokenizer)
+def _trained_tokenizer(
+  data: DataConfig, sources: Sequence[Source], workdir: str
+) -> Tokenizer:
+  """Trains a tokenizer on the data; an interrupted run has it already."""
+  folder = os.path.join(workdir, "tokenizer")
 
-  # --- The two fit together, the mesh and the kernel.
-  if tokenizer.vocab_size > cfg.vocab_size:
-    raise ValueError(
-      f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
-      f"{cfg.vocab_size} rows; the folder's config.json and tokenizer.json differ"
-    )
-  partitioner.check({**cfg.axes, "B": data.rows, "T": data.length}, "data")
-  attention.check(cfg, partitioner, data.length)
-  return cfg, tokenizer
+  def train(unfinished: str) -> None:
+    texts = itertools.chain(*(_texts(source.path) for source in sources))
+    train_tokenizer(texts, data.vocab_size).save(unfinished)
+
+  derive(folder, train, data.trajectories)
+  return Tokenizer.load(folder)
 
 
 def _texts(path: str) -> Iterator[str]:
@@ -579,20 +433,6 @@ def _texts(path: str) -> Iterator[str]:
   for trajectory in iter_trajectories(path):
     for segment in trajectory.segments:
       yield segment.text
-
-
-def _check_sizes(
-  cfg: ModelConfig, settings: SFTConfig, partitioner: Partitioner
-) -> None:
-  """Refuses data and models larger than the memory."""
-  data = settings.data
-  adapts = settings.lora is not None
-  sizes.check_training(cfg, "data", data.rows, data.length, adapts, partitioner)
-  # The host makes all micro-batches of an update before the first is used.
-  tokens = data.micro_batches * data.rows * data.length
-  fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
-  capacity.check_host({fields: tokens * sizes.TOKEN})
-  lora.check(cfg, settings.lora)
 
 
 def _mean_loss(

@@ -13,7 +13,7 @@ from coa_jax.cli.synthesize import SynthesizeConfig
 from coa_jax.distill import DistillConfig
 from coa_jax.evaluate import EvaluateConfig
 from coa_jax.plan.rl import RLConfig
-from coa_jax.sft import SFTConfig
+from coa_jax.plan.sft import SFTConfig
 
 CONFIGS = {
   "distill": DistillConfig,

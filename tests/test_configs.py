@@ -15,8 +15,8 @@ from coa_jax.cli.synthesize import SynthesizeConfig
 from coa_jax.distill import DistillConfig
 from coa_jax.evaluate import EvaluateConfig
 from coa_jax.plan.rl import RLConfig
+from coa_jax.plan.sft import SFTConfig
 from coa_jax.runtime.config import as_json, fill_defaults, read_config
-from coa_jax.sft import SFTConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("[!_]*.py"))

@@ -239,7 +239,7 @@ def unknown_flags(text: str) -> list[str]:
 def known_field(path: str) -> bool:
   """Whether SECTION or SECTION.FIELD of a config is known, at any depth."""
   names = path.split(".")
-  # `model.variant` begins from a published architecture (sft.read_model), and
+  # `model.variant` begins from a published architecture (plan.sft.read_model), and
   # --config.help explains the others.
   if path in ("init", "help", "model.variant"):
     return True

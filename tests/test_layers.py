@@ -59,6 +59,7 @@ LOWEST = {
 }
 for room in set(BELOW) - LOWEST:
   BELOW[room] |= LOWEST
+BELOW["plan"] = set(BELOW)
 for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
 BELOW["cli"] = set(BELOW)  # the only room with flags, which nothing below imports

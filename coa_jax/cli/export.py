@@ -39,13 +39,13 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
 
   budget: the way from a checkpoint to a model folder.
   """
-  from coa_jax import sft
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.folder import save_run
   from coa_jax.model.hf.io import load_config, load_model
   from coa_jax.model.transformer import init_params
+  from coa_jax.plan.sft import DataConfig, read_model, with_vocabulary
   from coa_jax.protocol.origin import Origin
   from coa_jax.protocol.tokens import Tokenizer
   from coa_jax.runtime.config import read_config
@@ -75,16 +75,16 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   lora_config = None
   if config.get("lora"):
     lora_config = read_config(config["lora"], lora.LoraConfig, "lora")
-  load = sft.read_model(config.get("model") or {}, config)
+  load = read_model(config.get("model") or {}, config)
 
   # --- The initial model: drawn by the run, or read.
   init = config.get("init") or ""
   base = None  # needed only with adapters
   tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
   if isinstance(load, ModelConfig):  # a model drawn by the run itself
-    cfg = sft.with_vocabulary(load, tokenizer)
+    cfg = with_vocabulary(load, tokenizer)
     if lora_config:
-      data = read_config(config.get("data"), sft.DataConfig, "data")
+      data = read_config(config.get("data"), DataConfig, "data")
       base = init_params(cfg, data.seed)
   else:
     # Nothing is computed with it, so the kernel may be another machine's.

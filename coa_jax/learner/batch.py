@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
-from coa_jax.protocol.grammar.automaton import Constraint
+from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 Array = np.ndarray | jax.Array

@@ -99,13 +99,19 @@ class Learner:
 
     With `offload` it takes and returns states as `init_state` makes them with it.
     """
+    self._optimizer = optimizer
     self._partitioner = partitioner
+    self._offload = offload
     self.most = 1  # the compiled step's micro-batches
     step = functools.partial(_step, loss, optimizer, partitioner, offload)
     self.jitted = jax.jit(step, donate_argnums=0)
     # On a CPU it is quick.
     self.compiles_ahead = partitioner.platform != "cpu"
     self._compiled_for = 0  # micro-batches
+
+  def init(self, params: Any) -> TrainState:
+    """Makes the state at step 0 of these parameters; see `init_state`."""
+    return init_state(params, self._optimizer, self._partitioner, self._offload)
 
   @functools.partial(jax.profiler.annotate_function, name="update")
   def step(

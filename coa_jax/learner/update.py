@@ -22,14 +22,14 @@ from coa_jax.learner import advantages, log_probs, policy_loss, surrogates
 from coa_jax.learner.algorithms import BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig, make_optimizer, side_by_side
-from coa_jax.learner.state import Learner, TrainState, init_state
+from coa_jax.learner.state import Learner, TrainState
 from coa_jax.model import lora
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask, Truncation
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import used
-from coa_jax.protocol.grammar.automaton import Constraint
+from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.protocol.trajectory import Trajectory
 
 Group = Sequence[Trajectory]
@@ -86,7 +86,6 @@ class PolicyUpdate:
     self._truncation = truncation
     self._constraint = constraint
     self._allowed = allowed
-    self._offload = optim.offload
 
     # --- One optimizer for each network, side by side. The schedule counts updates; a
     # step makes several.
@@ -95,12 +94,10 @@ class PolicyUpdate:
     if loss.has_critic:
       critic = dataclasses.replace(optim, name="adamw", lr=loss.critic_lr)
       optimizers["critic"] = make_optimizer(critic, updates)
-    self._optimizer = side_by_side(optimizers)
 
     # --- The step, with room for an update with one trajectory per row.
-    self._learner = Learner(
-      self._total_loss, self._optimizer, partitioner, self._offload
-    )
+    optimizer = side_by_side(optimizers)
+    self._learner = Learner(self._total_loss, optimizer, partitioner, optim.offload)
     groups = -(-prompts // batch.minibatches)
     self._learner.reserve(-(-groups * samples // batch.rows))
     # The host reads scores to make advantages of them: a process its own rows, whole.
@@ -138,7 +135,7 @@ class PolicyUpdate:
         "trunk": jax.tree.map(jnp.copy, trunk),
         "value_head": jnp.zeros((self._cfg.width, 1)),
       }
-    state = init_state(trained, self._optimizer, self._partitioner, self._offload)
+    state = self._learner.init(trained)
     return state, {"base": base, "reference": reference}
 
   def policy(self, state: TrainState, frozen: Any) -> Any:

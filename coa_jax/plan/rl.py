@@ -27,7 +27,7 @@ from coa_jax.model.distribution import TokenMask
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioners
-from coa_jax.protocol.grammar.automaton import Constraint
+from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.report.health import WatchConfig
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import RewardConfig

@@ -18,7 +18,7 @@ import numpy as np
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
-from coa_jax.protocol.grammar.automaton import Automaton, Constraint
+from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import programs, sampler, slot_cache
 from coa_jax.rollout.slot_cache import Prefill, SlotCache

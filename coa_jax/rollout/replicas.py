@@ -14,7 +14,7 @@ import jax
 from coa_jax.model import decode_params
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
-from coa_jax.protocol.grammar.automaton import Automaton, Constraint
+from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.rollout.device_loop import DeviceLoop
 from coa_jax.rollout.pool import ReplicaThreads
 from coa_jax.rollout.scheduler import Scheduler

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol.grammar.automaton import Automaton, Constraint
+from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout.slot_cache import OnHost, Prefill
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings

@@ -15,7 +15,7 @@ import jax
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import prompts
-from coa_jax.protocol.grammar.automaton import Constraint
+from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader

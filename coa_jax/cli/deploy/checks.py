@@ -24,7 +24,7 @@ from coa_jax.runtime.config import ConfigError, read_config
 
 # Program -> module and class of its config.
 _CONFIGS = {
-  "experiments.sft": ("coa_jax.sft", "SFTConfig"),
+  "experiments.sft": ("coa_jax.plan.sft", "SFTConfig"),
   "experiments.rl": ("coa_jax.plan.rl", "RLConfig"),
   "experiments.evaluate": ("coa_jax.evaluate", "EvaluateConfig"),
   "experiments.distill": ("coa_jax.distill", "DistillConfig"),

@@ -9,32 +9,15 @@ one table look-up per sampled token. Tokens with the same column share a class, 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.grammar.regular import find_words
+from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.protocol.roles import Variant, tags_of
 from coa_jax.protocol.tokens import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Automaton:
-  """Tables over states S and token classes C; state 0 is the start.
-
-  Attributes:
-    class_V: the class of each token.
-    next_SC: the state after a token.
-    stop_SC: 0, or 1 + the index in `tags` of the closing tag that the token completes.
-    tags: the closing tags that stop decoding (`Variant.yield_tags`).
-  """
-
-  class_V: np.ndarray
-  next_SC: np.ndarray
-  stop_SC: np.ndarray
-  tags: tuple[str, ...]
 
 
 def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Automaton:
@@ -65,35 +48,6 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
   class_V, columns = _lift(tokenizer.bytes_of, vocab_size, start, read, byte_X)
   next_SC, stop_SC = np.stack(columns, axis=-1).astype(np.int32)
   return Automaton(class_V, next_SC, stop_SC, variant.yield_tags)
-
-
-@dataclasses.dataclass(frozen=True)
-class Constraint:
-  """A variant's grammar over tokens; state 0 is the start of the policy's text.
-
-  Attributes:
-    class_V: the class of each token.
-    next_SC: the state after a token, or -1 if the token is not allowed.
-    resume_S: the state after an observation, or -1 in states before no observation.
-    ends_S: True after the answer.
-  """
-
-  class_V: np.ndarray
-  next_SC: np.ndarray
-  resume_S: np.ndarray
-  ends_S: np.ndarray
-
-  def states(self, ids: Sequence[int], state: int = 0) -> list[int]:
-    """The state before each token and the one after all: len(ids) + 1 numbers.
-
-    Returns the states; -1 from the first forbidden token on.
-    """
-    out = [state]
-    for c in self.class_V[np.asarray(ids, np.int64)].tolist():
-      if state >= 0:
-        state = int(self.next_SC[state, c])
-      out.append(state)
-    return out
 
 
 def compile_constraint(

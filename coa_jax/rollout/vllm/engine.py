@@ -36,7 +36,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import GREEDY_BELOW
 from coa_jax.model.hf.io import save_model
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
-from coa_jax.protocol.grammar.automaton import Automaton, Constraint
+from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.pool import ReplicaThreads
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings

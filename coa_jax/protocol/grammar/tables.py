@@ -1,0 +1,54 @@
+"""The tables of stop conditions and grammars over token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Automaton:
+  """Tables over states S and token classes C; state 0 is the start.
+
+  Attributes:
+    class_V: the class of each token.
+    next_SC: the state after a token.
+    stop_SC: 0, or 1 + the index in `tags` of the closing tag that the token completes.
+    tags: the closing tags that stop decoding (`Variant.yield_tags`).
+  """
+
+  class_V: np.ndarray
+  next_SC: np.ndarray
+  stop_SC: np.ndarray
+  tags: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+  """A variant's grammar over tokens; state 0 is the start of the policy's text.
+
+  Attributes:
+    class_V: the class of each token.
+    next_SC: the state after a token, or -1 if the token is not allowed.
+    resume_S: the state after an observation, or -1 in states before no observation.
+    ends_S: True after the answer.
+  """
+
+  class_V: np.ndarray
+  next_SC: np.ndarray
+  resume_S: np.ndarray
+  ends_S: np.ndarray
+
+  def states(self, ids: Sequence[int], state: int = 0) -> list[int]:
+    """The state before each token and the one after all: len(ids) + 1 numbers.
+
+    Returns the states; -1 from the first forbidden token on.
+    """
+    out = [state]
+    for c in self.class_V[np.asarray(ids, np.int64)].tolist():
+      if state >= 0:
+        state = int(self.next_SC[state, c])
+      out.append(state)
+    return out
