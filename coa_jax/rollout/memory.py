@@ -114,10 +114,8 @@ def budget_line(
     ValueError: `rollout.memory` is more than that, or all of it although the learner's
       step needs room too.
   """
-  me = jax.process_index()
-  device = next(d for d in partitioner.devices if d.process_index == me)
-  total = (device.memory_stats() or {}).get("bytes_limit")
-  if not total:  # a CPU's devices share the machine's
+  total = device_bytes(partitioner)
+  if not total:
     return ""
   budget = cache_budget(model, config, partitioner, state, policies, total)
   if config.memory * 1e9 > budget.caches:
@@ -134,6 +132,14 @@ def budget_line(
       "(mesh.rollout)"
     )
   return budget.describe(config)
+
+
+def device_bytes(partitioner: Partitioner) -> int:
+  """Returns the memory of one of this process's devices; 0 if unknown."""
+  me = jax.process_index()
+  device = next(d for d in partitioner.devices if d.process_index == me)
+  # A CPU's devices share the machine's: they report none.
+  return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
 def _bytes_on_device(tree: Any, partitioner: Partitioner) -> int:

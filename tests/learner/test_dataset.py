@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner.dataset import Dataset, check_ids
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 
@@ -40,7 +41,7 @@ def stream(
 ) -> list[int]:
   """Which sequences of four tokens are trained on, in order, from a micro-batch on."""
   every = np.arange(len(dataset))
-  found = dataset.endless(every, size, 4 * per_row, None, seed, first)
+  found = dataset.endless(every, size, 4 * per_row, ONE_DEVICE, seed, first)
   out: list[int] = []
   for micro in itertools.islice(found, count):
     out += micro.batch.tokens_BT[:, ::4].ravel().tolist()
@@ -53,7 +54,9 @@ def test_a_batch_of_it_is_the_batch_of_the_trajectories(tmp_path):
   dataset, length = Dataset(str(tmp_path / "d")), toy.MAX_LEN
   every = np.arange(len(dataset))
   theirs = list(batching.batches(trajectories, 3, length))
-  for micro, expected in zip(dataset.once(every, 3, length, None), theirs, strict=True):
+  for micro, expected in zip(
+    dataset.once(every, 3, length, ONE_DEVICE), theirs, strict=True
+  ):
     for name, array in vars(expected).items():
       ours = getattr(micro.batch, name)
       assert (ours is None) == (array is None)
@@ -187,6 +190,7 @@ def test_processes_share_the_rows_of_an_epoch_and_read_their_own(tmp_path):
 MEMORY = """
 import sys, numpy as np
 from coa_jax.learner.dataset import Dataset
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 def peak():
   with open("/proc/self/status") as f:
@@ -196,12 +200,12 @@ def rows(count):
     yield Trajectory(str(n), [Segment(Author.POLICY, "", "", [n % 9] * 4000)])
 Dataset.write(sys.argv[1] + "/few", rows(20))
 few = Dataset(sys.argv[1] + "/few")
-few.batch([np.array([0])], 8, 4096, None)
+few.batch([np.array([0])], 8, 4096, ONE_DEVICE)
 before = peak()
 Dataset.write(sys.argv[1] + "/many", rows(2000))
 many = Dataset(sys.argv[1] + "/many")
 for n in range(100):
-  many.batch([np.array([n])], 8, 4096, None)
+  many.batch([np.array([n])], 8, 4096, ONE_DEVICE)
 print(peak() - before)
 """
 

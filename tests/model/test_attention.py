@@ -132,11 +132,11 @@ def test_auto_takes_a_kernel_that_runs(where, dtype, H: int, T: int, kernel: str
 def test_a_kernel_that_can_not_run_is_refused(
   monkeypatch, where: str, changes, length: int, message: str
 ):
-  monkeypatch.setattr(attention, "_device", lambda partitioner: device(where))
+  monkeypatch.setattr(attention.Partitioner, "devices", [device(where)])
   cfg = dataclasses.replace(toy.MODEL, **changes)
   with pytest.raises(ValueError, match=f"model.attention{message}|{message}"):
-    attention.check(cfg, None, length)
-  attention.check(dataclasses.replace(cfg, attention="auto"), None, length)
+    attention.check(cfg, length=length)
+  attention.check(dataclasses.replace(cfg, attention="auto"), length=length)
 
 
 @pytest.mark.usefixtures("gpu_described")
@@ -155,7 +155,7 @@ def test_auto_is_the_platforms_kernel_in_the_program(
   where: str, T: int, calls: set[str], monkeypatch
 ):
   """As docs/models-and-meshes.md has it; lowered for the platform, without a device."""
-  monkeypatch.setattr(attention, "_device", lambda partitioner: device(where))
+  monkeypatch.setattr(attention.Partitioner, "devices", [device(where)])
   # Asks the driver for its version.
   monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
   x = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)

@@ -10,6 +10,7 @@ import toy
 from playing import CONFIG
 
 from coa_jax.model import decode_params
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.rollout import memory, slot_cache
 
 
@@ -19,7 +20,9 @@ def test_the_budget_counts_what_is_held():
   half = dataclasses.replace(toy.MODEL, weight_dtype="bfloat16")
   decoder = decode_params.architecture(half)
   (view,) = decode_params.decoding_views(decoder, params)
-  budget = memory.cache_budget(half, config, None, params, policies=2, total=10**7)
+  budget = memory.cache_budget(
+    half, config, ONE_DEVICE, params, policies=2, total=10**7
+  )
   assert budget.state == sum(x.nbytes for x in jax.tree.leaves(params))
   assert budget.weights == 2 * sum(x.nbytes for x in jax.tree.leaves(view))
   assert budget.logits == 3 * 4 * toy.MODEL.vocab_size
@@ -30,19 +33,18 @@ def test_the_budget_counts_what_is_held():
 
 
 def test_what_leaves_no_room_says_so():
-  budget = memory.cache_budget(toy.MODEL, CONFIG, None, toy.params(), 1, total=1000)
+  budget = memory.cache_budget(
+    toy.MODEL, CONFIG, ONE_DEVICE, toy.params(), 1, total=1000
+  )
   assert budget.caches == 0 == budget.tokens
   assert ": 0 tokens a replica" in budget.describe(CONFIG)
 
 
 def test_a_device_that_tells_its_memory_is_asked(monkeypatch):
   """A CPU does not tell, and nothing is said of it."""
-  arguments = (toy.MODEL, CONFIG, None, toy.params(), 1)
-  monkeypatch.setattr(memory.jax, "local_devices", lambda: [_Device(None)])
+  arguments = (toy.MODEL, CONFIG, ONE_DEVICE, toy.params(), 1)
   assert memory.budget_line(*arguments) == ""
-  monkeypatch.setattr(
-    memory.jax, "local_devices", lambda: [_Device({"bytes_limit": 16 * 10**9})]
-  )
+  monkeypatch.setattr(memory, "device_bytes", lambda _: 16 * 10**9)
   line = memory.budget_line(*arguments)
   assert line.startswith("memory of a device that decodes: 16.0 GB; learner's state")
   asked = CONFIG.slots * CONFIG.max_len
@@ -50,12 +52,11 @@ def test_a_device_that_tells_its_memory_is_asked(monkeypatch):
 
 
 def test_memory_that_is_not_there_or_that_the_step_needs_is_refused(monkeypatch):
-  device = _Device({"bytes_limit": 10**9})
-  monkeypatch.setattr(memory.jax, "local_devices", lambda: [device])
+  monkeypatch.setattr(memory, "device_bytes", lambda _: 10**9)
 
   def line(gigabytes: float, policies: int) -> str:
     config = dataclasses.replace(CONFIG, memory=gigabytes)
-    return memory.budget_line(toy.MODEL, config, None, toy.params(), policies)
+    return memory.budget_line(toy.MODEL, config, ONE_DEVICE, toy.params(), policies)
 
   assert line(0.5, 1) and line(0.5, 2) and line(0, 1)
   with pytest.raises(
@@ -64,11 +65,3 @@ def test_memory_that_is_not_there_or_that_the_step_needs_is_refused(monkeypatch)
     line(2, 1)
   with pytest.raises(ValueError, match=r"rollout\.memory=0 takes all .*staleness"):
     line(0, 2)
-
-
-@dataclasses.dataclass
-class _Device:
-  stats: dict | None
-
-  def memory_stats(self) -> dict | None:
-    return self.stats

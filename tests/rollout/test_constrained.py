@@ -14,6 +14,7 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import transformer
 from coa_jax.model.distribution import Truncation
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import ParseVerdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
@@ -81,7 +82,7 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
     played[:6], 6, length, [1.0] * 6, constraint=worker.constraint
   )
   scores = {
-    name: log_probs.token_logps(cfg, params, batch, 1.0, None, cut, constraint)
+    name: log_probs.token_logps(cfg, params, batch, 1.0, ONE_DEVICE, cut, constraint)
     for name, cut, constraint in (
       ("same", Truncation(**truncation), on_device(worker.constraint)),
       ("free", Truncation(), None),
@@ -115,7 +116,7 @@ def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
 
   def loss(cfg):
     def sums(params):
-      args = (batch, 1.0, None, Truncation(top_k=20), constraint)
+      args = (batch, 1.0, ONE_DEVICE, Truncation(top_k=20), constraint)
       scores_BT = log_probs.token_logps(cfg, params, *args)
       return sum((batch.loss_mask_BT * x_BT).sum() for x_BT in scores_BT)
 

@@ -24,6 +24,7 @@ from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.decode_params import decoding_views
 from coa_jax.model.hf.io import load_model, save_model
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout.setup import make_worker
@@ -147,7 +148,7 @@ def test_every_kind_of_array_reaches_the_server(url, tmp_path):
   engine.refresh(one)
 
   def own(params) -> np.ndarray:
-    return weights.score(CFG, None, decoding_views(CFG, params)[0], range(3, 40))
+    return weights.score(CFG, ONE_DEVICE, decoding_views(CFG, params)[0], range(3, 40))
 
   before = own(one)
   assert len(leaf_names()) >= 12
