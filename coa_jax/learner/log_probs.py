@@ -3,8 +3,6 @@
 Losses are sums over tokens; the caller divides by a denominator counted over the
 *global* batch, so micro-batching, packing and padding can not change a loss. RL's is in
 `policy_loss.py`.
-
-budget: one head over the vocabulary, in chunks, for RL's log-probs and for SFT's loss.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.learner.batch import Batch
-from coa_jax.model import distribution, transformer
+from coa_jax.model import distribution
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
 from coa_jax.model.moving import moved, straight, zigzag
@@ -61,7 +59,7 @@ def token_logps(
     excluded by the grammar; a segment's first token has 0 in all.
   """
   # --- Hidden states, and the output head.
-  hidden_BTD = _hidden(Transformer(cfg, partitioner), params, batch)
+  hidden_BTD = hidden_states(Transformer(cfg, partitioner), params, batch)
   model = Transformer(cfg, partitioner.over_vocabulary(cfg.vocab_size))
   # Once for all chunks: on a mesh it moves here. In float32, so that the chunks'
   # gradients are summed in it.
@@ -89,7 +87,7 @@ def token_logps(
   rows, T = target_BT.shape
   rows //= partitioner.ways("B")
   own_V = cfg.vocab_size // partitioner.ways("V")
-  most = cfg.logit_chunk or _logits_at_once(own_V) // rows
+  most = cfg.logit_chunk or logits_at_once(own_V) // rows
   chunks, C = _chunks(T // row_devices, max(1, most))
   if chunks == 1:
     by_place = head(hidden_BTD, target_BT, grammar_BT)
@@ -107,7 +105,7 @@ def token_logps(
   return logp_BT, entropy_BT, removed_BT
 
 
-def _hidden(model: Transformer, params: Any, batch: Batch) -> jax.Array:
+def hidden_states(model: Transformer, params: Any, batch: Batch) -> jax.Array:
   """Final hidden states of packed rows; on a mesh in the order of `zigzag`."""
   row_devices = model.partitioner.ways("T")
   hidden_BTD, _ = model.apply(
@@ -202,12 +200,12 @@ def _by_chunks(
   return map(join, jax.lax.map(chunk, arrays))
 
 
-def _logits_at_once(vocabulary: int) -> int:
+def logits_at_once(vocabulary: int) -> int:
   """Returns the default number of tokens per device with logits at once."""
-  return _whole_tiles(max(1, _LOGIT_BYTES // (4 * vocabulary)))
+  return whole_tiles(max(1, _LOGIT_BYTES // (4 * vocabulary)))
 
 
-def _whole_tiles(tokens: int) -> int:
+def whole_tiles(tokens: int) -> int:
   """Rounds down to whole tiles; less than one tile is unchanged."""
   return tokens - tokens % _TILE if tokens > _TILE else tokens
 
@@ -218,188 +216,12 @@ def _chunks(length: int, most: int) -> tuple[int, int]:
   Returns:
     Their number, and the tokens of each; the last may have fewer.
   """
-  most = _whole_tiles(most)
+  most = whole_tiles(most)
   chunks = -(-length // most)
   C = -(-length // chunks)
   if chunks > 1 and most >= _TILE:
     C += -C % _TILE
   return -(-length // C), C
-
-
-def cross_entropy(
-  cfg: ModelConfig, params: Any, batch: Batch, partitioner: Partitioner = ONE_DEVICE
-) -> jax.Array:
-  """Sums negative log-likelihoods of tokens, each by its weight.
-
-  The same as `nll` of `token_logps`, and so computed on a mesh that splits parameters
-  or tokens of a row. On one device, and if devices split only rows, logits are computed
-  only for tokens with a weight, a few at a time, together with their gradients: prompts
-  and observations cost nothing, no logits are kept for the backward pass and none are
-  computed twice. This needs the weights beforehand; RL computes its weights from
-  log-probs, so it has none.
-
-  Source: gradients in the forward pass as in Liger Kernel (arXiv 2410.10989, 3.2).
-
-  Args:
-    cfg: the model; a chunk is `cfg.logit_chunk` tokens of every row. If 0, a quarter of
-      a device's tokens, or half a gigabyte of logits if less.
-    params: its parameters.
-    batch: packed rows; a token's weight is its `loss_mask_BT`.
-    partitioner: the mesh that all of this is split over.
-
-  Returns:
-    The sum, in nats.
-  """
-  # --- Split over more than rows, the head works as in token_logps.
-  if max(map(partitioner.ways, "DTV")) > 1:
-    logp_BT, *_ = token_logps(cfg, params, batch, partitioner=partitioner)
-    return nll(logp_BT, batch.loss_mask_BT)
-
-  # --- Hidden states, targets, and weights.
-  model = Transformer(cfg, partitioner)
-  hidden_BTD = _hidden(model, params, batch)
-  output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
-  # The next token, unless it begins a segment: that one is not predicted.
-  weight_BT = batch.loss_mask_BT * (batch.position_BT > 0)
-  target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
-  weight_BT = jnp.roll(weight_BT, -1, axis=1)
-
-  # --- The loss of each device's rows.
-  of_rows = functools.partial(_rows_cross_entropy, cfg)
-  if partitioner.mesh.size > 1:
-    # Each device sums over its own rows; one number of each is added up below.
-    of_rows = jax.shard_map(
-      of_rows,
-      mesh=partitioner.mesh,
-      in_specs=(
-        partitioner.spec("BT."),
-        partitioner.spec(".."),
-        partitioner.spec("BT"),
-        partitioner.spec("BT"),
-      ),
-      out_specs=partitioner.spec("B"),
-      check_vma=False,
-    )
-  return of_rows(hidden_BTD, output_DV, target_BT, weight_BT).sum()
-
-
-def _rows_cross_entropy(
-  cfg: ModelConfig,
-  hidden_BTD: jax.Array,
-  output_DV: jax.Array,
-  target_BT: jax.Array,
-  weight_BT: jax.Array,
-) -> jax.Array:
-  """The sum over one device's rows, [1]."""
-  B, T, D = hidden_BTD.shape
-  # At most a quarter: with few weighted tokens, whole chunks are skipped.
-  few = min(-(-B * T // 4), _logits_at_once(cfg.vocab_size))
-  chunk = min(B * T, B * _whole_tiles(cfg.logit_chunk) or few)
-  total = _cross_entropy(
-    hidden_BTD.reshape(B * T, D),
-    output_DV,
-    target_BT.ravel(),
-    weight_BT.ravel(),
-    cfg.dtype,
-    chunk,
-  )
-  return total[None]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _cross_entropy(
-  hidden_ND: jax.Array,
-  output_DV: jax.Array,
-  target_N: jax.Array,
-  weight_N: jax.Array,
-  dtype: str,
-  chunk: int,
-) -> jax.Array:
-  """Sum over N of weight times -log softmax(hidden @ output) at target."""
-
-  def add(total, hidden_CD, target_C, weight_C, place_C):
-    del place_C  # of use to the gradient alone
-    return total + _chunk_loss(hidden_CD, output_DV, target_C, weight_C, dtype)
-
-  return _fold_weighted(add, jnp.float32(0), hidden_ND, target_N, weight_N, chunk)
-
-
-def _cross_entropy_forward(hidden_ND, output_DV, target_N, weight_N, dtype, chunk):
-  # The gradient for a cotangent of 1 is made with the value, chunk by chunk: so no
-  # chunk's logits are made twice.
-  def add(carry, hidden_CD, target_C, weight_C, place_C):
-    total, d_hidden_ND, d_output_DV = carry
-    value, (d_hidden_CD, d_chunk_DV) = jax.value_and_grad(_chunk_loss, (0, 1))(
-      hidden_CD, output_DV, target_C, weight_C, dtype
-    )
-    d_hidden_ND = d_hidden_ND.at[place_C].add(d_hidden_CD, mode="drop")
-    return total + value, d_hidden_ND, d_output_DV + d_chunk_DV
-
-  start = (jnp.float32(0), jnp.zeros_like(hidden_ND), jnp.zeros_like(output_DV))
-  total, d_hidden_ND, d_output_DV = _fold_weighted(
-    add, start, hidden_ND, target_N, weight_N, chunk
-  )
-  return total, (d_hidden_ND, d_output_DV)
-
-
-def _cross_entropy_backward(dtype, chunk, gradients, g):
-  # The forward pass made them for a cotangent of 1. Targets and weights have none.
-  d_hidden_ND, d_output_DV = gradients
-  return d_hidden_ND * g.astype(d_hidden_ND.dtype), d_output_DV * g, None, None
-
-
-_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
-
-
-def _chunk_loss(
-  hidden_CD: jax.Array,
-  output_DV: jax.Array,
-  target_C: jax.Array,
-  weight_C: jax.Array,
-  dtype: str,
-) -> jax.Array:
-  logits_CV = transformer.project(hidden_CD, output_DV.astype(dtype)).astype(
-    jnp.float32
-  )
-  logp_C, _ = distribution.taken_log_probs(logits_CV, target_C, 1.0)
-  return nll(logp_C, weight_C)
-
-
-def _fold_weighted(
-  add: Callable[..., Any],
-  carry: Any,
-  hidden_ND: jax.Array,
-  target_N: jax.Array,
-  weight_N: jax.Array,
-  chunk: int,
-) -> Any:
-  """Folds `add` over N's weighted places, `chunk` at a time.
-
-  Args:
-    add: (carry, hidden_CD, target_C, weight_C, place_C) to the next carry; padding in
-      the last chunk has weight 0 and a place past the end.
-    carry: its initial value.
-    hidden_ND: final hidden states.
-    target_N: their targets.
-    weight_N: each prediction's weight.
-    chunk: C.
-  """
-  N = weight_N.shape[0]
-  counts_N = weight_N != 0
-  # Weighted places come first, in their order; N means none.
-  order_N = jnp.argsort(~counts_N, stable=True)
-  order_N = jnp.where(jnp.arange(N) < counts_N.sum(), order_N, N)
-  order_N = jnp.pad(order_N, (0, -N % chunk), constant_values=N)
-
-  def body(c, carry):
-    place_C = jax.lax.dynamic_slice_in_dim(order_N, c * chunk, chunk)
-    hidden_CD = hidden_ND.at[place_C].get(mode="fill", fill_value=0)
-    target_C = target_N.at[place_C].get(mode="fill", fill_value=0)
-    weight_C = weight_N.at[place_C].get(mode="fill", fill_value=0)
-    return add(carry, hidden_CD, target_C, weight_C, place_C)
-
-  # Only as many chunks as weighted places need: this saves the work.
-  return jax.lax.fori_loop(0, -(-counts_N.sum() // chunk), body, carry)
 
 
 def token_values(
@@ -422,7 +244,7 @@ def token_values(
     value_BT, float32; a segment's first token has 0.
   """
   model = Transformer(cfg, partitioner)
-  hidden_BTD = _hidden(model, params, batch)
+  hidden_BTD = hidden_states(model, params, batch)
   value_BT = (hidden_BTD.astype(jnp.float32) @ head_D1)[..., 0]
   value_BT = straight(value_BT, partitioner.ways("T"))
   # Place t has read token t: it has the value before token t + 1.

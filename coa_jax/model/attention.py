@@ -159,7 +159,7 @@ def check(
 
   Args:
     cfg: the architecture.
-    partitioner: the mesh; None on one device.
+    partitioner: the mesh.
     length: tokens per row; 0 if not known yet.
 
   Raises:

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.learner import log_probs
 from coa_jax.learner.batch import Batch
 from coa_jax.learner.checkpoint import CheckpointConfig
+from coa_jax.learner.cross_entropy import cross_entropy
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss
 from coa_jax.model import attention, lora, sizes
@@ -162,7 +162,7 @@ class SFTPlan:
 
     def loss(trained: Any, frozen: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
       params = lora.assemble(trained, frozen, lora_config)
-      return log_probs.cross_entropy(cfg, params, batch, self.partitioner), {}
+      return cross_entropy(cfg, params, batch, self.partitioner), {}
 
     optimizer = make_optimizer(optim, self.settings.data.steps)
     return Learner(loss, optimizer, self.partitioner, optim.offload), loss

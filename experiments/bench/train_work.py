@@ -185,7 +185,7 @@ def ours(work: Work) -> Train:
   prepare("", devices)
   import jax
 
-  from coa_jax.learner import log_probs
+  from coa_jax.learner.cross_entropy import cross_entropy
   from coa_jax.learner.optim import OptimConfig, make_optimizer
   from coa_jax.learner.state import Learner, init_state
   from coa_jax.model import lora as adapters
@@ -203,7 +203,7 @@ def ours(work: Work) -> Train:
 
   def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
     params = adapters.assemble(trained, frozen, lora)
-    return log_probs.cross_entropy(cfg, params, batch, partitioner), {}
+    return cross_entropy(cfg, params, batch, partitioner), {}
 
   # --- The learner.
   config = OptimConfig(

@@ -31,6 +31,7 @@ import toy
 from coa_jax.learner import log_probs, policy_loss, surrogates
 from coa_jax.learner.algorithms import PRESETS, BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
+from coa_jax.learner.cross_entropy import cross_entropy
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model.distribution import NO_TRUNCATION
@@ -152,7 +153,7 @@ def pulled_back(partitioner: Partitioner, params, several: list[Batch]):
   grads = jax.lax.map(lambda x: back(x)[0], ahead)
 
   def sft(p):
-    return log_probs.cross_entropy(CFG, p["trunk"], several[0], partitioner)
+    return cross_entropy(CFG, p["trunk"], several[0], partitioner)
 
   value, more = jax.value_and_grad(sft)(params)
   grads = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), grads, more)

@@ -15,6 +15,7 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs, policy_loss
 from coa_jax.learner.algorithms import LossConfig
 from coa_jax.learner.batch import Batch
+from coa_jax.learner.cross_entropy import cross_entropy
 from coa_jax.model import distribution
 from coa_jax.model.transformer import Transformer, init_params
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
@@ -124,7 +125,7 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
     )
 
   def ours(p, batch):
-    return 0.5 * log_probs.cross_entropy(cfg, p, batch)
+    return 0.5 * cross_entropy(cfg, p, batch)
 
   whole_grads, our_grads = (jax.jit(jax.value_and_grad(f)) for f in (whole, ours))
   without_gradient = jax.jit(ours)
@@ -191,7 +192,7 @@ def test_logits_of_all_tokens_never_exist_at_a_vocabulary_of_152k(kind, rows):
 
   def loss(p):
     if kind == "sft":
-      return log_probs.cross_entropy(cfg, p, batch)
+      return cross_entropy(cfg, p, batch)
     logp_BT, entropy_BT, _ = log_probs.token_logps(cfg, p, batch)
     return logp_BT.sum() + entropy_BT.sum()
 
