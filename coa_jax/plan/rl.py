@@ -21,7 +21,7 @@ from coa_jax.learner.algorithms import (
 from coa_jax.learner.checkpoint import CheckpointConfig
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate
-from coa_jax.model import attention, decode_params, lora, sizes
+from coa_jax.model import attention, decode_params, lora, memory
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.hf.io import load_config
@@ -31,7 +31,6 @@ from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.report.health import WatchConfig
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import RewardConfig
-from coa_jax.rollout import memory
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.runtime import capacity
@@ -276,7 +275,7 @@ def plan_rl(
   learner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
   if devices is None:
     adapts = settings.lora is not None
-    sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, learner)
+    memory.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, learner)
 
     # --- The host's memory: all trajectories of a step.
     groups = (

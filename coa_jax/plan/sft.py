@@ -14,7 +14,7 @@ from coa_jax.learner.checkpoint import CheckpointConfig
 from coa_jax.learner.cross_entropy import cross_entropy
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss
-from coa_jax.model import attention, lora, sizes
+from coa_jax.model import attention, lora, memory
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.io import load_config
@@ -183,11 +183,11 @@ def plan_sft(settings: SFTConfig) -> SFTPlan:
     # Before a tokenizer is trained: with the largest vocabulary it may have.
     cfg = dataclasses.replace(settings.model, vocab_size=data.vocab_size)
   adapts = settings.lora is not None
-  sizes.check_training(cfg, "data", data.rows, data.length, adapts, partitioner)
+  memory.check_training(cfg, "data", data.rows, data.length, adapts, partitioner)
   # The host makes all micro-batches of an update before the first is used.
   tokens = data.micro_batches * data.rows * data.length
   fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
-  capacity.check_host({fields: tokens * sizes.TOKEN})
+  capacity.check_host({fields: tokens * memory.TOKEN})
   lora.check(cfg, settings.lora)
   attention.check(cfg, partitioner, data.length)
   return SFTPlan(settings, cfg, partitioner)

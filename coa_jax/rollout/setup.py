@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coa_jax.model import sizes
+from coa_jax.model import memory
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol import prompts, roles
@@ -60,7 +60,7 @@ def make_worker(
   variant = roles.get_variant(config.variant).with_tools(tools)
   # Before anything large is allocated, compiling included.
   if vllm is None:
-    _check_memory(model, config, partitioner)
+    memory.check_rollouts(model, config, partitioner)
   elif config.tensor:
     raise ValueError(
       f"rollout.tensor={config.tensor} is of our own sampler; with section vllm take 0"
@@ -98,18 +98,6 @@ def make_worker(
     same_calls=config.same_calls,
   )
   return RolloutWorker(engine, tokenizer, episode_config, grader, journal, constraint)
-
-
-def _check_memory(
-  model: ModelConfig, config: RolloutConfig, partitioner: Partitioner
-) -> None:
-  """Refuses a model too large beside its slots."""
-  mesh = partitioner.decoding(config.tensor).mesh
-  replicas = mesh.size // mesh.shape["tensor"]
-  needs = sizes.rollout_needs(
-    model, config.slots, config.max_len, config.window, replicas=replicas
-  )
-  sizes.check_device(sizes.parameter_needs(model) | needs, partitioner)
 
 
 def _probe(variant: roles.Variant, tokenizer: Tokenizer, style: str) -> list[int]:

@@ -7,12 +7,14 @@ It joins the device's pages (`model.cache.KVCache`) and their ownership
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from coa_jax.model import cache as caching
+from coa_jax.model import memory
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
@@ -21,8 +23,6 @@ from coa_jax.rollout.pages import PagePool, pool_sizes, prefix_keys
 
 # Maximum pages per copy.
 _COPIED = 16
-# Share of device memory reserved for programs' temporaries and for gaps.
-KEPT = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +216,7 @@ def page_counts(
   model: ModelConfig,
   slots: int,
   max_len: int,
-  memory: float,
+  gigabytes: float,
   partitioner: Partitioner,
 ) -> list[int]:
   """Lists the possible numbers of pages in a replica's cache: one if fixed.
@@ -225,7 +225,7 @@ def page_counts(
     model: the architecture as it decodes.
     slots: trajectories at once.
     max_len: tokens that one may have.
-    memory: maximum GB of a device for pages; see `RolloutConfig.memory`.
+    gigabytes: maximum of a device for pages; see `RolloutConfig.memory`.
     partitioner: of the replica.
 
   Raises:
@@ -234,24 +234,20 @@ def page_counts(
   # --- The slots' maximum pages.
   blocks = caching.num_blocks(max_len, max_len)
   sizes = pool_sizes(slots, blocks)
-  if not memory and partitioner.platform == "cpu":
+  if not gigabytes and partitioner.platform == "cpu":
     return sizes  # its memory is shared: none is taken before it is needed
 
   # --- Pages that fit.
   page = caching.page_bytes(model, caching.page_size(max_len), partitioner)
-  room = memory * 1e9
-  if not memory:
-    stats = partitioner.devices[0].memory_stats()
-    if not stats:  # a device with unknown memory
-      return sizes[-1:]
-    room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
-    room -= 4 * slots * model.vocab_size  # logits
+  room = memory.cache_room(model, slots, gigabytes, partitioner)
+  if room == math.inf:
+    return sizes[-1:]
   if room < blocks * page:
     there = max(0, room) / 1e9
     raise ValueError(
       f"no room for one trajectory of rollout.max_len={max_len}: it takes "
       f"{blocks * page / 1e9:,.3g} GB of a device, and there are {there:,.3g} GB "
-      f"(rollout.memory={memory:g}, 0 for all that is left); lower max_len, "
+      f"(rollout.memory={gigabytes:g}, 0 for all that is left); lower max_len, "
       "split the model further (rollout.tensor) or give the cache more"
     )
   return [min(int(room // page), sizes[-1])]

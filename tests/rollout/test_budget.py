@@ -9,9 +9,8 @@ import pytest
 import toy
 from playing import CONFIG
 
-from coa_jax.model import decode_params
+from coa_jax.model import decode_params, memory
 from coa_jax.model.sharding import ONE_DEVICE
-from coa_jax.rollout import memory, slot_cache
 
 
 def test_the_budget_counts_what_is_held():
@@ -28,7 +27,7 @@ def test_the_budget_counts_what_is_held():
   assert budget.logits == 3 * 4 * toy.MODEL.vocab_size
   # All that is counted fits, and one token more would not.
   taken = budget.state + budget.weights + budget.logits
-  room = 10**7 * (1 - slot_cache.KEPT) - taken
+  room = 10**7 * (1 - memory.KEPT) - taken
   assert budget.tokens * budget.token <= room < (budget.tokens + 1) * budget.token
 
 

@@ -30,14 +30,14 @@ from playing import (
 )
 
 from coa_jax.data.tasks.sampling import TaskSampler
-from coa_jax.model import cache, decode_params, transformer
+from coa_jax.model import cache, decode_params, memory, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import (
   MeshConfig,
   make_partitioner,
   make_partitioners,
 )
-from coa_jax.rollout import memory, programs, sampler
+from coa_jax.rollout import programs, sampler
 from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler

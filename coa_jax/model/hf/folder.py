@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.model import sizes
+from coa_jax.model import memory
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.io import gather, load_config, save_model
 from coa_jax.model.hf.names import hf_name
@@ -34,7 +34,7 @@ def open_folder(
   # Neither check reads a weight: a bad folder is refused at once.
   file = os.path.join(path, "config.json")
   cfg = load_config(path, load)
-  sizes.check_model(cfg, file)
+  memory.check_model(cfg, file)
   tokenizer = Tokenizer.load(path)
   if tokenizer.vocab_size > cfg.vocab_size:
     raise ValueError(

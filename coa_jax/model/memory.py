@@ -1,0 +1,321 @@
+"""Device memory: what a model, a batch and the rollouts' caches need, and what is left.
+
+Minimum needs are compared with the devices' memory before any allocation; see
+`capacity.check`. A cache's budget counts the arrays kept during rollouts, also for
+devices that are not at hand. Programs' temporaries are unknown before compilation: a
+share of the memory is reserved for them.
+
+budget: all counts of device memory are in this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model import cache, decode_params
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import Partitioner
+from coa_jax.runtime import capacity
+
+# Share of device memory reserved for programs' temporaries and for gaps.
+KEPT = 0.05
+TOKEN = 7 * 4  # bytes of a token in a `Batch`
+_TRAINED = 3  # a trained parameter, its gradient, and one number of the optimizer
+
+
+class CacheConfig(Protocol):
+  """The fields of `RolloutConfig` that determine its memory."""
+
+  slots: int
+  window: int
+  max_len: int
+  memory: float
+  tensor: int
+
+
+def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
+  """Refuses needs beyond the devices' memory.
+
+  Args:
+    needs: fields with their values -> bytes over all devices, at least.
+    partitioner: the devices.
+
+  Raises:
+    ValueError: naming the fields that need most.
+  """
+  capacity.check(needs, _bytes_of(partitioner.devices), "the devices have")
+
+
+def check_model(cfg: ModelConfig, file: str) -> None:
+  """Refuses an architecture too large for all devices together.
+
+  Raises:
+    ValueError: naming its file.
+  """
+  try:
+    capacity.check(parameter_needs(cfg), _bytes_of(jax.devices()), "the devices have")
+  except ValueError as e:
+    raise ValueError(f"{file}: {e}") from None
+
+
+def _bytes_of(devices: list[jax.Device]) -> float:
+  """Sums their memory; infinite if unknown."""
+  # A machine's CPU devices share its memory; each process counts as a machine.
+  if devices[0].platform == "cpu":
+    return capacity.host_bytes() * len({d.process_index for d in devices})
+  # Only local devices report it; the others are assumed alike.
+  mine = next(d for d in devices if d.process_index == jax.process_index())
+  limit = (mine.memory_stats() or {}).get("bytes_limit", math.inf)
+  return limit * len(devices)
+
+
+def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
+  """Counts the bytes of parameters and, if trained, of their training state."""
+  # --- Scalars; norms and biases are too few to count.
+  attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
+  layer = attention + 3 * cfg.width * cfg.ff
+  embeddings = cfg.vocab_size * cfg.width * (1 if cfg.tie_embeddings else 2)
+  count = cfg.layers * layer + embeddings
+
+  # --- Their bytes, by the sizes that determine them.
+  sizes = ("layers", "width", "heads", "kv_heads", "head_dim", "ff", "vocab_size")
+  shape = ", ".join(f"{name}={getattr(cfg, name)}" for name in sizes)
+  each = jnp.dtype(cfg.param_dtype).itemsize
+  if trained:
+    each *= _TRAINED
+  return {f"the model ({shape})": count * each}
+
+
+def batch_needs(
+  cfg: ModelConfig, section: str, rows: int, length: int
+) -> dict[str, int]:
+  """Counts a micro-batch's bytes: its columns, and every layer's input."""
+  token = TOKEN + cfg.layers * cfg.width * jnp.dtype(cfg.dtype).itemsize
+  return {f"{section}.rows={rows} of {section}.length={length}": rows * length * token}
+
+
+def check_training(
+  cfg: ModelConfig,
+  section: str,
+  rows: int,
+  length: int,
+  frozen: bool,
+  partitioner: Partitioner,
+) -> None:
+  """Refuses a model and a micro-batch too large to train on the devices.
+
+  Args:
+    cfg: the architecture.
+    section: config section with `rows` and `length`.
+    rows: rows per micro-batch.
+    length: tokens per row.
+    frozen: whether only adapters are trained.
+    partitioner: the devices.
+
+  Raises:
+    ValueError: naming the fields that need most.
+  """
+  needs = parameter_needs(cfg, trained=not frozen)
+  check_device(needs | batch_needs(cfg, section, rows, length), partitioner)
+
+
+def rollout_needs(
+  cfg: ModelConfig, slots: int, max_len: int, window: int, replicas: int
+) -> dict[str, int]:
+  """Counts the slots' bytes: a page, logits and a window's tokens each."""
+  # A slot's part of the cache, its logits in float32, an id and a log-prob a step.
+  row = cache.row_bytes(cfg, cache.page_size(max_len))
+  least = row + 4 * cfg.vocab_size + 8 * window
+  return {
+    f"rollout.slots={slots} with rollout.window={window}": slots * replicas * least,
+    f"one trajectory of rollout.max_len={max_len}": cache.row_bytes(cfg, max_len),
+  }
+
+
+def check_rollouts(
+  model: ModelConfig, config: CacheConfig, partitioner: Partitioner
+) -> None:
+  """Refuses a model too large beside its slots.
+
+  Raises:
+    ValueError: naming the fields that need most.
+  """
+  mesh = partitioner.decoding(config.tensor).mesh
+  replicas = mesh.size // mesh.shape["tensor"]
+  needs = rollout_needs(
+    model, config.slots, config.max_len, config.window, replicas=replicas
+  )
+  check_device(parameter_needs(model) | needs, partitioner)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheBudget:
+  """A decoding device's bytes, by use.
+
+  Attributes:
+    total: all of the device.
+    state: the learner's.
+    weights: decode parameters, two policies' if rollouts continue meanwhile.
+    logits: one token's per slot, in float32.
+    token: one token's keys and values in all layers.
+  """
+
+  total: int
+  state: int
+  weights: int
+  logits: int
+  token: int
+
+  @property
+  def caches(self) -> int:
+    """Bytes left for keys and values."""
+    taken = self.state + self.weights + self.logits
+    return max(0, int(self.total * (1 - KEPT)) - taken)
+
+  @property
+  def tokens(self) -> int:
+    """Capacity of a replica's cache, in tokens."""
+    return self.caches // self.token
+
+  def pages(self, config: CacheConfig) -> int:
+    """Counts a replica's cache pages: limited by memory or the slots' need."""
+    blocks = cache.num_blocks(config.max_len, config.max_len)
+    room = int(config.memory * 1e9) or self.caches
+    page = self.token * cache.page_size(config.max_len)
+    return min(room // page, config.slots * blocks)
+
+  def describe(self, config: CacheConfig) -> str:
+    """Formats the memory's uses and the slots' maximum need in one line."""
+    asked = config.slots * config.max_len
+    return (
+      f"memory of a device that decodes: {_gb(self.total)}; learner's state "
+      f"{_gb(self.state)}, decode parameters {_gb(self.weights)}, logits "
+      f"{_gb(self.logits)}, kept for programs {_gb(KEPT * self.total)}; left for "
+      f"caches {_gb(self.caches)}: {self.tokens:,} tokens a replica (rollout.slots="
+      f"{config.slots} of rollout.max_len={config.max_len} may take {asked:,})"
+    )
+
+
+def cache_budget(
+  model: ModelConfig,
+  config: CacheConfig,
+  partitioner: Partitioner,
+  state: Any,
+  policies: int,
+  total: int,
+) -> CacheBudget:
+  """Counts a decoding device's bytes besides caches; allocates nothing.
+
+  Args:
+    model: the training architecture.
+    config: section `rollout`.
+    partitioner: the decoding devices'.
+    state: arrays, or shapes with shardings, kept during rollouts; other devices' do not
+      count.
+    policies: copies of decode parameters at once: 2 if a newer policy comes while the
+      older one decodes.
+    total: bytes of the device.
+  """
+  partitioner = partitioner.decoding(config.tensor)
+  decoder = decode_params.architecture(model, partitioner)
+  weights = decode_params.decoding_shapes(decoder, partitioner)
+  page_size = cache.page_size(config.max_len)
+  return CacheBudget(
+    total=total,
+    state=_bytes_on_device(state, partitioner),
+    weights=policies * _bytes_on_device(weights, partitioner),
+    logits=4 * config.slots * model.vocab_size // partitioner.ways("V"),
+    token=math.ceil(cache.page_bytes(decoder, page_size, partitioner) / page_size),
+  )
+
+
+def budget_line(
+  model: ModelConfig,
+  config: CacheConfig,
+  partitioner: Partitioner,
+  state: Any,
+  policies: int,
+) -> str:
+  """Formats `cache_budget`'s counts; "" if the devices' memory is unknown.
+
+  Raises:
+    ValueError: `rollout.memory` is more than that, or all of it although the learner's
+      step needs room too.
+  """
+  total = device_bytes(partitioner)
+  if not total:
+    return ""
+  budget = cache_budget(model, config, partitioner, state, policies, total)
+  if config.memory * 1e9 > budget.caches:
+    raise ValueError(
+      f"rollout.memory={config.memory:g} GB is more than the {_gb(budget.caches)} of a "
+      "device that are left; take that at most, or 0 for all"
+    )
+  if policies > 1 and budget.state and not config.memory:
+    raise ValueError(
+      "rollout.memory=0 takes all that is left when rollouts begin, and with "
+      "algo.sampling.staleness the learner's step runs beside them: of "
+      f"{_gb(budget.caches)} take what the step leaves (its temporaries: python -m "
+      "experiments.bench.compile_check), or give rollouts devices of their own "
+      "(mesh.rollout)"
+    )
+  return budget.describe(config)
+
+
+def cache_room(
+  model: ModelConfig, slots: int, gigabytes: float, partitioner: Partitioner
+) -> float:
+  """Returns the bytes of a device for pages; infinite if unknown.
+
+  Args:
+    model: the architecture as it decodes.
+    slots: trajectories at once.
+    gigabytes: the config's limit; 0 asks the device for all that is left.
+    partitioner: of the replica.
+  """
+  if gigabytes:
+    return gigabytes * 1e9
+  # A CPU's memory is shared: its devices report none.
+  stats = partitioner.devices[0].memory_stats()
+  if not stats:
+    return math.inf
+  room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
+  return room - 4 * slots * model.vocab_size  # logits
+
+
+def device_bytes(partitioner: Partitioner) -> int:
+  """Returns the memory of one of this process's devices; 0 if unknown."""
+  me = jax.process_index()
+  device = next(d for d in partitioner.devices if d.process_index == me)
+  # A CPU's devices share the machine's: they report none.
+  return (device.memory_stats() or {}).get("bytes_limit", 0)
+
+
+def _bytes_on_device(tree: Any, partitioner: Partitioner) -> int:
+  """Sums the arrays' parts on one device of a mesh."""
+  count = 0
+  for x in jax.tree.leaves(tree):
+    shape = x.shape
+    sharding = getattr(x, "sharding", None)
+    if sharding is not None:
+      if sharding.memory_kind == "pinned_host":
+        continue
+      if not _shares_a_device(sharding, partitioner):
+        continue
+      shape = sharding.shard_shape(shape)
+    count += math.prod(shape) * x.dtype.itemsize
+  return count
+
+
+def _shares_a_device(sharding: Any, partitioner: Partitioner) -> bool:
+  return not sharding.device_set.isdisjoint(partitioner.devices)
+
+
+def _gb(size: float) -> str:
+  return f"{size / 1e9:,.1f} GB"
