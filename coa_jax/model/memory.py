@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model import cache, decode_params
+from coa_jax.model import cache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner
 from coa_jax.runtime import capacity
@@ -203,9 +203,10 @@ class CacheBudget:
 
 
 def cache_budget(
-  model: ModelConfig,
+  decoder: ModelConfig,
   config: CacheConfig,
   partitioner: Partitioner,
+  weights: Any,
   state: Any,
   policies: int,
   total: int,
@@ -213,45 +214,33 @@ def cache_budget(
   """Counts a decoding device's bytes besides caches; allocates nothing.
 
   Args:
-    model: the training architecture.
+    decoder: the architecture as it decodes.
     config: section `rollout`.
     partitioner: the decoding devices'.
-    state: arrays, or shapes with shardings, kept during rollouts; other devices' do not
-      count.
+    weights: decode parameters: arrays, or shapes with shardings.
+    state: likewise, kept during rollouts; other devices' do not count.
     policies: copies of decode parameters at once: 2 if a newer policy comes while the
       older one decodes.
     total: bytes of the device.
   """
   partitioner = partitioner.decoding(config.tensor)
-  decoder = decode_params.architecture(model, partitioner)
-  weights = decode_params.decoding_shapes(decoder, partitioner)
   page_size = cache.page_size(config.max_len)
   return CacheBudget(
     total=total,
     state=_bytes_on_device(state, partitioner),
     weights=policies * _bytes_on_device(weights, partitioner),
-    logits=4 * config.slots * model.vocab_size // partitioner.ways("V"),
+    logits=4 * config.slots * decoder.vocab_size // partitioner.ways("V"),
     token=math.ceil(cache.page_bytes(decoder, page_size, partitioner) / page_size),
   )
 
 
-def budget_line(
-  model: ModelConfig,
-  config: CacheConfig,
-  partitioner: Partitioner,
-  state: Any,
-  policies: int,
-) -> str:
-  """Formats `cache_budget`'s counts; "" if the devices' memory is unknown.
+def check_budget(budget: CacheBudget, config: CacheConfig, policies: int) -> None:
+  """Refuses a section `rollout` that leaves the learner, or itself, no room.
 
   Raises:
-    ValueError: `rollout.memory` is more than that, or all of it although the learner's
-      step needs room too.
+    ValueError: `rollout.memory` is more than what is left, or all of it although the
+      learner's step needs room too.
   """
-  total = device_bytes(partitioner)
-  if not total:
-    return ""
-  budget = cache_budget(model, config, partitioner, state, policies, total)
   if config.memory * 1e9 > budget.caches:
     raise ValueError(
       f"rollout.memory={config.memory:g} GB is more than the {_gb(budget.caches)} of a "
@@ -265,7 +254,6 @@ def budget_line(
       "experiments.bench.compile_check), or give rollouts devices of their own "
       "(mesh.rollout)"
     )
-  return budget.describe(config)
 
 
 def cache_room(

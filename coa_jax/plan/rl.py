@@ -228,18 +228,27 @@ class RLPlan:
     )
 
   def cache_budget(self, state: Any, total: int) -> memory.CacheBudget:
-    """Counts a decoding device's bytes; see `memory.cache_budget`."""
+    """Counts the bytes of a decoding device beside `state`, of `total`."""
+    rollout = self.settings.rollout
+    on = self.rollouts.decoding(rollout.tensor)
+    weights = decode_params.decoding_shapes(self.decoder, on)
     return memory.cache_budget(
-      self.cfg, self.settings.rollout, self.rollouts, state, self._policies, total
+      self.decoder, rollout, on, weights, state, self._policies, total
     )
 
   def budget_line(self, state: Any) -> str:
-    """Describes the devices' memory; see `memory.budget_line`."""
-    if self.settings.vllm:
+    """Describes the devices' memory; "" if it is unknown, or the server's.
+
+    Raises:
+      ValueError: as `memory.check_budget`.
+    """
+    total = memory.device_bytes(self.rollouts)
+    if self.settings.vllm or not total:
       return ""
-    return memory.budget_line(
-      self.cfg, self.settings.rollout, self.rollouts, state, self._policies
-    )
+    rollout = self.settings.rollout
+    budget = self.cache_budget(state, total)
+    memory.check_budget(budget, rollout, self._policies)
+    return budget.describe(rollout)
 
   @property
   def _policies(self) -> int:

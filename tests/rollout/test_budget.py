@@ -19,9 +19,7 @@ def test_the_budget_counts_what_is_held():
   half = dataclasses.replace(toy.MODEL, weight_dtype="bfloat16")
   decoder = decode_params.architecture(half)
   (view,) = decode_params.decoding_views(decoder, params)
-  budget = memory.cache_budget(
-    half, config, ONE_DEVICE, params, policies=2, total=10**7
-  )
+  budget = memory.cache_budget(decoder, config, ONE_DEVICE, view, params, 2, 10**7)
   assert budget.state == sum(x.nbytes for x in jax.tree.leaves(params))
   assert budget.weights == 2 * sum(x.nbytes for x in jax.tree.leaves(view))
   assert budget.logits == 3 * 4 * toy.MODEL.vocab_size
@@ -32,35 +30,37 @@ def test_the_budget_counts_what_is_held():
 
 
 def test_what_leaves_no_room_says_so():
-  budget = memory.cache_budget(
-    toy.MODEL, CONFIG, ONE_DEVICE, toy.params(), 1, total=1000
-  )
+  budget = toy_budget(1000)
   assert budget.caches == 0 == budget.tokens
   assert ": 0 tokens a replica" in budget.describe(CONFIG)
 
 
-def test_a_device_that_tells_its_memory_is_asked(monkeypatch):
-  """A CPU does not tell, and nothing is said of it."""
-  arguments = (toy.MODEL, CONFIG, ONE_DEVICE, toy.params(), 1)
-  assert memory.budget_line(*arguments) == ""
-  monkeypatch.setattr(memory, "device_bytes", lambda _: 16 * 10**9)
-  line = memory.budget_line(*arguments)
+def toy_budget(total: int, policies: int = 1) -> memory.CacheBudget:
+  params = toy.params()
+  return memory.cache_budget(
+    toy.MODEL, CONFIG, ONE_DEVICE, params, params, policies, total
+  )
+
+
+def test_a_budget_is_described_in_one_line():
+  line = toy_budget(16 * 10**9).describe(CONFIG)
   assert line.startswith("memory of a device that decodes: 16.0 GB; learner's state")
   asked = CONFIG.slots * CONFIG.max_len
   assert f"rollout.slots=5 of rollout.max_len={CONFIG.max_len} may take {asked}" in line
+  assert memory.device_bytes(ONE_DEVICE) == 0  # a CPU reports none
 
 
-def test_memory_that_is_not_there_or_that_the_step_needs_is_refused(monkeypatch):
-  monkeypatch.setattr(memory, "device_bytes", lambda _: 10**9)
-
-  def line(gigabytes: float, policies: int) -> str:
+def test_memory_that_is_not_there_or_that_the_step_needs_is_refused():
+  def check(gigabytes: float, policies: int) -> None:
     config = dataclasses.replace(CONFIG, memory=gigabytes)
-    return memory.budget_line(toy.MODEL, config, ONE_DEVICE, toy.params(), policies)
+    memory.check_budget(toy_budget(10**9, policies), config, policies)
 
-  assert line(0.5, 1) and line(0.5, 2) and line(0, 1)
+  check(0.5, 1)
+  check(0.5, 2)
+  check(0, 1)
   with pytest.raises(
     ValueError, match=r"rollout\.memory=2 GB is more than the 0\.\d GB"
   ):
-    line(2, 1)
+    check(2, 1)
   with pytest.raises(ValueError, match=r"rollout\.memory=0 takes all .*staleness"):
-    line(0, 2)
+    check(0, 2)

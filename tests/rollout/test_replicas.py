@@ -212,7 +212,8 @@ def test_what_a_device_holds_is_counted(novice, own):
   params = jax.device_put(novice, learner.tree(novice))
   on = engine(CFG, decoder, tensor=2)
   on.set_policy(params, 0)
-  budget = memory.cache_budget(CFG, on.config, decoder, params, 1, total=10**6)
+  weights = decode_params.decoding_shapes(on.model, decoder.decoding(2))
+  budget = memory.cache_budget(on.model, on.config, decoder, weights, params, 1, 10**6)
   device = decoder.mesh.devices.flat[0]
 
   def held(tree: Any) -> int:
