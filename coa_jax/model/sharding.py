@@ -138,7 +138,7 @@ class Partitioner:
 
   @property
   def devices(self) -> list[jax.Device]:
-    """Lists the devices, in the mesh's order."""
+    """Lists the devices, in the mesh's order; JAX's default one if it is abstract."""
     if isinstance(self.mesh, AbstractMesh):
       return jax.local_devices()[:1]
     return list(self.mesh.devices.flat)
@@ -162,7 +162,7 @@ class Partitioner:
 
   def sharding(self, letters: str) -> Sharding:
     """Puts `spec` on this mesh."""
-    if isinstance(self.mesh, AbstractMesh):
+    if self.mesh == ONE_DEVICE.mesh:
       return SingleDeviceSharding(self.devices[0])
     return NamedSharding(self.mesh, self.spec(letters))
 
