@@ -53,6 +53,7 @@ from coa_jax.model.sharding import (
 from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report import first_step
+from coa_jax.report.card import write_model_cards
 from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
   METRICS_FILE,
@@ -453,7 +454,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     settings.init,
     Origin.of_run(read_origin_of(own_dir), algo.steps),
   )
-  return _results(own_dir, algo.steps, accuracy, dropped)
+  results = _results(own_dir, algo.steps, accuracy, dropped)
+  if is_first_process():
+    write_model_cards(workdir, own_dir, settings.init, algo.steps)
+  return results
 
 
 def _extension_fault(settings: RLConfig) -> str:
