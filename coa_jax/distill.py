@@ -14,6 +14,7 @@ Writes into the workdir:
   manifest.json        config, counts per stage and drop reason, those lengths and
                        roles (before, after), git commit, sha256
   results.json         the figures
+  README.md            a Hugging Face dataset card, unless a user wrote one
 
 An interrupted run resumes when started again on the same workdir: no finished run and
 no paid call is repeated, and everything except wall times is the same.
@@ -63,6 +64,7 @@ from coa_jax.protocol.origin import Dialect
 from coa_jax.protocol.roles import Variant, get_variant
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report import plots
+from coa_jax.report.card import write_dataset_card
 from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards import grade_known
 from coa_jax.rewards.grader import Grader, RewardConfig
@@ -284,6 +286,7 @@ def run(
     dialects=[as_json(Dialect.of(variant, teacher.prompt, bool(augmented)))],
   )
   write_json(os.path.join(workdir, "results.json"), results)
+  write_dataset_card(workdir, TRAJECTORIES)
   return results
 
 

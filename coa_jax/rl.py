@@ -46,6 +46,7 @@ from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report import first_step
+from coa_jax.report.card import write_model_cards
 from coa_jax.report.health import HealthMonitor
 from coa_jax.report.metrics import (
   METRICS_FILE,
@@ -211,7 +212,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     settings.init,
     Origin.of_run(read_origin_of(s.own_dir), algo.steps),
   )
-  return _results(s.own_dir, algo.steps, accuracy, tasks.dropped)
+  results = _results(s.own_dir, algo.steps, accuracy, tasks.dropped)
+  if is_first_process():
+    write_model_cards(workdir, s.own_dir, settings.init, algo.steps)
+  return results
 
 
 @dataclasses.dataclass(frozen=True)

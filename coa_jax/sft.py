@@ -49,6 +49,7 @@ from coa_jax.protocol.origin import Origin, dialects_of_data
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
+from coa_jax.report.card import write_model_cards
 from coa_jax.report.metrics import (
   METRICS_FILE,
   Metrics,
@@ -212,6 +213,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   if data.steps:
     results |= _logged(own_dir)
   write_json(os.path.join(own_dir, "results.json"), results)
+  if is_first_process():
+    write_model_cards(workdir, own_dir, init, data.steps)
   return results
 
 

@@ -1,12 +1,12 @@
-"""Distils a team that a real model plays, over an OpenAI-compatible endpoint.
+"""Distils a team with a real model behind an OpenAI-compatible endpoint.
 
   vllm serve Qwen/Qwen2.5-7B-Instruct    # in its own environment
   python -m experiments.distill --config=configs/distill_chat.py \
     --workdir=runs/world/distill_chat
 
-Needs runs/world (experiments.make_world). Interrupted, it goes on where it stopped and
+Needs runs/world (experiments.make_world). It resumes after an interruption and
 pays for no call twice (calls.jsonl). Expect: no number is on record yet, only runs
-against test servers; results.json tells the team's accuracy, cost and funnel.
+against test servers; results.json has the team's accuracy, cost and funnel.
 ":tiny" (4 tasks): a minute on a served 7B model.
 """
 
@@ -27,7 +27,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     corpus="runs/world/train_pages.jsonl",
     top_k=3,
     workers=2,
-    max_chars=1536,  # what one answer of a tool may add to a chat
+    max_chars=1536,  # limit per tool result in a chat
   )
   config.teacher = dict(
     backend="chat",

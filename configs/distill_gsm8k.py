@@ -3,11 +3,11 @@
   python -m experiments.distill --config=configs/distill_gsm8k.py \
     --workdir=runs/gsm8k/distill
 
-Needs data/gsm8k/train.jsonl, as github.com/openai/grade-school-math has it. Expect:
-6,876 of 7,473 rows kept, 22,414 programs run, every one with the value that the
-solution claims. Dropped: 409 whose answer no note computes, 187 without a note that
-calculates, 1 that repeats itself. Some 250 tokens a trajectory, question included. 140
-s on two busy cores. ":tiny" (64 tasks): a few seconds; give it a workdir of its own.
+Needs data/gsm8k/train.jsonl, from github.com/openai/grade-school-math. Expect: 6,876 of
+7,473 rows kept and 22,414 programs run, each with the solution's value. Dropped: 409
+rows without a note for the answer, 187 without a calculating note, 1 repetition. About
+250 tokens per trajectory, question included. 140 s on two busy cores. ":tiny" (64
+tasks): a few seconds; give it a workdir of its own.
 """
 
 import ml_collections
@@ -28,6 +28,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   config.filters = dict(
     min_activations=5,  # a plan, one round of think, code and reflection, a last think
-    max_repeats=1,  # two things of the same size are two honest programs
+    max_repeats=1,  # equal values may need two equal programs
   )
   return config

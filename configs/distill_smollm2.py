@@ -5,11 +5,11 @@
   python -m experiments.distill --config=configs/distill_smollm2.py \
     --workdir=runs/smollm2/distill
 
-Needs data/gsm8k/train.jsonl, as github.com/openai/grade-school-math has it; its last
-500 questions are held out. A question gives two trajectories, and so does each of two
-copies of it with other numbers, where these can be changed.
-Expect: 12,838 trajectories of 6,419 questions (dropped: 756 whose answer no note
-computes, 352 without a note that calculates) and two of each of 7,321 copies, some 210
+Needs data/gsm8k/train.jsonl, from github.com/openai/grade-school-math; its last 500
+questions are held out. A question gives two trajectories, and so does each of its two
+copies with other numbers, if these can be changed.
+Expect: 12,838 trajectories from 6,419 questions (dropped: 756 without a note for the
+answer, 352 without a calculating note) and two for each of 7,321 copies, about 210
 tokens each, question included. About 13 minutes on two cores.
 ":tiny" (64 tasks): a few seconds; give it a workdir of its own.
 """
@@ -32,7 +32,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     samples=2,
     new_numbers=2,
     workers=4,
-    # One agent that thinks, runs programs and answers: the hyphens take agents away.
+    # One agent thinks, runs programs and answers: the hyphens remove agents.
     variant="unified-plan-reflection-suggested_answer-double_check",
     prompt="brief",
   )

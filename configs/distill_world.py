@@ -4,8 +4,8 @@
   python -m experiments.distill --config=configs/distill_world.py \
     --workdir=runs/world/distill
 
-Expect: the team ends right on 0.896 of 13,000 tasks, 13,719 trajectories kept (2,841 of
-them second copies), 2,168 tokens a run (1,165 with cache credit); 66 to 100 s.
+Expect: the team solves 0.896 of 13,000 tasks, 13,719 trajectories kept (2,841 are
+second copies), 2,168 tokens per run (1,165 with cache credit); 66 to 100 s.
 ":tiny" (64 tasks): a few seconds.
 """
 
@@ -33,7 +33,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.scripted = dict(seed=0)
   config.filters = dict(
     min_activations=5,
-    # Half of the answers from memory are kept: see them, do not live by them.
+    # Half of the answers from memory are kept, so the model sees a few.
     keep_unreflected=0.5,
     corrected_copies=2,
   )

@@ -5,8 +5,8 @@
     --config.tasks.uri=aime24.parquet,aime25.parquet,math500.parquet
 
 The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), by
-colons; code and 7b where left out. ":tiny" plays 4 tasks. `tasks.uri` takes files as
-they come, several by commas, a glob or a folder; results are by source.
+colons; code and 7b by default. ":tiny" plays 4 tasks. `tasks.uri` takes a released
+file, several with commas, a glob or a folder; results are per source.
 
 | agent | its benchmarks | played | judged by |
 |---|---|---|---|
@@ -15,20 +15,19 @@ they come, several by commas, a glob or a folder; results are by source.
 | code | LiveCodeBench v4 and v5, CodeContests | 1 sample | hidden tests |
 | math | AIME24, AIME25, MATH500, AMC23, OlympiadBench | 16 samples | value |
 
-Temperature, top-p, top-k, length and calls are the paper's; it has no 1.5B, which takes
-the 7B's. Of math `pass1_sampled` is avg@16; where the paper takes one sample, 16 have
-the same mean. Its judge is Qwen2.5-72B-Instruct:
+Temperature, top-p, top-k, length and calls are the paper's; it has no 1.5B, which uses
+the 7B's. For math `pass1_sampled` is avg@16; for the paper's single samples, 16 have
+the same mean. The paper's judge is Qwen2.5-72B-Instruct:
 
   vllm serve Qwen/Qwen2.5-72B-Instruct --port=8001    # in its own environment
 
-Its scripts judge mhqa by exact match of the first part: --config.reward.graders.qa=qa
---config.reward.judge=None.
-Not as there: a turn has no limit of its own (4,096 tokens there, of web), and nothing
-is removed when the context is full. Web needs a search key (serper.key), mhqa a
-search server or --config.tools.corpus=FILE with --config.tools.retriever=None; ":tiny"
-of both takes --config.tools.corpus=FILE and exact match instead.
-A model is on as many devices as `mesh.tensor` says, that of configs/rl_afm.py for its
-size; on one GPU, --config.mesh.tensor=1.
+The paper's scripts judge mhqa by exact match with the first part:
+--config.reward.graders.qa=qa --config.reward.judge=None. Unlike the paper, a turn has
+no separate limit (web: 4,096 tokens), and a full context is not pruned. Web needs a
+search key (serper.key), mhqa a search server or --config.tools.corpus=FILE with
+--config.tools.retriever=None; ":tiny" of both takes --config.tools.corpus=FILE and
+exact match instead. A model is on `mesh.tensor` devices, as in configs/rl_afm.py for
+its size; on one GPU, --config.mesh.tensor=1.
 
 Expect: not known; the tiny form was run here on random weights. The paper's 7B after
 RL: GAIA 40.8, WebWalkerQA 55.6, BrowseComp 5.8, HLE 15.6 %; mhqa 45.5 % on average;
@@ -43,7 +42,7 @@ import ml_collections
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-  """How the paper plays one agent's benchmarks."""
+  """The paper's settings for one agent's benchmarks."""
 
   max_len: int  # tokens, prompt and observations included
   max_calls: int
@@ -55,7 +54,7 @@ class Benchmark:
 
 
 AGENTS = {
-  # At most 36 turns, the last of which is the answer.
+  # At most 36 turns, the answer included.
   "web": Benchmark(
     max_len=32768,
     max_calls=35,
@@ -72,9 +71,9 @@ AGENTS = {
     max_len=32768, max_calls=12, tools=("code",), samples=16, temperature=0.8
   ),
 }
-# The temperature of the paper's 32B of code and math.
+# The paper's temperature for 32B code and math.
 LARGE_CODE = 0.6
-# Size -> devices of one replica of the model.
+# Size -> devices per replica.
 SIZES = {"1.5b": 2, "7b": 4, "32b": 8}
 
 
@@ -82,8 +81,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   """The config; `arg` is an agent, a size and "tiny", joined by colons.
 
   budget: a config is one list.
+
   """
-  # --- Which agent, of which size.
+  # --- The agent and its size.
   words = arg.split(":") if arg else []
   unknown = set(words) - {*AGENTS, *SIZES, "tiny"}
   several = any(len([w for w in words if w in names]) > 1 for names in (AGENTS, SIZES))
@@ -99,7 +99,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if size == "32b" and name in ("code", "math"):
     agent = dataclasses.replace(agent, temperature=LARGE_CODE)
 
-  # --- The model, and how it plays.
+  # --- The model and its sampling.
   config = ml_collections.ConfigDict()
   config.init = f"runs/{name}{'_tiny' if tiny else ''}/rl/model"
   config.model = dict(dtype="float32" if tiny else "bfloat16", remat="none")
@@ -118,7 +118,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     seed=1,
   )
 
-  # --- Its tools: in tiny, a file of pages in place of services.
+  # --- Its tools; tiny has a page file instead of services.
   config.tools = dict(tools=agent.tools, workers=2 if tiny else 16)
   if name in ("web", "mhqa") and tiny:
     config.tools.corpus = "corpus.jsonl"
@@ -131,7 +131,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       cache="search.sqlite",
     )
 
-  # --- What it plays, how often, and what judges its answers.
+  # --- Its tasks, samples and grader.
   if name in ("web", "mhqa") and not tiny:
     judge = dict(base_url="http://127.0.0.1:8001/v1", model="Qwen/Qwen2.5-72B-Instruct")
     config.reward = dict(graders=dict(qa="judge"), judge=dict(chat=judge))

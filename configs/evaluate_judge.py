@@ -1,4 +1,4 @@
-"""Evaluation with a judge of your own: the paper's web agent on GAIA.
+"""Evaluation with your own judge: the paper's web agent on GAIA.
 
   vllm serve Qwen/Qwen2.5-72B-Instruct --port=8001    # in its own environment
   python -m experiments.evaluate --config=configs/evaluate_judge.py \

@@ -1,11 +1,11 @@
-"""Evaluation of a Qwen model folder on questions of your own, with the code tool.
+"""Evaluation of a Qwen model folder on your own questions, with the code tool.
 
   python -m experiments.evaluate --config=configs/evaluate_qwen.py \
     --workdir=runs/qwen/eval --config.tasks.uri=test.jsonl
 
-Takes what configs/rl_qwen.py writes; before any training, --config.init=models/qwen.
+Evaluates the model from configs/rl_qwen.py; before training, --config.init=models/qwen.
 `experiments.serve` and `experiments.chat` take this config too. Expect: not known;
-its tiny form was run here on random weights, the whole has not been run on a GPU.
+its tiny form was run here on random weights, the full form was not run.
 """
 
 import ml_collections

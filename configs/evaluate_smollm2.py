@@ -3,14 +3,13 @@
   python -m experiments.evaluate --config=configs/evaluate_smollm2.py \
     --workdir=runs/smollm2/eval
 
-Takes what configs/rl_smollm2.py writes; after SFT alone
+Evaluates the model from configs/rl_smollm2.py; after SFT alone
 --config.init=runs/smollm2/sft/model, before any training
 --config.init=models/SmolLM2-135M-Instruct. Attempts at temperature 1, for avg@4 and
 pass@8: --config.eval.greedy=False --config.eval.samples=8 --config.tasks.limit=256.
-What the model can do alone: --config.tools.enabled=False. Give each a workdir of its
-own. ":cpu" is for two cores.
-Expect on one H100, after SFT: greedy 0.100 (95 % interval 0.085 to 0.117), no malformed
-call, 217 tokens a question. After RL: not measured yet.
+Without tools: --config.tools.enabled=False. Use a separate workdir for each. ":cpu" is
+for two cores. Expect on one H100, after SFT: greedy 0.100 (95 % interval 0.085 to
+0.117), no malformed call, 217 tokens per question. After RL: not measured yet.
 """
 
 import ml_collections

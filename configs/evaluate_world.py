@@ -1,4 +1,4 @@
-"""Evaluation on held-out worlds: entities that no training text has named.
+"""Evaluation on held-out worlds: entities absent from all training text.
 
   python -m experiments.evaluate --config=configs/evaluate_world.py \
     --workdir=runs/world/eval

@@ -5,23 +5,22 @@
     --config.tasks.uri=train.jsonl --config.dev.uri=dev.jsonl
 
 The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), by
-colons; code and 7b where left out. ":tiny" makes 2 updates from a few short rollouts.
-Batch, learning rate, clipping, steps and limits are the paper's; what it does not say
-is from its released scripts. Web, code and math are DAPO, mhqa is PPO with a critic.
-The scripts sample until a step's batch is full; here `algo.sampling.rounds` is a bound.
-The paper has no 1.5B: that size takes the 7B's.
+colons; code and 7b by default. ":tiny" makes 2 updates from a few short rollouts.
+Batch, learning rate, clipping, steps and limits are the paper's, otherwise its released
+scripts'. Web, code and math use DAPO, mhqa PPO with a critic. The scripts sample until
+a step's batch is full; here `algo.sampling.rounds` is a bound. The paper has no 1.5B,
+which uses the 7B's.
 
 Web needs a search key (`tools.web`) and a judge (`reward.judge`), mhqa a search server
 (`tools.retriever`) or a corpus; ":tiny" of these takes --config.tools.corpus=FILE and
-exact match instead. `select_tasks` keeps tasks of a band of difficulty, as the paper
-did.
+exact match instead. `select_tasks` keeps tasks by difficulty, like the paper.
 
-A copy that decodes is on 2 devices (1.5b) or 4 (a host of v5p has no more); all split
-the state (`mesh.fsdp=-1`). `algo.batch.rows` must be a multiple of fsdp; those here are
-for 8, 16 and 64 devices. For 32b on v5p:4x4x4 experiments.bench.compile_check compiled
-two programs of `code`, per chip of 95 GB: the step 49.5 GB, and 512 tokens given to
-each of 16 slots of 32k 51.1 GB with 6.2 beside. The other sizes and agents were not
-compiled. 64 slots of 32k would not fit for 32b, so it has 16.
+A decoding replica uses 2 devices (1.5b) or 4 (a v5p host has no more); all devices
+split the state (`mesh.fsdp=-1`). `algo.batch.rows` must be a multiple of fsdp; the rows
+here are for 8, 16 and 64 devices. For 32b on v5p:4x4x4 experiments.bench.compile_check
+compiled two `code` programs, per 95 GB chip: the step 49.5 GB, and a prefill with 512
+tokens in each of 16 slots of 32k 51.1 GB beside 6.2 GB. The other sizes and agents were
+not compiled. 64 slots of 32k would not fit for 32b, so it has 16.
 
 Expect: not known; the tiny form was run here on random weights, no size was trained.
 The paper's 7B after RL: GAIA 40.8 % (web), LiveCodeBench v4 29.0 % and AIME24 51.9 %
@@ -36,12 +35,12 @@ import ml_collections
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-  """What the paper or its scripts say of one agent's RL."""
+  """RL settings for one agent, from the paper or its scripts."""
 
   steps: int
   prompts: int
   samples: int
-  minibatches: int  # updates of a step
+  minibatches: int  # updates per step
   warmup: int
   weight_decay: float
   max_len: int  # tokens, prompt and observations included
@@ -107,7 +106,7 @@ AGENTS = {
   "code": _CODE,
   "math": _CODE,
 }
-# Size -> mesh, rows of a micro-batch, slots of a replica.
+# Size -> mesh, rows per micro-batch, slots per replica.
 SIZES = {
   "1.5b": (dict(data=1, fsdp=-1, context=1, tensor=2), 4, 64),
   "7b": (dict(data=1, fsdp=-1, context=1, tensor=4), 4, 64),
@@ -119,6 +118,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   """The config; `arg` is an agent, a size and "tiny", joined by colons.
 
   budget: a config is one list.
+
   """
   words = arg.split(":") if arg else []
   unknown = set(words) - {*AGENTS, *SIZES, "tiny"}
@@ -188,7 +188,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     sampling=dict(
       prompts=2 if tiny else agent.prompts,
       samples=min(agent.samples, 2) if tiny else agent.samples,
-      # As the scripts: twice the prompts in a round of web's, and rounds until it is
+      # Like the scripts: web has twice the prompts in a round, and rounds until it is
       # full; four rounds here.
       round_prompts=128 if name == "web" and not tiny else 0,
       rounds=4 if groups and not tiny else 1,

@@ -3,11 +3,11 @@
   hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir=models/Qwen2.5-0.5B-Instruct
   python -m experiments.rl --config=configs/rl_gsm8k.py --workdir=runs/gsm8k/rl
 
-Needs data/gsm8k/train.jsonl, as github.com/openai/grade-school-math has it,
-and test.jsonl beside it, of which `dev` plays 256. GRPO with DAPO's clip-higher.
-Weights and AdamW in float32 are 8 GB of a GPU; --config.lora.rank=16 trains adapters
-alone, for Colab's 16 GB. Expect: not known; its tiny form was run here on random
-weights, the whole has not been run on a GPU.
+Needs data/gsm8k/train.jsonl, from github.com/openai/grade-school-math,
+and test.jsonl beside it; `dev` plays 256 of its tasks. GRPO with DAPO's clip-higher.
+Float32 weights and AdamW use 8 GB; --config.lora.rank=16 trains only adapters, for
+Colab's 16 GB. Expect: not known; its tiny form was run here on random weights, the full
+form was not run.
 """
 
 import ml_collections
@@ -28,7 +28,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(name="adamw", lr=1e-6, warmup=5, schedule="constant")
   config.rollout = dict(
-    # One agent that thinks, runs programs and answers: the hyphens take agents away.
+    # One agent thinks, runs programs and answers: the hyphens remove agents.
     variant="unified-plan-reflection-suggested_answer-double_check",
     style="full",
     constrain=True,

@@ -1,14 +1,14 @@
-"""RL with a tool and a grader of your own: copy this file, and change the lines marked.
+"""RL with your own tool and grader: copy this file and change the marked lines.
 
   python -m experiments.rl --config=configs/rl_own_tool.py --workdir=runs/own \
     --config.tasks.uri=train.jsonl --config.dev.uri=dev.jsonl
 
 The tool is a Python function (`days_between` below), and so is the grader (`near`);
-both run in this process, so neither should run what the model writes.
-The tool's line in the prompt is all that the model knows of it, so the variant is
-unified and the style full. Needs a model folder (`hf download
-Qwen/Qwen2.5-1.5B-Instruct --local-dir=models/qwen`) and tasks of question and answer.
-Expect: not known; its tiny form was run here on random weights, the whole was not run.
+both run in this process, so neither should execute model-written code. The model knows
+the tool only by its line in the prompt, so the variant is unified and the style full.
+Needs a model folder (`hf download Qwen/Qwen2.5-1.5B-Instruct --local-dir=models/qwen`)
+and tasks with question and answer. Expect: not known; its tiny form was run here on
+random weights, the full form was not.
 """
 
 import datetime
@@ -23,12 +23,12 @@ def days_between(first: str, last: str) -> str:
   try:
     dates = [datetime.date.fromisoformat(text) for text in (first, last)]
   except (TypeError, ValueError) as e:
-    raise BadCall(str(e)) from None  # the model's fault: it reads what is wrong
+    raise BadCall(str(e)) from None  # the model reads this error
   return str((dates[1] - dates[0]).days)
 
 
 def near(task, answer, trajectory):
-  """Credits a number by how near it is to the accepted one: 1 at it, 0 far away."""
+  """Scores a number by its distance from the accepted one: 1 if equal, 0 if far."""
   try:
     wanted, found = float(task.answers[0]), float(answer or "nan")
   except ValueError:
@@ -53,7 +53,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(name="adamw", lr=1e-6, warmup=5, schedule="constant")
   config.rollout = dict(
-    # One agent that thinks, calls tools and answers: the hyphens take agents away.
+    # One agent thinks, calls tools and answers: the hyphens remove agents.
     variant="unified-plan-reflection-suggested_answer-double_check",
     style="full",
     constrain=True,
@@ -64,16 +64,16 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     seed=0,
   )
   config.tools = dict(
-    tools=("tool",),  # functions by name; beside it may stand code, web_search, ...
+    tools=("tool",),  # functions by name; code, web_search, ... may follow
     functions=dict(
-      days_between=dict(  # CHANGE: the name that the model calls
+      days_between=dict(  # CHANGE: the tool's name for the model
         description="count the days between dates; its arguments are first and last",
         function="configs.rl_own_tool:days_between",  # CHANGE: module:function
       )
     ),
   )
   config.reward = dict(
-    # CHANGE: by the source or the kind of a task, "module:function".
+    # CHANGE: a task's source or kind -> "module:function".
     graders=dict(qa="configs.rl_own_tool:near", math="configs.rl_own_tool:near"),
   )
   config.tasks = dict(uri="train.jsonl")

@@ -1,13 +1,13 @@
-"""RL of a pretrained Qwen on questions of your own, with the code tool: GRPO.
+"""RL of a pretrained Qwen on your own questions, with the code tool: GRPO.
 
   hf download Qwen/Qwen2.5-1.5B-Instruct --local-dir=models/qwen
   python -m experiments.rl --config=configs/rl_qwen.py --workdir=runs/qwen/rl \
     --config.tasks.uri=train.jsonl --config.dev.uri=dev.jsonl
 
-The prompt explains the protocol and the grammar keeps the model to it, so it can begin
-without SFT; after one (configs/sft_qwen.py) give --config.init=runs/qwen/sft/model and
-the variant of its trajectories. Expect: not known; its tiny form was run here on random
-weights, the whole has not been run on a GPU.
+The prompt explains the protocol and the grammar enforces it, so SFT is not needed;
+after SFT (configs/sft_qwen.py) set --config.init=runs/qwen/sft/model and the variant of
+its trajectories. Expect: not known; its tiny form was run here on random weights, the
+full form was not run.
 """
 
 import ml_collections
@@ -28,7 +28,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(name="adamw", lr=1e-6, warmup=5, schedule="constant")
   config.rollout = dict(
-    # One agent that thinks, calls tools and answers; "unified" is the whole team.
+    # One agent thinks, calls tools and answers; "unified" is the whole team.
     variant="unified-plan-reflection-suggested_answer-double_check",
     style="full",
     constrain=True,

@@ -2,8 +2,8 @@
 
   python -m experiments.rl --config=configs/rl_world.py --workdir=runs/world/rl
 
-With rl_world.py:NAME an algorithm of coa_jax/learner/algorithms.py (gspo, ppo, ...),
-and in small with rl_world.py:NAME:tiny. Needs runs/world/sft (configs/sft_world.py).
+rl_world.py:NAME selects an algorithm in coa_jax/learner/algorithms.py (gspo, ppo, ...),
+rl_world.py:NAME:tiny its small form. Needs runs/world/sft (configs/sft_world.py).
 Expect: greedy pass@1 on held-out worlds 0.92 -> 0.94, sampled 0.46 -> 0.81; 129 s on
 two cores.
 """
@@ -17,6 +17,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   """The config; `arg` names a preset, makes 2 updates from a few rollouts, or both.
 
   budget: a config is one list.
+
   """
   if arg not in ("", "tiny", *PRESETS, *(f"{name}:tiny" for name in PRESETS)):
     names = ", ".join(PRESETS)

@@ -1,15 +1,15 @@
-"""Difficulty selection: the training tasks that the SFT model solves sometimes.
+"""Difficulty selection: the training tasks the SFT model sometimes solves.
 
   python -m experiments.select_tasks --config=configs/select_world.py \
     --workdir=runs/world/select
 
 Then RL on them: --config.tasks.uri=runs/world/select/tasks.jsonl. Needs
-runs/world/sft/model (configs/sft_world.py). Questions that can not be answered without
-tools, as arXiv 2508.13167 chose them for the web: --config.tools.enabled=False
+runs/world/sft/model (configs/sft_world.py). Questions not answerable without
+tools, chosen like the web tasks in arXiv 2508.13167: --config.tools.enabled=False
 --config.select.at_most=0.3 --config.select.all_wrong=True --config.eval.samples=32.
 
-Expect, of 200 tasks of the quickstart's rl_tasks and its SFT model with 8 samples: 27
-never solved, 6 always, 167 in between.
+Expect, for 200 of the quickstart's rl_tasks and its SFT model with 8 samples: 27 never
+solved, 6 always, 167 in between.
 """
 
 import ml_collections

@@ -5,18 +5,18 @@
     --workdir=runs/web/sft --config.data.trajectories=web.jsonl
 
 The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), by
-colons; code and 7b where left out. ":tiny" makes 2 short updates. Trajectories come
-from the released records by `experiments.import_traces --variant=web` (mhqa, code).
-Learning rate, warm-up, schedule, batch and epochs are the paper's; where it names none
-for an agent, those of its released scripts. It has no 1.5B: that size takes the 7B's.
-Code and math are one model there; take "code" for both.
+colons; code and 7b by default. ":tiny" makes 2 short updates.
+`experiments.import_traces --variant=web` (mhqa, code) converts the released records to
+trajectories. Learning rate, warm-up, schedule, batch and epochs are the paper's,
+otherwise its released scripts'. It has no 1.5B, which uses the 7B's. In the paper code
+and math are one model; use "code" for both.
 
-Rows are those for which the step was compiled ahead of time (experiments/LOG.md,
-2026-11-21), per chip: 1.5b on v5e:2x4 10.9 of 16 GB at 8k tokens, 7b on v5p:2x2x4 42.7
-of 95 GB and 32b on v5p:4x4x4 37.4 of 95 GB, both at 32k. On other numbers of devices
-set `data.rows` to a multiple of fsdp, and `data.micro_batches` so that their product
-stays. The paper's batch counts records, ours rows, and a row holds as many records as
-fit: `data.steps` is right where they fill it, and too many where they are short.
+The step was compiled ahead of time with these rows (experiments/LOG.md, 2026-11-21),
+per chip: 1.5b on v5e:2x4 10.9 of 16 GB at 8k tokens, 7b on v5p:2x2x4 42.7 of 95 GB and
+32b on v5p:4x4x4 37.4 of 95 GB, both at 32k. For another number of devices set
+`data.rows` to a multiple of fsdp, and keep its product with `data.micro_batches`. The
+paper's batch counts records, ours rows with several packed records: `data.steps` is
+right for records as long as a row, and too large for short ones.
 
 Expect: not known; the tiny form was run here on random weights, no size was trained.
 The paper's 7B after SFT: GAIA 34.0 % (web), LiveCodeBench v4 28.0 % and AIME24 27.5 %
@@ -30,14 +30,14 @@ import ml_collections
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-  """What the paper or its scripts (S) say of one agent's SFT."""
+  """SFT settings for one agent, from the paper or its scripts (S)."""
 
-  records: int  # about so many
+  records: int  # approximate
   epochs: float
-  batch: int  # records of an update
+  batch: int  # records per update
   lr: float
-  warmup: float  # share of the updates
-  length: int  # tokens of a record
+  warmup: float  # fraction of updates
+  length: int  # tokens per record
 
 
 AGENTS = {
@@ -46,9 +46,9 @@ AGENTS = {
   "code": Agent(47000, 2, 32, 3e-5, warmup=0.1, length=32768),
   "math": Agent(47000, 2, 32, 3e-5, warmup=0.1, length=32768),
 }
-# The paper's 32B of code and math differs from its 7B in these.
+# Differences of the paper's 32B for code and math from its 7B.
 LARGE_CODE = dict(batch=64, lr=1.4e-5)
-# Size -> mesh, rows of a micro-batch, longest row, as compile_check compiled them.
+# Size -> mesh, rows per micro-batch, longest row, compiled by compile_check.
 SIZES = {
   "1.5b": (dict(data=1, fsdp=-1, context=1, tensor=1), 8, 8192),
   "7b": (dict(data=1, fsdp=-1, context=1, tensor=1), 16, 32768),
@@ -58,7 +58,7 @@ SIZES = {
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
   """The config; `arg` is an agent, a size and "tiny", joined by colons."""
-  # --- Which agent, of which size.
+  # --- The agent and its size.
   words = arg.split(":") if arg else []
   unknown = set(words) - {*AGENTS, *SIZES, "tiny"}
   several = any(len([w for w in words if w in names]) > 1 for names in (AGENTS, SIZES))

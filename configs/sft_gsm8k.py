@@ -2,9 +2,8 @@
 
   python -m experiments.sft --config=configs/sft_gsm8k.py --workdir=runs/gsm8k/sft
 
-Needs runs/gsm8k/distill (configs/distill_gsm8k.py). Expect: validation loss 1.66 nats a
-policy token after 1.7 epochs; 9 minutes on two free cores (0.75 s a step).
-"""
+Needs runs/gsm8k/distill (configs/distill_gsm8k.py). Expect: validation loss 1.66 nats
+per policy token after 1.7 epochs; 9 minutes on two free cores (0.75 s per step)."""
 
 import ml_collections
 

@@ -4,11 +4,11 @@
   python -m experiments.sft --config=configs/sft_qwen.py --workdir=runs/qwen/sft \
     --config.data.trajectories=trajectories.jsonl
 
-Trajectories come from `experiments.import_traces` or `experiments.distill`. Rows of
-4,096 tokens hold several; longer ones are left out and counted: raise data.length.
-`data.steps` is of 3 epochs of about 5,000 such rows. --config.lora.rank=16 trains
-adapters alone. Expect: not known; its tiny form was run here on random weights, the
-whole has not been run on a GPU.
+Trajectories come from `experiments.import_traces` or `experiments.distill`. A
+4,096-token row holds several; longer trajectories are dropped and counted: raise
+data.length. `data.steps` is 3 epochs for about 5,000 rows. --config.lora.rank=16 trains
+only adapters. Expect: not known; its tiny form was run here on random weights, the full
+form was not run.
 """
 
 import ml_collections

@@ -9,7 +9,7 @@ All weights: float32 parameters, on one GPU with products in bfloat16. Rows of 1
 tokens hold four or five trajectories. ":cpu" is for two cores: by an
 estimate 1.7 hours, and an hour more for configs/rl_smollm2.py:cpu.
 Expect on one H100: loss 0.17, validation loss 0.54 after 600 updates, 2 minutes; greedy
-0.100 of GSM8K's test questions (configs/evaluate_smollm2.py).
+0.100 on GSM8K's test questions (configs/evaluate_smollm2.py).
 """
 
 import ml_collections

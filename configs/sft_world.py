@@ -1,4 +1,4 @@
-"""SFT of a model of half a million parameters on the world's distilled trajectories.
+"""SFT of a half-million-parameter model on the world's distilled trajectories.
 
   python -m experiments.sft --config=configs/sft_world.py --workdir=runs/world/sft
 
@@ -24,7 +24,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     kv_heads=2 if tiny else 1,
     head_dim=16 if tiny else 32,
     ff=192 if tiny else 288,
-    rope_theta=1000.0,  # sharper positions for short rows: copying is learned sooner
+    rope_theta=1000.0,  # sharper positions for short rows: copying is learned earlier
   )
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1, devices=0)
   config.optim = dict(
@@ -37,7 +37,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   config.data = dict(
     trajectories=f"runs/{world}/distill/trajectories.jsonl",
-    # Many small updates: copying is learned sooner by their number than by their size.
+    # Many small updates: copying depends more on their number than on their size.
     steps=20 if tiny else 2200,
     rows=4 if tiny else 8,
     length=256,

@@ -4,8 +4,8 @@
   python -m experiments.synthesize --config=configs/synthesize_chat.py \
     --workdir=runs/synth
 
-Any corpus that `wiki_search` searches: --config.tools.corpus=pages.jsonl. Expect: no
-number of a real model is on record yet; results.json tells what held and what it cost.
+Takes any corpus for `wiki_search`: --config.tools.corpus=pages.jsonl. Expect: no number
+with a real model is on record yet; results.json has kept tasks and cost.
 """
 
 import ml_collections

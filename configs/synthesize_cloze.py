@@ -1,4 +1,4 @@
-"""Task synthesis over any text, offline: gaps in what its pages say.
+"""Task synthesis over any text, offline: gaps in its pages' sentences.
 
   python -m experiments.synthesize --config=configs/synthesize_cloze.py \
     --workdir=runs/synth --config.tools.corpus=pages.jsonl

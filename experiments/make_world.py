@@ -3,7 +3,7 @@
   python -m experiments.make_world --directory=runs/world
 
 Task files: train (distillation), rl (other questions over the same worlds), dev and
-test (worlds of unseen names), ood (families never trained on, over the test worlds).
+test (worlds with unseen names), ood (untrained families, over the test worlds).
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from coa_jax.data.tasks.world.build import (
 from coa_jax.data.tasks.world.questions import HELD_OUT
 from coa_jax.runtime.lock import hold
 
-_DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
-_WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Decides the facts of every world.")
-_TRAIN = flags.DEFINE_integer("train", 13000, "Tasks to distil.", 1, MOST_TASKS)
-_RL = flags.DEFINE_integer("rl", 6000, "Tasks to practise on.", 1, MOST_TASKS)
+_DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Output folder.")
+_WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Seed for every world's facts.")
+_TRAIN = flags.DEFINE_integer("train", 13000, "Tasks for distillation.", 1, MOST_TASKS)
+_RL = flags.DEFINE_integer("rl", 6000, "Tasks for RL.", 1, MOST_TASKS)
 _HELD_OUT = flags.DEFINE_integer(
-  "held_out", 600, "Of dev, test and ood each.", 1, MOST_TASKS
+  "held_out", 600, "Tasks each for dev, test and ood.", 1, MOST_TASKS
 )
 
 
@@ -45,22 +45,22 @@ def make_world(
 
   Args:
     directory: made if missing.
-    seed: decides the facts and what is asked.
-    train: tasks to distil.
-    rl: tasks to practise on.
-    held_out: tasks each of dev, test and ood.
-    unseen: tasks of ood, where it is to have another number.
-    mix: families and their weights, of dev and test.
-    train_mix: those of train and rl.
-    unseen_families: those of ood, in equal parts.
+    seed: for facts and questions.
+    train: number of distillation tasks.
+    rl: number of RL tasks.
+    held_out: number of tasks each in dev, test and ood.
+    unseen: number of ood tasks, if different.
+    mix: dev's and test's families with weights.
+    train_mix: train's and rl's.
+    unseen_families: ood's, with equal weights.
   """
   if unseen is None:
     unseen = held_out
   train_config = WorldConfig(mix=train_mix)
   held_out_config = WorldConfig(mix=mix)
   ood_config = WorldConfig(mix=tuple((name, 1.0) for name in unseen_families))
-  # (worlds, name of the task file, tasks, what is asked, seed of the questions). Over
-  # the same worlds as train, rl is asked by another seed.
+  # (worlds, task file's name, tasks, families, questions' seed). rl has train's worlds
+  # and another seed.
   files = (
     ("train", "train", train, train_config, 0),
     ("train", "rl", rl, train_config, 1),
@@ -74,7 +74,7 @@ def make_world(
 
 
 def main() -> None:
-  """Writes everything and says where."""
+  """Writes all files and prints their paths."""
   if not _DIRECTORY.value:
     raise ValueError("--directory is empty; name the folder to write to")
   make_world(

@@ -3,8 +3,8 @@
   python -m experiments.pictures --workdir=runs/quickstart --out=docs/pictures
 
 learning.png: SFT's validation loss, RL's reward and accuracy on development tasks.
-trajectory.png: the RL model's greedy trajectory of --task in the viewer, as Chromium
-shows it; needs playwright (`pip install playwright`) and Chromium (`apt-get install
+trajectory.png: the RL model's greedy trajectory for --task in the viewer, rendered by
+Chromium; needs playwright (`pip install playwright`) and Chromium (`apt-get install
 chromium` or `playwright install chromium`).
 """
 
@@ -25,16 +25,16 @@ from coa_jax.report.metrics import read_metrics
 from coa_jax.report.viewer import write_page
 
 _WORKDIR = flags.DEFINE_string(
-  "workdir", "runs/quickstart", "Of a finished quickstart."
+  "workdir", "runs/quickstart", "A finished quickstart's workdir."
 )
-_OUT = flags.DEFINE_string("out", "docs/pictures", "Folder of the pictures.")
-_TASK = flags.DEFINE_string("task", "test-00000", "Task of the trajectory.")
+_OUT = flags.DEFINE_string("out", "docs/pictures", "Folder for the pictures.")
+_TASK = flags.DEFINE_string("task", "test-00000", "The trajectory's task.")
 _PANELS = {
   "SFT: validation loss (nats per token)": {"validation_loss": "validation"},
   "RL: share of tasks": {"reward": "reward", "dev_accuracy": "greedy accuracy (dev)"},
 }
 _WIDTH = 1000  # CSS pixels; the picture has 1.4 times as many
-# The list has one row and there is nothing to filter, so the trajectory stands alone.
+# One trajectory needs neither list nor filter.
 _ALONE = """
 header, .bar, .legend, #list, .prompt { display: none !important; }
 .browser { height: auto; }
@@ -43,7 +43,7 @@ header, .bar, .legend, #list, .prompt { display: none !important; }
 
 
 def main() -> None:
-  """Writes both pictures and says where."""
+  """Writes both pictures and prints their paths."""
   os.makedirs(_OUT.value, exist_ok=True)
   sft = read_metrics(os.path.join(_WORKDIR.value, "sft"), "sft")
   rl = read_metrics(os.path.join(_WORKDIR.value, "rl"), "rl")
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def draw_trajectory(path: str, trajectory: Trajectory) -> None:
-  """Writes a picture of a trajectory in the viewer.
+  """Writes a picture of the trajectory in the viewer.
 
   Raises:
     FileNotFoundError: there is no browser.
@@ -84,7 +84,7 @@ def draw_trajectory(path: str, trajectory: Trajectory) -> None:
     page.add_style_tag(content=_ALONE)
     page.locator("#viewer").screenshot(path=path)
     browser.close()
-  # With a palette it takes a third of the bytes.
+  # A palette needs a third of the bytes.
   image = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
   image.save(path, optimize=True)
 

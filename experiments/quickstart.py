@@ -1,11 +1,11 @@
-"""The whole journey on one CPU: distil, SFT, RL, evaluate, report.
+"""All stages on one CPU: distil, SFT, RL, evaluate, report.
 
   python -m experiments.quickstart --workdir=runs/quickstart [--seed=0] [--tiny]
 
-Makes an offline world, has a multi-agent team solve tasks in it with real tools,
-distils its runs into Chain-of-Agents trajectories, trains a model of half a million
-parameters on them from scratch, improves it by RL with the same tools, and measures
-everything on worlds it has never seen. Ctrl-C at any time; the same command goes on.
+Makes an offline world, has a multi-agent team solve its tasks with real tools, distils
+the runs into Chain-of-Agents trajectories, trains a half-million-parameter model on
+them from scratch, improves it by RL with the same tools, and evaluates everything on
+unseen worlds. After Ctrl-C the same command resumes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from experiments import quickstart_report
 from experiments.make_world import make_world
 from tools_sandbox.jail.keeper import check as check_jail
 
-_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Where the run writes.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the world, the teacher, SFT and RL.")
-_TINY = flags.DEFINE_bool("tiny", False, "Walk through every stage in a minute.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "The run's workdir.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed for world, teacher, SFT and RL.")
+_TINY = flags.DEFINE_bool("tiny", False, "Run every stage in a minute.")
 flags.set_default(launch.CPU_DEVICES, 2)
 
 # Evaluations: name -> (model, task file, tools on).
@@ -49,10 +49,10 @@ TEACHER_SAMPLES = 4  # the first counts as its greedy attempt
 
 
 class Quickstart:
-  """The stages, in order; each is skipped where its results are there already."""
+  """The stages, in order; each is skipped if its results exist."""
 
   def __init__(self, workdir: str, seed: int, tiny: bool):
-    """Args: where everything goes, the seed, and whether to make it all small."""
+    """Args: the workdir, the seed, and whether everything is small."""
     self.workdir = workdir
     self.seed = seed
     self.arg = "tiny" if tiny else ""
@@ -63,7 +63,7 @@ class Quickstart:
     return os.path.join(self.workdir, *names)
 
   def stage(self, number: int, name: str, title: str, work: Callable[[], Any]) -> None:
-    """Runs a stage unless it is done; its seconds, over all tries, are kept."""
+    """Runs a stage unless it is done; records its seconds over all tries."""
     file = self.path("stages.json")
     if os.path.exists(file):
       self.seconds = _read_stages(file)
@@ -84,7 +84,7 @@ class Quickstart:
     rich.print(f"      {duration(self.seconds[name])}")
 
   def run(self) -> dict[str, Any]:
-    """All stages; returns what `results.json` holds."""
+    """Runs all stages; returns the contents of `results.json`."""
     stages = (
       ("world", "an offline world: pages and tasks", self.make_world),
       (
@@ -103,10 +103,10 @@ class Quickstart:
 
   @functools.cached_property
   def sandbox(self) -> str:
-    """The jail; where there can be none, the weaker back-end, and says so.
+    """The jail, or the weaker back-end with a message if jails are impossible.
 
-    Only here: these programs are written by a scripted team, and by a model that has
-    read nothing else. Every other launcher refuses instead.
+    Only here, because a scripted team and a model trained on it write the programs.
+    Every other launcher refuses instead.
     """
     missing = check_jail()
     if not missing:
@@ -118,7 +118,7 @@ class Quickstart:
     return "subprocess"
 
   def make_world(self) -> None:
-    """Pages and tasks, as files that any user could have brought."""
+    """Pages and tasks as files, like a user's own."""
     sizes = (64, 64, 32) if self.arg else (13000, 6000, 600)
     make_world(self.path("world"), self.seed, *sizes)
 
@@ -128,7 +128,7 @@ class Quickstart:
     config.tools.sandbox = self.sandbox
 
   def distil(self) -> None:
-    """The team on the training tasks: trajectories for SFT."""
+    """The team on the training tasks: SFT's trajectories."""
     config = distill_world.get_config(self.arg)
     self._world(config, "train", "train")
     config.scripted.seed = self.seed
@@ -139,7 +139,7 @@ class Quickstart:
     config = sft_world.get_config(self.arg)
     config.data.trajectories = self.path("distill", distill.TRAJECTORIES)
     config.data.seed = self.seed
-    # Muon's products are of whole matrices: two devices would both make all of them.
+    # Muon multiplies whole matrices: two devices would repeat all products.
     config.mesh.devices = 1
     sft.run(config, self.path("sft"))
 
@@ -170,15 +170,15 @@ class Quickstart:
         config.tasks.limit = max(4, held_out // 4)
       config.tools.enabled = enabled
       if not enabled:
-        config.rollout.max_calls = 3  # none is answered; more would only take time
+        config.rollout.max_calls = 3  # none is answered
       evaluate.run(config, self.path(name))
 
 
 def _read_stages(file: str) -> dict[str, float]:
-  """Seconds of the stages so far, and `NAME_done` of each.
+  """Seconds per finished stage, and `NAME_done`.
 
   Raises:
-    ValueError: the file holds something else.
+    ValueError: the file has other contents.
   """
   remedy = "delete the file, and each stage goes on from what it has written"
   try:

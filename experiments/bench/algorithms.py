@@ -1,20 +1,18 @@
-"""It learns: every algorithm from the quickstart's SFT model, a small fixed budget.
+"""Tests that every RL algorithm learns, from the quickstart's SFT model in few steps.
 
   python -m experiments.bench.algorithms [--quick] [--cases=REGEX] [--out=FILE.json]
     [--quickstart=runs/quickstart] [--runs=runs/algorithms] [--seeds=3] [--steps=15]
   python -m experiments.bench.algorithms --long=NAME [--steps=500]
 
-Needs a finished `experiments.quickstart`. Each run is configs/rl_world.py with the
-fields of one preset. About an hour alone on two cores, two thirds of one with --long.
-Ctrl-C at any time, or a kill; the same command goes on, and a run that has ended is not
-made again, so the table may grow in several goes. The sampled reward counts: it is what
-is maximised, and greedy answers are nearly all right before RL. An algorithm that
-fails, or does not raise it with every seed, is named, and the exit status is 1 (not
-with --quick, which makes 2 updates from a few rollouts). --long makes 500 updates with
-one algorithm instead, of a quarter of the rollouts each, and says whether it collapsed;
-the exit status is 1 if it did.
+Needs a finished `experiments.quickstart`. Each run is configs/rl_world.py with one
+preset. About an hour alone on two cores, 40 minutes with --long. After Ctrl-C or a kill
+the same command resumes and keeps finished runs. The criterion is the sampled reward,
+RL's objective: greedy answers are nearly all right before RL. Algorithms that fail, or
+do not raise it with every seed, are listed, with exit status 1 (not with --quick: 2
+updates from a few rollouts). --long makes 500 updates with one algorithm and a quarter
+of the rollouts, and reports whether it collapsed, with exit status 1 if so.
 
-budget: the runs, and the two verdicts that read their logs.
+budget: the runs and two verdicts from their logs.
 """
 
 from __future__ import annotations
@@ -42,18 +40,21 @@ from coa_jax.runtime.lock import InUseError
 from coa_jax.runtime.record import prepare_workdir
 from experiments.bench import program as bench
 
-_LAST = 3  # steps whose reward is the reward after training
-_QUICKSTART = flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
-_RUNS = flags.DEFINE_string("runs", "runs/algorithms", "Where the runs go.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each algorithm.", 1)
+_LAST = 3  # last steps, for the reward after training
+_QUICKSTART = flags.DEFINE_string(
+  "quickstart", "runs/quickstart", "A finished quickstart."
+)
+_RUNS = flags.DEFINE_string("runs", "runs/algorithms", "Folder for the runs.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs per algorithm.", 1)
 _STEPS = flags.DEFINE_integer("steps", None, "Updates; 15, or 500 with --long.", 1)
-_LONG = flags.DEFINE_enum("long", None, list(PRESETS), "Does this one collapse?")
+_LONG = flags.DEFINE_enum(
+  "long", None, list(PRESETS), "Test this algorithm for collapse."
+)
 flags.set_default(CPU_DEVICES, 2)
-# Seconds alone on two cores, of an update and of what else a run does: an estimate
-# until runs have ended.
+# Seconds alone on two cores, per update and per run: estimates until runs have ended.
 _UPDATE, _START = 6.0, 25.0
-_LONG_PROMPTS = 6  # tasks of an update of a long run
-_WINDOW = 480  # tasks over which a long run's figures are averaged
+_LONG_PROMPTS = 6  # tasks per update in a long run
+_WINDOW = 480  # tasks per average in a long run
 
 
 def config_of(
@@ -64,9 +65,9 @@ def config_of(
   quick: bool,
   prompts: int | None = None,
 ) -> ml_collections.ConfigDict:
-  """The config of one run; `prompts` tasks an update, or as many as rl_world has."""
+  """The config of one run; `prompts` tasks per update, by default rl_world's."""
   config = bench.quickstart_config(quickstart, quick, seed)
-  # One batch of rollouts a step for all, whatever an algorithm does with it.
+  # Every algorithm gets one batch of rollouts per step.
   config.algo.update(preset(name))
   config.algo.update(sampling={"rounds": 1}, loss={"critic_lr": 1e-3})
   if not quick:
@@ -84,7 +85,7 @@ def config_of(
 
 def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
   """One line of the table from the logs of an algorithm's runs."""
-  # --- A number of every seed.
+  # --- Figures per seed.
   before: list[float] = []
   after: list[float] = []
   entropy: list[float] = []
@@ -95,7 +96,7 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
     before.append(float(rewards[0]))
     after.append(float(np.mean(rewards[-_LAST:])))
     seconds.append(log[-1]["seconds"])
-    # An update in which no group has different rewards measures none.
+    # Updates without mixed groups have no such figure.
     known = [row["entropy"] for row in log if row.get("entropy") is not None]
     entropy += known[-1:]
 
@@ -113,28 +114,26 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
 
 
 def _column(log: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-  """A metric by update; NaN where the log has null, for what could not be graded."""
+  """A metric by update; NaN for null (ungraded)."""
   return np.array([row[name] for row in log], float)
 
 
 def collapse(
   log: Sequence[Mapping[str, Any]], accuracy: float | None, prompts: int
 ) -> list[str]:
-  """Why a run counts as collapsed; [] if it does not.
+  """The reasons why a run counts as collapsed; [] if it does not.
 
-  Means are over the updates of 480 tasks (`_WINDOW`; of fewer the best of many means
-  would be chance), without those of which nothing was graded.
-  Collapsed is a run of whose last window more than a tenth are such; that ends with
-  less than nine tenths of its best mean reward; whose greedy accuracy on development
-  tasks ends a tenth below its best, or unknown; that at the end writes less than nine
-  tenths of its trajectories well-formed, or cuts more than a tenth of them off; or
-  whose gradient was not finite at some update.
+  Means are over the updates of 480 tasks (`_WINDOW`; the best mean over fewer would be
+  chance), without ungraded updates. A run has collapsed if more than a tenth of its
+  last window is ungraded; it ends with less than nine tenths of its best mean reward;
+  its greedy dev accuracy ends a tenth below its best, or unknown; its final
+  trajectories are less than nine tenths well-formed, or more than a tenth cut off; or a
+  gradient was not finite.
 
   Args:
     log: lines of stage rl.
-    accuracy: greedy, on development tasks, of the last policy; None where no answer
-      could be graded.
-    prompts: tasks of an update.
+    accuracy: the last policy's greedy accuracy on dev tasks; None if ungraded.
+    prompts: tasks per update.
   """
   size = min(-(-_WINDOW // prompts), len(log))
 
@@ -143,7 +142,7 @@ def collapse(
     graded = windows[~np.isnan(windows).all(axis=1)]
     return np.nanmean(graded, axis=1)
 
-  # --- What training measured.
+  # --- Training's figures.
   reasons = []
   dead = np.isnan(_column(log[-size:], "reward")).sum()
   if dead > 0.1 * size:
@@ -154,19 +153,19 @@ def collapse(
       f"reward {reward[0]:.3f} at first, {reward.max():.3f} at best, {reward[-1]:.3f} "
       "at last"
     )
-  # --- What greedy answers say.
+  # --- Greedy accuracy.
   known = [r["dev_accuracy"] for r in log if r.get("dev_accuracy") is not None]
   if accuracy is None or np.isnan(accuracy):
     reasons.append("no greedy answer was graded at last")
   elif accuracy < max([accuracy, *known]) - 0.1:
     reasons.append(f"greedy accuracy {max(known):.3f} at best, {accuracy:.3f} at last")
-  # --- How it writes, and whether it could learn.
+  # --- Form, length and gradients.
   written = window_means("format")
   if len(written) and written[-1] < 0.9:
     reasons.append(f"well-formed {written[-1]:.3f} at last")
   if window_means("truncated_share")[-1] > 0.1:
     reasons.append(f"cut off {window_means('truncated_share')[-1]:.3f} at last")
-  # An update whose groups all lack variance has no gradient, and no such value.
+  # An update without mixed groups has no gradient and no value.
   if any("grad_norm" in row and row["grad_norm"] is None for row in log):
     reasons.append("a gradient was not finite")
   return reasons
@@ -175,14 +174,14 @@ def collapse(
 def train(
   jobs: Sequence[tuple[ml_collections.ConfigDict, str]], steps: int
 ) -> dict[str, str]:
-  """Makes the runs that have not ended; says how far it is.
+  """Makes the unfinished runs, with progress.
 
   Args:
-    jobs: (config, workdir) of each.
-    steps: of each, for the estimate.
+    jobs: (config, workdir) per run.
+    steps: per run, for the estimate.
 
   Returns:
-    Workdir -> what stopped the run, of those that failed.
+    Workdir -> the error, for failed runs.
 
   Raises:
     DiskError, InUseError: nothing can be written there, or another command works there.
@@ -191,10 +190,10 @@ def train(
   run_seconds: list[float] = []
   unfinished = []
 
-  # --- Those that have ended tell how long one takes.
+  # --- Durations of finished runs.
   for config, own in jobs:
     if os.path.exists(os.path.join(own, "results.json")):
-      # It has to be of the same settings.
+      # Only with the same settings.
       settings = read_config(config, rl.RLConfig)
       prepare_workdir(settings, own, may_change=("log.wandb_project",))
       run_seconds.append(read_metrics(own, "rl")[-1]["seconds"])
@@ -212,9 +211,9 @@ def train(
     try:
       with clear_errors(own):
         rl.run(config, own)
-    except (DiskError, InUseError):  # the others would fare no better
+    except (DiskError, InUseError):  # the others would fail, too
       raise
-    except Exception as e:  # one algorithm's fault must not cost the others
+    except Exception as e:  # one algorithm's fault must not stop the others
       traceback.print_exc()
       failed[own] = f"{type(e).__name__}: {e}"
     else:
@@ -231,12 +230,12 @@ def run(
   quick: bool,
   prompts: int | None = None,
 ) -> dict[str, Any]:
-  """Trains all; returns the table, and under "failed" what stopped a run.
+  """Trains all; returns the table, and errors under "failed".
 
   Raises:
     FileNotFoundError: there is no finished quickstart.
   """
-  # --- A run of each with the first seed, then with the second: so the table grows.
+  # --- Seed after seed, each with all algorithms: so the table grows.
   workdirs: dict[str, list[str]] = {name: [] for name in names}
   jobs = []
   for seed in range(seeds):
@@ -255,7 +254,7 @@ def run(
 
 
 def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, Any]:
-  """One long run; its row of the table, and under "collapse" what `collapse` says."""
+  """One long run; its row, with `collapse`'s reasons under "collapse"."""
   quick = bench.QUICK.value
   prompts = None if quick else _LONG_PROMPTS
   figures = run([name], quickstart, workdir, 1, steps, quick, prompts)

@@ -4,11 +4,11 @@
     [--quickstart=runs/quickstart] [--runs=runs/async] [--steps=24] [--staleness=2]
 
 Needs a finished `experiments.quickstart`. Both train its SFT model with
-configs/rl_world.py, 8 groups of 8 a step, which the slots hold at once; every tool call
-takes 0.1 to 0.3 s longer, by a hash of it. Whole runs by turns, one seed a round. Both
-make one update a step, so that on-policy the importance weights of the other are 1. A
-step's seconds are all but those of evaluation and saving, of steps after the first,
-which compile; what is not the learner's work it waited for.
+configs/rl_world.py, 8 groups of 8 per step, all in slots together; every tool call
+takes 0.1 to 0.3 s longer, by its hash. Whole runs are interleaved, one seed per round.
+Both make one update per step, so the synchronous importance weights are 1. A step's
+seconds exclude evaluation, saving and the first steps, which compile; time outside
+learning is waiting.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import program as bench
 
 _COMPILES = 3  # steps that are not timed
-_UNTIMED = ("dev", "save")  # phases that are the same for both
-_LAST = 3  # steps whose reward is the reward after training
-# That a call takes longer.
+_UNTIMED = ("dev", "save")  # phases equal for both
+_LAST = 3  # last steps, for the reward after training
+# Added seconds per call.
 _LEAST_S = 0.1
 _MOST_S = 0.3
 
 
 def _define_flags() -> None:
-  # Not on import: other programs have flags of these names, and tests import both.
-  flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
-  flags.DEFINE_string("runs", "runs/async", "Where the runs go.")
-  flags.DEFINE_integer("steps", 24, "Updates of each run.", _COMPILES + 1)
-  flags.DEFINE_integer("staleness", 2, "Of the asynchronous runs.", 1)
+  # Not on import: other programs have equal flags, and tests import both.
+  flags.DEFINE_string("quickstart", "runs/quickstart", "A finished quickstart.")
+  flags.DEFINE_string("runs", "runs/async", "Folder for the runs.")
+  flags.DEFINE_integer("steps", 24, "Updates per run.", _COMPILES + 1)
+  flags.DEFINE_integer("staleness", 2, "The asynchronous runs' staleness.", 1)
 
 
 _COLUMNS = {
@@ -62,10 +62,10 @@ _COLUMNS = {
 
 
 class SlowToolbox(Toolbox):
-  """Real tools over a slow line."""
+  """Real tools with added latency."""
 
   def answer(self, name: str, arguments: str, seconds: float) -> tuple[CallStatus, str]:
-    """As `Toolbox.answer`, after a while that depends on the call."""
+    """`Toolbox.answer` after a delay that depends on the call."""
     hashed = hashlib.blake2b(f"{name} {arguments}".encode(), digest_size=8).digest()
     share = int.from_bytes(hashed) / 2**64
     time.sleep(_LEAST_S + share * (_MOST_S - _LEAST_S))
@@ -75,7 +75,7 @@ class SlowToolbox(Toolbox):
 def config_of(
   quickstart: str, seed: int, steps: int, quick: bool, algo: Mapping[str, Any]
 ) -> ml_collections.ConfigDict:
-  """The config of one run; `algo` is what makes it this contestant."""
+  """The config of one run; `algo` has the contestant's fields."""
   config = bench.quickstart_config(quickstart, quick, seed)
   config.dev.every = config.checkpoint.every = config.algo.steps = steps
   if not quick:
@@ -87,7 +87,7 @@ def config_of(
 
 
 def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> dict:
-  """Computes the figures of one run from its log."""
+  """Computes one run's figures from its log."""
 
   def mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float:
     return statistics.fmean(_number(row.get(name, 0.0)) for row in rows)
@@ -104,7 +104,7 @@ def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> 
   return {
     "seconds": seconds,
     "learn": learn,
-    # In turns that is all of the rollouts: decoding, tools, grading.
+    # When synchronous, all of rollout: decoding, tools, grading.
     "learner_waited": seconds - learn,
     "rollouts_waited": mean("rollouts_waited", timed),
     "staleness": mean("staleness", timed),
@@ -116,17 +116,17 @@ def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> 
 
 
 def _number(value: float | None) -> float:
-  """Null, for what nobody could grade, is no number."""
+  """Drops null values (ungraded)."""
   return math.nan if value is None else value
 
 
 def run(
   quickstart: str, workdir: str, rounds: int, steps: int, staleness: int, quick: bool
 ) -> dict[str, Any]:
-  """All runs, by turns; returns the table and the speed-ups.
+  """All runs, interleaved; returns the table and the speed-ups.
 
   Raises:
-    FileNotFoundError: there is no finished quickstart.
+    FileNotFoundError: no quickstart is finished there.
   """
   ahead = {"loss": {"is_clip": 2.0}, "sampling": {"staleness": staleness}}
   contestants = {"in turns": {}, "ahead": ahead}
@@ -140,7 +140,7 @@ def run(
       log = read_metrics(own, "rl")
       runs[name].append(figures_of(log, results))
 
-  # --- Means over the rounds; the speed-up is the median of each round's.
+  # --- Means over rounds; the speed-up is the rounds' median.
   first = runs["in turns"]
   table = []
   ratios = {}

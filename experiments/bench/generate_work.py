@@ -2,7 +2,7 @@
 
   PYTHON -m experiments.bench.generate_work torch FOLDER   (bench.gpu starts it)
 
-A peer's interpreter runs this file: nothing of ours, nor JAX, is imported on top.
+A peer's interpreter runs this file: it imports neither JAX nor our code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from experiments.bench.rollout_work import prompts
 
 
 def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
-  """A random model of the job's config; a turn continues {"rows": B} prompts."""
+  """A random model with the job's config; a turn continues {"rows": B} prompts."""
   import torch
   import transformers
 

@@ -1,24 +1,24 @@
-"""What one GPU does with this project, torch measured in the same run.
+"""One GPU's speed in this project, with torch in the same run.
 
   python -m experiments.bench.gpu --out=DIR [--stages=rates,train] [--models=0.5b]
     [--quick] [--torch_python=python3]   pip install torch transformers
 
-Stages, the most valuable first; each is a process of its own with a time limit, and
-writes DIR/STAGE.json after every figure, so a lost machine loses only what is left.
+Stages, the most valuable first; each is a separate process with a time limit and writes
+DIR/STAGE.json after every figure, so a lost machine loses only the rest.
 
   rates    Bytes/s of a copy, FLOP/s of products in bfloat16, TF32 and float32.
   window   Decoding steps of Qwen2.5 0.5B and 1.5B sizes over 1,024 cached tokens:
-           time, and the share of it in which memory could have read the step's bytes.
+           time, and its share needed to read the step's bytes from memory.
   train    SFT steps of the same sizes at 4,096 tokens beside transformers under
            torch.compile: tokens/s, model FLOP utilisation (MFU), memory.
-  decode   Prompts of 128 tokens continued by 256: the scheduler as rollouts use it,
+  decode   Prompts of 128 tokens continued by 256: the rollouts' scheduler,
            beside transformers' `generate` with a static cache.
-  compile  Every program of a 0.5B run's sampler, compiled from nothing.
+  compile  Every program of a 0.5B run's sampler, without a cache.
   correct  tests/test_gpu.py, each test by name.
 
-Weights are random, drawn on the device. MFU is the model's own arithmetic
-(`coa_jax.model.flops`) over the measured rate of a bfloat16 product. Without a GPU, and
-with --quick, models are tiny: their figures show only that the script works.
+Weights are random, drawn on the device. MFU is the model's arithmetic
+(`coa_jax.model.flops`) over the measured bfloat16 product rate. Without a GPU, or with
+--quick, models are tiny and only test the script.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from coa_jax.cli.launch import run_program
 from coa_jax.report.tables import Table, rich_table
 from experiments.bench import peers
 
-# Seconds that each stage may take by default.
+# Default time limit per stage, seconds.
 LIMITS = {
   "rates": 40,
   "window": 150,
@@ -49,8 +49,8 @@ LIMITS = {
 }
 
 _OUT = flags.DEFINE_string("out", None, "Folder for the figures.", required=True)
-_STAGES = flags.DEFINE_list("stages", list(LIMITS), "Which, in this order.")
-_LIMIT = flags.DEFINE_integer("limit_s", 0, "Seconds that each stage may take.", 0)
+_STAGES = flags.DEFINE_list("stages", list(LIMITS), "Stages, in this order.")
+_LIMIT = flags.DEFINE_integer("limit_s", 0, "Time limit per stage, seconds.", 0)
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny models, one round.")
 _MODELS = flags.DEFINE_list("models", [], "Sizes, 0.5b or 1.5b; both by default.")
 _TORCH = flags.DEFINE_string("torch_python", sys.executable, "Runs torch's worker.")
@@ -62,7 +62,7 @@ def _known(stages: list[str]) -> bool:
 
 
 def run_stage(stage: str, out: pathlib.Path) -> dict[str, Any]:
-  """Runs a stage in a process of its own; its figures, and how it ended."""
+  """Runs a stage in a separate process; returns its figures and its end."""
   command = [sys.executable, "-m", "experiments.bench.gpu_work", stage, str(out)]
   sizes = ["tiny"] if _QUICK.value else _MODELS.value or ["0.5b", "1.5b"]
   command += [_TORCH.value, *sizes]

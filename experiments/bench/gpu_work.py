@@ -43,7 +43,7 @@ _PAGE = 256  # tokens
 
 
 class Figures:
-  """Rows of a stage's table, written to its file as they come."""
+  """A stage's rows, each written to its file at once."""
 
   def __init__(self, stage: str, out: str):
     self._file = pathlib.Path(out, f"{stage}.json")
@@ -56,7 +56,7 @@ class Figures:
 
 
 def seconds_of(run: Callable[[], Any], rounds: int = 5, warm: int = 3) -> float:
-  """Median seconds of a call that returns arrays, after `warm` more to compile."""
+  """Median seconds of a call with array results, after `warm` calls to compile."""
   seconds = []
   for _ in range(warm + rounds):
     began = time.perf_counter()
@@ -77,18 +77,18 @@ def is_tiny(sizes: list[str]) -> bool:
 
 
 def copy_rate(megabytes: int) -> float:
-  """Bytes per second read and written by a copy of that size."""
+  """Bytes per second read and written by a copy."""
   x = jax.random.normal(jax.random.key(0), (megabytes << 18,))
   negate = jax.jit(jnp.negative)
   return 2 * x.nbytes / seconds_of(lambda: negate(x))
 
 
 def product_rate(size: int, dtype: str, precision: str, products: int = 20) -> float:
-  """FLOP/s of products of two square matrices of random numbers."""
+  """FLOP/s for products of random square matrices."""
 
   @jax.jit
   def run(a: jax.Array, b: jax.Array) -> jax.Array:
-    # Each product needs the one before; the scale keeps numbers of one size.
+    # Each product needs the last one; the scale keeps numbers bounded.
     scaled = b * jnp.asarray(size**-0.5, b.dtype)
     multiply = lambda _, x: jnp.matmul(x, scaled, precision=precision)  # noqa: E731
     return jax.lax.fori_loop(0, products, multiply, a)
@@ -118,10 +118,9 @@ def rates(figures: Figures, torch: str, sizes: list[str]) -> None:
 
 
 def step_bytes(cfg: ModelConfig, rows: int, length: float) -> float:
-  """Bytes a decoding step must read in bfloat16: the weights and the rows' cache.
+  """Bytes a bfloat16 decoding step must read: the weights and the rows' cache.
 
-  Of an input embedding only the rows that are looked up; a tied one is read whole, as
-  the output matrix.
+  An input embedding counts by its used rows; a tied one whole, as the output matrix.
   """
   weights = sum(x.size for x in jax.tree.leaves(param_shapes(cfg)))
   if not cfg.tie_embeddings:
@@ -133,15 +132,15 @@ def step_bytes(cfg: ModelConfig, rows: int, length: float) -> float:
 def window_step(
   cfg: ModelConfig, rows: int, length: int, steps: int = 16
 ) -> tuple[float, float]:
-  """Seconds to compile a sampling window, and seconds of each of its steps.
+  """Seconds to compile a sampling window, and seconds per step.
 
   Args:
     cfg: the model; weights and cache are random.
-    rows: slots, all active.
-    length: cached tokens of each.
-    steps: of the window.
+    rows: number of slots, all active.
+    length: cached tokens per slot.
+    steps: in the window.
   """
-  # --- The model and a full cache of random keys and values.
+  # --- The model and a full random cache.
   cfg = decode_params.architecture(dataclasses.replace(cfg, **_HALF))
   (params,) = decode_params.decoding_views(cfg, init_params(cfg, 0))
   blocks = -(-(length + steps) // _PAGE)
@@ -150,7 +149,7 @@ def window_step(
   draw = jax.jit(lambda key, x: jax.random.normal(key, x.shape, x.dtype))
   cache = jax.tree.map(lambda x: draw(next(keys), x), cache)
   table_BC = jnp.arange(rows * blocks, dtype=jnp.int32).reshape(rows, blocks)
-  # --- Slots in the middle of their trajectories.
+  # --- Slots within their trajectories.
   zero_B = jnp.zeros(rows, jnp.int32)
   state = sampler.SamplerState(
     length_B=zero_B + length,
@@ -214,7 +213,7 @@ _MODEL = (
   "attention_bias",
   "qk_norm",
 )
-# One row at a time fills a GPU. torch recomputes its layers only where it must.
+# One row fills a GPU. torch recomputes layers only if it must.
 _SETTINGS: dict[str, dict[str, Any]] = {
   "ours": {"rows": 1, "scan": True, "remat": "attention", "logit_chunk": 2_048},
   "torch": {"rows": 1, "attention": "sdpa", "compile": True, "remat": False},
@@ -252,7 +251,7 @@ def train_stage(figures: Figures, torch: str, sizes: list[str]) -> None:
 
 
 def decode(figures: Figures, torch: str, sizes: list[str]) -> None:
-  """The scheduler, then transformers' `generate` in a process of its own."""
+  """The scheduler, then transformers' `generate` in a separate process."""
   pythons = peers.available({"torch": torch})
   prompt, new = (32, 32) if is_tiny(sizes) else (128, 256)
   for name in sizes:
@@ -290,7 +289,7 @@ def _our_turn(cfg: ModelConfig, params: Any, rows: int, prompt: int, new: int) -
 
 
 def compile_stage(figures: Figures, torch: str, sizes: list[str]) -> None:
-  """Compiles what the first rollout of a 0.5B run compiles."""
+  """Compiles the programs of a 0.5B run's first rollout."""
   cfg = dataclasses.replace(model(sizes[0]), **_HALF)
   params = init_params(cfg, 0)
   config = RolloutConfig(slots=4 if is_tiny(sizes) else 64, max_len=1_536, window=8)
@@ -308,7 +307,7 @@ def compile_stage(figures: Figures, torch: str, sizes: list[str]) -> None:
 
 
 def correct(figures: Figures, torch: str, sizes: list[str]) -> None:
-  """tests/test_gpu.py in the order of its tests."""
+  """tests/test_gpu.py, test by test."""
   with tempfile.TemporaryDirectory() as folder:
     report = os.path.join(folder, "report.xml")
     command = [sys.executable, "-m", "pytest", "-n", "0", f"--junitxml={report}"]

@@ -1,9 +1,8 @@
-"""GPUs that are not at hand, as XLA's compiler for CUDA knows them.
+"""Absent GPUs for XLA's CUDA compiler.
 
   pip install 'jax[cuda13]'   (the compiler; it needs neither a GPU nor a driver)
 
-XLA then tries out no kernels, as it does where there is a GPU: its programs are those
-of its first guesses.
+Without a GPU XLA does not autotune kernels: its programs use its first choices.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import jax
 from jax.experimental import topologies
 
 _A_HOST = 8  # GPUs
-# What XLA asks a GPU for (its GpuTargetConfigProto). Source: the compute capability 9.0
-# of NVIDIA's CUDA programming guide, and the data sheets of both.
+# XLA's facts on a GPU (GpuTargetConfigProto). Source: NVIDIA's
+# CUDA programming guide, compute capability 9.0, and both data sheets.
 _HOPPER = """
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 }}
@@ -54,10 +53,10 @@ _TARGETS = {
 
 
 def read_gpus(text: str) -> tuple[str, int] | None:
-  """Reads h100:8, the kind and how many; None where it is no such text.
+  """Reads h100:8, a kind and a number; None for any other text.
 
   Raises:
-    ValueError: neither one host has so many, nor are they whole hosts.
+    ValueError: the number is neither within a host nor whole hosts.
   """
   match = re.fullmatch(rf"({'|'.join(_TARGETS)}):(\d+)", text)
   if not match:
@@ -71,19 +70,19 @@ def read_gpus(text: str) -> tuple[str, int] | None:
 
 
 def gpus(kind: str, count: int) -> list[jax.Device]:
-  """Returns so many GPUs of hosts of eight, as the compiler knows them.
+  """Returns a number of GPUs in hosts of eight, for the compiler.
 
   Raises:
     ValueError: the compiler is not installed.
   """
   if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
     raise ValueError("this needs the compiler for GPUs: pip install 'jax[cuda13]'")
-  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # that there is a driver
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver
   a_host = min(count, _A_HOST)
   described = topologies.get_topology_desc(
     kind,
     platform="cuda",
     target_config=_TARGETS[kind],
-    topology=f"1x{count // a_host}x{a_host}",  # groups, hosts, GPUs of a host
+    topology=f"1x{count // a_host}x{a_host}",  # groups, hosts, GPUs per host
   )
   return list(described.devices)

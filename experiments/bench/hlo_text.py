@@ -1,9 +1,9 @@
 """A compiled program's instructions and collectives, read from its HLO text.
 
-XLA's own figures count the body of a loop once; here each instruction counts as often
-as the loops around it run.
+XLA's figures count a loop's body once; here each instruction counts as often as the
+loops around it run.
 
-budget: one reader of one kind of text.
+budget: one reader for one text format.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Collective:
   """One collective of a compiled program.
 
   Attributes:
-    kind: as HLO has it; an all-reduce whose fusion keeps a slice is a reduce-scatter.
-    count: how often a step runs it.
-    size: bytes of the whole array (of what a device sends, if collective-permute).
-    ways: devices of a group.
+    kind: HLO's name; an all-reduce whose fusion keeps a slice is a reduce-scatter.
+    count: runs per step.
+    size: bytes of the whole array (for collective-permute, a device's sent bytes).
+    ways: devices per group.
     origin: the operation in the model.
-    overlapped: whether other work stands between its start and its end.
-    between_slices: whether it goes over the network between TPU slices, of which a
-      group of `ways` has a device each.
+    overlapped: whether other work runs between its start and end.
+    between_slices: whether it uses the network between TPU slices; each of a group's
+      devices is on another slice.
   """
 
   kind: str
@@ -41,7 +41,7 @@ class Collective:
 
   @property
   def sent(self) -> float:
-    """Bytes that a device sends in a step, as rings do it."""
+    """Bytes a device sends per step, with rings."""
     if self.kind == "collective-permute":
       return self.count * self.size
     sent = self.count * self.size * (self.ways - 1) / self.ways
@@ -62,10 +62,10 @@ _INSTRUCTION = re.compile(r"%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*)")
 
 
 def array_bytes(shape: str) -> list[int]:
-  """Bytes of each array in the text of a type, e.g. `(bf16[2,3]{1,0}, u32[])`."""
+  """Bytes of each array in a type's text, e.g. `(bf16[2,3]{1,0}, u32[])`."""
   out = []
   for dtype, dims in _ARRAY.findall(shape):
-    bits = 8  # of a predicate, the one type whose name does not say
+    bits = 8  # a predicate: its name has no size
     if dtype != "pred":
       bits = int(re.search(r"\d+", dtype)[0])
     size = math.prod(map(int, filter(None, dims.split(","))))
@@ -74,13 +74,13 @@ def array_bytes(shape: str) -> list[int]:
 
 
 def group_size(line: str, devices: int) -> int:
-  """Devices of a collective's group, in any notation of `replica_groups`."""
+  """Devices in a collective's group, in any notation of `replica_groups`."""
   # --- Axes of a mesh, or parts of them.
   if groups := re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", line):
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups[1]))
     axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", groups[2])
     return math.prod(int(part or sizes[axis]) for axis, part in axes)
-  # --- So many groups of so many; a list of groups; none: all devices.
+  # --- Number and size of groups; a list of groups; none: all devices.
   if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
     return int(groups[1])
   if groups := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
@@ -92,7 +92,7 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
   """The instructions of each computation of an HLO module, and the entry's name."""
   out: dict[str, list[str]] = {}
   entry = ""
-  name = ""  # of the computation that a line stands in; "" between two
+  name = ""  # the line's computation; "" between two
   for line in text.splitlines():
     if head := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
       name = head[2]
@@ -107,17 +107,16 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def trips(line: str, condition: list[str], body: list[str]) -> int | None:
-  """How often a while instruction runs its body; None if only the run knows.
+  """A while instruction's number of trips; None if only the run knows.
 
-  The counter goes from 0 to the constant that the condition compares it with, by the
-  constant that the body adds (2 where the compiler unrolled it); or the compiler wrote
-  the number down.
+  The counter starts at 0, ends at the condition's constant, and grows by the body's
+  constant (2 if unrolled); or the compiler wrote the number down.
   """
   # --- The compiler wrote it down.
   if known := re.search(r"known_trip_count\W+n\W+(\d+)", line):
     return int(known[1])
 
-  # --- The constant that the counter stays below.
+  # --- The counter's upper bound, a constant.
   compared = re.search(
     r"compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT", _root(condition)
   )
@@ -127,7 +126,7 @@ def trips(line: str, condition: list[str], body: list[str]) -> int | None:
   if most is None:
     return None
 
-  # --- What a turn adds to it: the body returns the counter among a tuple's parts.
+  # --- Its increment: the body returns the counter in a tuple.
   counter = re.search(r"index=(\d+)", _defining(condition, compared[1]))
   parts = re.search(r" tuple\((.*?)\)", _without_braces(_root(body)))
   if not counter or not parts:
@@ -135,7 +134,7 @@ def trips(line: str, condition: list[str], body: list[str]) -> int | None:
   after = parts[1].split(", ")[int(counter[1])].lstrip("%")
   added = re.search(r" add\(%?([\w.-]+), %?([\w.-]+)\)", _defining(body, after))
   if added:
-    for name in added.groups():  # the counter before is one of them, and no constant
+    for name in added.groups():  # one is the old counter, not a constant
       step = _constant(body, name)
       if step:
         return -(-most // step)
@@ -143,18 +142,18 @@ def trips(line: str, condition: list[str], body: list[str]) -> int | None:
 
 
 def _root(lines: list[str]) -> str:
-  """The instruction whose value a computation returns."""
+  """A computation's root instruction."""
   return next(line for line in lines if line.lstrip().startswith("ROOT "))
 
 
 def _defining(lines: list[str], name: str) -> str:
-  """The instruction of that name; "" if there is none."""
+  """The instruction with this name; "" if missing."""
   is_it = re.compile(rf"\s*(ROOT )?%?{re.escape(name)} = ")
   return next(filter(is_it.match, lines), "")
 
 
 def _constant(lines: list[str], name: str) -> int | None:
-  """The value of an integer constant; None if it is something else."""
+  """An integer constant's value; None for anything else."""
   value = re.search(r" = [su]32\[\]\S* constant\((\d+)\)", _defining(lines, name))
   if value is None:
     return None
@@ -164,17 +163,16 @@ def _constant(lines: list[str], name: str) -> int | None:
 def instructions(
   text: str, turns: Sequence[int]
 ) -> Iterator[tuple[int, str, str, str]]:
-  """Every instruction that runs: how often, around what loop, in which computation.
+  """Yields every executed instruction with its count, loop and computation.
 
   Args:
-    text: of a compiled HLO module.
-    turns: trips of loops whose trips only the run knows, the outermost first; the last
-      is that of all further inside. Of a conditional's branches one is taken: that of
-      most instructions counts.
+    text: a compiled HLO module's.
+    turns: trip counts only the run knows, outermost loop first; the last holds for all
+      loops further inside. The longest branch of a conditional counts.
 
   Yields:
-    Its count, the loop's body (or the entry, or the branch) that it belongs to, the
-    computation that it stands in (another one inside a fusion), and its line.
+    Its count; its loop body, branch or entry; its computation (another one inside a
+    fusion); its line.
   """
   bodies, entry = computations(text)
 
@@ -192,7 +190,7 @@ def instructions(
           times = turns[min(unknown, len(turns) - 1)]
           inner += 1
         yield from visit(body, count * times, body, inner)
-      # A fusion; or work for another core of the chip (TPU7x's SparseCore).
+      # A fusion, or work for another core (TPU7x's SparseCore).
       inside = re.findall(r"calls=%?([\w.-]+)", line)
       inside += re.findall(r" call(?:-start)?\(.*to_apply=%?([\w.-]+)", line)
       for other in inside:
@@ -210,22 +208,21 @@ def instructions(
 def collectives(
   text: str, devices: int, turns: Sequence[int] = (1,)
 ) -> list[Collective]:
-  """The collectives of a compiled program, what sends most first.
+  """A compiled program's collectives, most bytes first.
 
   Args:
     text: of the compiled HLO module.
-    devices: in all.
+    devices: their total number.
     turns: as in `instructions`.
   """
   bodies, _ = computations(text)
-  # A fused collective is a chain of fusions that name one channel: what starts it,
-  # carries it through other work and ends it.
+  # A fused collective is a chain of fusions with one channel: start, other work, end.
   chained: collections.Counter[str] = collections.Counter()
   for lines in bodies.values():
     chained.update(set(re.findall(r"channel_id=(\d+)", "\n".join(lines))))
   out: dict[Any, Collective] = {}
   for count, owner, name, line in instructions(text, turns):
-    # --- Is it one? An asynchronous one counts where it starts.
+    # --- Is it a collective? An asynchronous one counts at its start.
     parts = _INSTRUCTION.search(_without_braces(line))
     if not parts:
       continue
@@ -236,8 +233,8 @@ def collectives(
     if kind not in _KINDS:
       continue
 
-    # --- How large is the array that it moves?
-    # Counters and contexts of asynchronous ones are scalars.
+    # --- The moved array's size.
+    # Asynchronous counters and contexts are scalars.
     sizes = [n for n in array_bytes(parts[2]) if n > 4] or [4]
     if parts[3] != kind and kind != "all-reduce":  # (operands, results, ...)
       sizes = sizes[len(sizes) // 2 :]
@@ -246,7 +243,7 @@ def collectives(
     if kind == "reduce-scatter":  # its result is one device's part
       size *= ways
 
-    # --- What is it really, and has it been counted?
+    # --- Its real kind, unless already counted.
     sliced = name != owner and any(" dynamic-slice(" in x for x in bodies[name])
     if kind == "all-reduce" and sliced:
       kind = "reduce-scatter"
@@ -256,7 +253,7 @@ def collectives(
       identity = channel[1]
     origin = re.search(r'op_name="([^"]*)"|$', line)[1] or ""
     overlapped = chained[identity] > 1 or _is_overlapped(bodies[name], line)
-    for caller in bodies[owner]:  # another core does it while this one may go on
+    for caller in bodies[owner]:  # another core does it in parallel
       if f"to_apply=%{name}," in caller:
         overlapped |= _is_overlapped(bodies[owner], caller)
     collective = Collective(kind, count, size, ways, origin, overlapped)
@@ -265,28 +262,28 @@ def collectives(
 
 
 def _between_slices(line: str, shape: str, count: int) -> Collective | None:
-  """What goes between slices: the compiler has the host send it, as it is named."""
+  """Transfers between slices: the compiler has the host send them."""
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', line)
   if " send(" not in line or kind is None:
     return None
   kind = kind[1].lower().replace("_", "-")
   if kind == "one-to-one":
     kind = "collective-permute"
-  size = array_bytes(shape)[0]  # of (what is sent, a context, a token)
+  size = array_bytes(shape)[0]  # of (data, context, token)
   # The slices by their numbers; 1:4 is from 1 to 4. A permutation names its pairs.
   ways = 0
   numbers = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', line)
   for part in numbers[1].split(",") if numbers else ():
     first, _, last = part.partition(":")
     ways += int(last or first) - int(first) + 1
-  if kind == "all-gather":  # what a device sends is its own part
+  if kind == "all-gather":  # a device sends its own part
     size *= ways
   origin = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', line)[1]
   return Collective(kind, count, size, ways, origin, True, between_slices=True)
 
 
 def _is_overlapped(lines: Sequence[str], line: str) -> bool:
-  """Whether an asynchronous collective has other work before it is waited for."""
+  """Whether other work runs before the wait for an asynchronous collective."""
   if "-start(" not in line:
     return False
   name = _INSTRUCTION.search(line)[1]
@@ -300,7 +297,7 @@ def _is_overlapped(lines: Sequence[str], line: str) -> bool:
 
 
 def _without_braces(line: str) -> str:
-  """A line without comments and whatever stands in braces: layouts, configs."""
+  """A line without comments and braces (layouts, configs)."""
   line = re.sub(r"/\*.*?\*/", "", line)
   while (shorter := re.sub(r"\{[^{}]*\}", "", line)) != line:
     line = shorter

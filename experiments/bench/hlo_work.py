@@ -1,10 +1,10 @@
-"""What a compiled program does to a chip's memory and matrix units, from its HLO text.
+"""Memory traffic and matrix work of a compiled program, from its HLO text.
 
-Each instruction counts as often as the loops around it run. What is not in the text is
-not counted: the arithmetic of kernels, what they read more than once, and what stays on
-the chip (memory space 1, VMEM).
+Each instruction counts as often as the loops around it run. Not counted: kernels'
+arithmetic and repeated reads, which the text lacks, and arrays on the chip (memory
+space 1, VMEM).
 
-budget: one pass over the text, and the rules for each kind of instruction.
+budget: one pass over the text, with a rule for each kind of instruction.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.bench.hlo_text import array_bytes, computations, instructions
 
-# Names and tuples of what is there already, loops whose bodies are counted, and ends
-# of what is counted at its start.
+# Names and tuples without traffic; loops, whose bodies are counted; ends of operations
+# counted at their start.
 _FREE = {
   "bitcast",
   "conditional",
@@ -40,16 +40,16 @@ class Work:
   """Sums over a program, on one chip.
 
   Attributes:
-    moved: bytes read from HBM and written to it, by kernels too.
-    copied: bytes of arrays that are copied or transposed whole, and are large.
-    copies: how many such.
-    sorted: bytes of arrays that are sorted.
-    sorts: how many such.
-    kernels: calls of kernels.
-    kernels_moved: of `moved` what they do: operands and results once, and of a pool of
-      pages what the caller says.
-    product_cycles: the compiler's estimate for matrix products and what is fused.
-    other_cycles: its estimate for all else but collectives and kernels.
+    moved: bytes read from and written to HBM, kernels included.
+    copied: bytes of large arrays copied or transposed whole.
+    copies: their number.
+    sorted: bytes of sorted arrays.
+    sorts: their number.
+    kernels: kernel calls.
+    kernels_moved: the kernels' part of `moved`: operands and results once; for a page
+      pool, the caller's figure.
+    product_cycles: the compiler's estimate for matrix products and their fusions.
+    other_cycles: its estimate for the rest, without collectives and kernels.
   """
 
   moved: float = 0
@@ -65,15 +65,15 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """What a program does at one place of its source.
+  """One operation of a program's source.
 
   Attributes:
-    origin: of the model's code, as JAX names it; "" where the compiler made it.
+    origin: JAX's name for the model's code; "" if the compiler made it.
     result: type and shape.
-    product: whether it is a matrix product, or is fused with one.
-    count: how often it runs.
-    cycles: the compiler's estimate for all of those; 0 by a compiler for GPUs.
-    moved: bytes that they read from HBM and write to it.
+    product: whether it is or contains a matrix product.
+    count: number of runs.
+    cycles: the compiler's estimate for all runs; 0 on GPUs.
+    moved: bytes read from and written to HBM.
   """
 
   origin: str
@@ -86,7 +86,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-  """An instruction: the text of its type, its operation, operands and line."""
+  """An instruction: its type as text, operation, operands and line."""
 
   kind: str
   operation: str
@@ -101,14 +101,14 @@ def work(
   units: int = 1,
   pool_read: float = 0,
 ) -> Work:
-  """Adds up what a program does.
+  """Sums a program's traffic, kernels and cycles.
 
   Args:
     text: of the compiled HLO module.
     turns: as in `instructions`.
-    large: bytes from which an array that is copied counts as large; 0 for none.
-    units: what all sums are divided by.
-    pool_read: bytes that a kernel reads of an operand that is large.
+    large: minimum bytes of a copied array that counts; 0 for none.
+    units: divisor of all sums.
+    pool_read: bytes a kernel reads from a large operand.
   """
   out = Work()
   for count, around, x, inside in _running(text, turns):
@@ -147,12 +147,12 @@ def work(
 
 
 def operations(text: str, turns: Sequence[int], units: int = 1) -> list[Operation]:
-  """Lists what the compiler estimates cycles for or what moves bytes, but no kernels.
+  """Lists operations with estimated cycles or memory traffic, without kernels.
 
   Args:
     text: of the compiled HLO module.
     turns: as in `instructions`.
-    units: what counts, cycles and bytes are divided by.
+    units: divisor of counts, cycles and bytes.
   """
   found: dict[tuple[str, str, bool], Operation] = {}
   for count, around, x, inside in _running(text, turns):
@@ -176,13 +176,13 @@ def _running(
 ) -> Iterator[
   tuple[int, Mapping[str, _Instruction], _Instruction, Mapping[str, _Instruction]]
 ]:
-  """Yields the instructions that run by themselves, so none that is inside a fusion.
+  """Yields the instructions outside fusions.
 
-  Nothing of those goes to memory, and a fusion's estimate is that of the whole.
+  Those inside do not access memory, and a fusion's estimate covers them.
 
   Yields:
-    How often it runs, the instructions around it, itself, and those inside it where it
-    is a fusion.
+    Its number of runs, the instructions around it, itself, and a fusion's inner
+    instructions.
   """
   module = {name: _parsed(lines) for name, lines in computations(text)[0].items()}
   for count, owner, name, line in instructions(text, turns):
@@ -209,7 +209,7 @@ def _parsed(lines: Sequence[str]) -> dict[str, _Instruction]:
   out = {}
   for line in lines:
     if found := _DEFINITION.match(line):
-      # Operands end where the attributes begin; a type inside has brackets of its own.
+      # Operands end where attributes begin; types inside them have brackets.
       depth, end = 1, 0
       rest = found[4]
       while end < len(rest) and depth:
@@ -226,7 +226,7 @@ def _called(line: str) -> str:
 
 
 def _hbm_bytes(kind: str) -> list[int]:
-  """Bytes of each array of a type, but for those that are not in HBM."""
+  """Bytes of each array of a type that is in HBM."""
   arrays = re.findall(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?", kind)
   out = []
   for array in arrays:
@@ -240,25 +240,25 @@ def _moved(
   x: _Instruction,
   inside: dict[str, _Instruction],
 ) -> float:
-  """Bytes that an instruction reads from HBM and writes to it.
+  """Bytes an instruction reads from and writes to HBM.
 
-  What cuts a piece out of an array, or writes one into it, moves the piece.
+  Slices and updates move only the slice.
   """
   operation = x.operation
   if operation in _FREE or operation.endswith("-done"):
     return 0
   if operation in ("slice", "dynamic-slice", "gather"):
     return 2 * min(_hbm_bytes(x.kind), default=0)
-  if operation == "slice-start":  # results: what is cut, the piece, a counter
+  if operation == "slice-start":  # results: source, slice, counter
     piece = array_bytes(x.kind)[1]
     return piece * sum(n > 4 for n in _hbm_bytes(x.kind))
-  if operation == "copy-start":  # results: the copy, what is copied, a counter
+  if operation == "copy-start":  # results: copy, source, counter
     return float(sum(n for n in _hbm_bytes(x.kind) if n > 4))
   if operation in ("dynamic-update-slice", "scatter"):
     written = x.operands[1 if operation == "dynamic-update-slice" else -1]
     return 2 * sum(_hbm_bytes(around[written].kind)) if written in around else 0
 
-  # --- What is written, and what is read, each operand as the fusion uses it.
+  # --- Bytes written, and bytes read by the fusion's use of each operand.
   read = 0
   for number, name in enumerate(x.operands):
     if name in around:
@@ -268,7 +268,7 @@ def _moved(
 
 
 def _used(inside: dict[str, _Instruction], number: int, size: int) -> int:
-  """Bytes that a fusion reads of an operand of so many bytes."""
+  """Bytes a fusion reads from an operand of `size` bytes."""
   parameter = next(
     (
       name
@@ -283,7 +283,7 @@ def _used(inside: dict[str, _Instruction], number: int, size: int) -> int:
     if user.operation in ("dynamic-slice", "gather", "slice"):
       read += sum(array_bytes(user.kind))
     elif user.operation in ("dynamic-update-slice", "scatter"):
-      # Written in place: nothing of the old array is read.
+      # Written in place: the old array is not read.
       read += 0 if user.operands[0] == parameter else size
     else:
       return size
@@ -291,7 +291,7 @@ def _used(inside: dict[str, _Instruction], number: int, size: int) -> int:
 
 
 def _written(inside: dict[str, _Instruction], x: _Instruction) -> int:
-  """Bytes that an instruction writes: the pieces where it writes in place."""
+  """Bytes an instruction writes; only the updates if it writes in place."""
   pieces = 0
   whole = sum(_hbm_bytes(x.kind))
   for each in inside.values():

@@ -1,24 +1,23 @@
-"""What pages are worth to agents' rollouts: the real scheduler on a simulated device.
+"""Paged against dense caches: the real scheduler on a simulated device.
 
   python -m experiments.bench.pages [--quick] [--out=FILE.json]
     [--trajectories=runs/rl/trajectories/step_000000.jsonl]
 
-Trajectories as agents have them: lengths are log-normal with a mean of 8k tokens and
-end at 32k; a group of 8 shares its prompt; a turn samples 200 tokens, then a tool
-answers 300. How long tools take is drawn from a run's recorded calls (--trajectories),
-else log-normally (median 1 s, one in twenty above 10 s).
+Trajectories resemble agents': lengths are log-normal with mean 8k and maximum 32k
+tokens; a group of 8 shares its prompt; a turn samples 200 tokens, then a tool returns
+300. Tool times are drawn from a run's recorded calls (--trajectories), otherwise
+log-normally (median 1 s, one in twenty above 10 s).
 
-The scheduler is the one that rollouts use (`coa_jax.rollout.scheduler`); in place of
-the device's programs stands a clock. A step of decoding takes as long as a chip needs
-to read its weights and the keys and values that it must, or for the arithmetic,
-whichever is longer; given tokens take their arithmetic. Measured is until the last
-trajectory was given to a slot. Contestants are
+The scheduler is the real one (`coa_jax.rollout.scheduler`); a clock replaces the
+device's programs. A decoding step takes the longer of a chip's time to read weights,
+keys and values, and its time for the arithmetic; prefill takes its arithmetic. The
+measurement ends when the last trajectory gets a slot. Contestants are
 
-  pages   a pool of what the memory holds, for up to 1,024 slots, read page by page
-  dense   rows of 32k places for as many slots as the memory holds, all of them read as
-          far as the longest trajectory goes, rounded up to a power of two
+  pages   a pool that fills the memory, up to 1,024 slots, read page by page
+  dense   rows of 32k tokens that fill the memory, each read up to the longest
+          trajectory, rounded up to a power of two
 
-so their ratio is of floors and not of measured times.
+so their ratio compares floors, not measured times.
 
 budget: a device, an episode and a clock.
 """
@@ -55,19 +54,19 @@ WINDOW = 32
 
 
 def _define_flags() -> None:
-  # Not on import: other programs have flags of these names, and tests import both.
-  flags.DEFINE_string("trajectories", "", "Whose calls' seconds are drawn from.")
+  # Not on import: other programs have equal flags, and tests import both.
+  flags.DEFINE_string("trajectories", "", "Tool times are drawn from this file.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-  """Chips that decode together.
+  """A decoding group of chips.
 
   Attributes:
     model: a name in `variants.VARIANTS`.
-    generation: of the chips.
-    chips: how many.
-    held: GB of each that are the learner's.
+    generation: the chips' kind.
+    chips: their number.
+    held: GB per chip used by the learner.
   """
 
   model: str
@@ -76,7 +75,7 @@ class Replica:
   held: float
 
 
-# Held is AdamW's state in float32 over the slice: 16 chips of v5p:2x2x4 and v6e:4x4.
+# held: AdamW's float32 state over 16 chips, v5p:2x2x4 and v6e:4x4.
 CASES = {
   "qwen2.5-7b v5p": Replica("qwen2.5-7b", "v5p", 4, 16 * 7.6 / 16),
   "qwen3-8b v6e": Replica("qwen3-8b", "v6e", 4, 16 * 8.2 / 16),
@@ -84,7 +83,7 @@ CASES = {
 
 
 class Clock:
-  """Simulated seconds, and the tool calls that end in them."""
+  """Simulated time, and the pending tool calls."""
 
   def __init__(self):
     self.now = 0.0
@@ -92,24 +91,24 @@ class Clock:
     self._number = itertools.count()  # futures have no order
 
   def call(self, seconds: float) -> concurrent.futures.Future:
-    """Returns a future that is done in so many seconds."""
+    """Returns a future that is done after `seconds`."""
     future: concurrent.futures.Future = concurrent.futures.Future()
     heapq.heappush(self._calls, (self.now + seconds, next(self._number), future))
     return future
 
   def pass_by(self, seconds: float) -> None:
-    """Lets time go by; calls that are due are done."""
+    """Advances the time; finishes due calls."""
     self.now += seconds
     while self._calls and self._calls[0][0] <= self.now:
       heapq.heappop(self._calls)[2].set_result(None)
 
   def wait(self) -> None:
-    """Lets time go by until the next call is done."""
+    """Advances the time to the next finished call."""
     self.pass_by(max(0.0, self._calls[0][0] - self.now))
 
 
 class Turns(Episode):
-  """A trajectory of so many tokens: a prompt, then turns and observations."""
+  """A trajectory with a given length: a prompt, then turns and observations."""
 
   seed = 0
   temperature = 1.0
@@ -139,11 +138,11 @@ class Turns(Episode):
 
 
 class Device:
-  """In place of the sampler's programs: arithmetic and traffic of a chip, as seconds.
+  """Replaces the sampler's programs: seconds from a chip's arithmetic and traffic.
 
   Attributes:
-    tokens: that were sampled.
-    live: (seconds, trajectories that held memory meanwhile) of each window.
+    tokens: number sampled.
+    live: (seconds, trajectories in memory) per window.
   """
 
   def __init__(self, model: ModelConfig, case: Replica, clock: Clock, dense: bool):
@@ -161,11 +160,11 @@ class Device:
     return cache
 
   def window(self, cfg, params, cache, table_BC, state, tables, forced_BW, *rest):
-    """`sampler.window`: every slot goes on to its limit, or to the window's end."""
+    """`sampler.window`: every slot continues to its limit or the window's end."""
     B, W = forced_BW.shape
     room_B = np.maximum(state.limit_B - 1 - state.length_B, 0)
     count_B = np.where(state.active_B, np.minimum(W, room_B), 0).astype(np.int32)
-    # --- What it takes.
+    # --- Its duration.
     held_B = table_BC[:, 0] >= 0
     length_B = state.length_B[held_B | state.active_B]
     read = (state.length_B * state.active_B).sum()
@@ -179,7 +178,7 @@ class Device:
     self.live.append((seconds, int(held_B.sum())))
     self.tokens += int(count_B.sum())
     self.clock.pass_by(seconds)
-    # --- What comes of it.
+    # --- Its results.
     length_B = state.length_B + count_B
     state = state.replace(
       length_B=length_B, active_B=state.active_B & (length_B + 1 < state.limit_B)
@@ -190,7 +189,7 @@ class Device:
 
 
 class NoCache:
-  """In place of `KVCache`: pages without memory."""
+  """Replaces `KVCache`: pages without memory."""
 
   shared = True
 
@@ -218,26 +217,26 @@ class NoCache:
 def simulate(
   case: Replica, dense: bool, lengths: Sequence[int], seconds: np.ndarray
 ) -> dict[str, Any]:
-  """Plays trajectories of these lengths; a row of the table.
+  """Plays trajectories; returns a row of the table.
 
   Args:
     case: the chips and the model.
-    dense: whether rows lie as they did before there were pages.
+    dense: whether each row is contiguous, without pages.
     lengths: tokens of each trajectory.
-    seconds: what tool calls take is drawn from these.
+    seconds: tool times to draw from.
   """
-  # --- Memory: what the learner, weights and logits leave.
+  # --- Memory without the learner, weights and logits.
   model = variant(case.model, dtype="bfloat16")
   clock = Clock()
   device = Device(model, case, clock, dense)
   room = 0.95 * device.chip.hbm - 1e9 * case.held - 2 * device.parameters
-  room -= 2**30  # logits, and what programs take
+  room -= 2**30  # logits and temporaries
   pages = int(room / (caching.PAGE_SIZE * device.token))
   blocks = caching.num_blocks(LONGEST, LONGEST)
   slots = pages // blocks if dense else min(1024, len(lengths) // 2)
   config = RolloutConfig(slots=slots, window=WINDOW, max_len=LONGEST)
 
-  # --- Rounds until no slot that falls free is filled any more.
+  # --- Rounds until no free slot is refilled.
   automaton = Automaton(
     np.zeros(8, int), np.zeros((1, 1), int), np.zeros((1, 1), int), ()
   )
@@ -272,8 +271,8 @@ def simulate(
 
 
 def run() -> dict[str, Any]:
-  """Everything the flags ask for: the table and the ratios."""
-  # --- What agents do: as drawn, or as recorded.
+  """Runs the selected cases; returns the table and the ratios."""
+  # --- Agents' lengths and tool times, drawn or recorded.
   rng = np.random.default_rng(0)
   count = 512 if bench.QUICK.value else 4096
   lengths = MEAN * np.exp(rng.normal(-0.5 * 0.8**2, 0.8, count))

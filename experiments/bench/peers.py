@@ -1,10 +1,10 @@
-"""Contestants of a benchmark: processes that take turns, peers under their own Python.
+"""A benchmark's contestants: interleaved processes, peers under their own Python.
 
-A benchmark keeps one `Worker` per contestant alive and sends it a JSON line for every
-turn; the worker runs `PYTHON -m MODULE NAME FOLDER`, which ends in `serve`, and answers
-with a line. A peer's interpreter imports this file too: the standard library alone.
+A benchmark keeps one `Worker` per contestant and sends it a JSON line per turn; the
+worker runs `PYTHON -m MODULE NAME FOLDER`, which ends in `serve`, and answers with a
+line. A peer's interpreter imports this file too, so it uses only the standard library.
 
-budget: both ends of the pipe, which share one protocol.
+budget: both ends of one pipe protocol.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-JOB = "job.json"  # in a folder that all contestants read
-BEFORE = "before"  # the contestant that is ours as it was in another checkout
-# Modules that a peer needs, and what installs them.
+JOB = "job.json"  # in the contestants' shared folder
+BEFORE = "before"  # our code in another checkout
+# A peer's modules, and the package to install.
 PEERS = {
   "torch": (("numpy", "torch", "transformers"), "torch transformers peft"),
   "tunix": (("numpy", "tunix"), "google-tunix"),
@@ -34,7 +34,7 @@ PEERS = {
 }
 
 Answer = dict[str, Any]
-# Takes the fields of a line, and returns what to answer beside the time.
+# Fields of a line -> the answer without the time.
 Turn = Callable[..., Answer]
 Turns = dict[str, list[Answer]]  # by contestant
 
@@ -46,15 +46,14 @@ def serve(
   start: Callable[[str, str, dict[str, Any]], Turn],
   peak_mb: Callable[[str], float] | None = None,
 ) -> None:
-  """Answers {"ready": true} once started, then every line after its turn.
+  """Answers {"ready": true} after the start, then one line per turn.
 
   Args:
-    start: loads what turns need, from a name, a folder and the folder's job.
-    peak_mb: the most memory so far of the contestant of a name; the process's own
-      where None.
+    start: prepares the turns from a name, a folder and its job.
+    peak_mb: a contestant's peak memory by name; None for the process's own.
   """
   name, folder = sys.argv[1:]
-  # What libraries print would stand between the answers.
+  # Keeps libraries' output apart from the answers.
   answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
   os.dup2(2, 1)
 
@@ -94,13 +93,13 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
 
 
 def available(pythons: Mapping[str, str]) -> dict[str, str]:
-  """Returns the peers' interpreters that can run; says of others what to do.
+  """Returns usable interpreters of peers; prints a remedy for others.
 
   Args:
-    pythons: of every peer, what --NAME_python says.
+    pythons: every peer's --NAME_python.
 
   Raises:
-    ValueError: one is no interpreter.
+    ValueError: one is not an interpreter.
   """
   out = {}
   for name, python in pythons.items():
@@ -117,10 +116,10 @@ def available(pythons: Mapping[str, str]) -> dict[str, str]:
 
 
 def missing(python: str, modules: Sequence[str]) -> list[str]:
-  """Lists the modules an interpreter lacks; a folder of that name here is none.
+  """Lists an interpreter's missing modules; local folders do not count.
 
   Raises:
-    ValueError: it is no interpreter.
+    ValueError: it is not an interpreter.
   """
   code = (
     "import importlib.util as u, sys;"
@@ -135,10 +134,10 @@ def missing(python: str, modules: Sequence[str]) -> list[str]:
 
 
 def run_apart(code: str, env: Mapping[str, str] | None = None) -> list[str]:
-  """Runs code in a process of its own, and returns the words that it printed.
+  """Runs code in a separate process; returns its printed words.
 
-  For what would leave this process holding a GPU's memory, or large: a child's
-  ru_maxrss begins with its parent's size.
+  So this process holds no GPU memory and stays small: a child's ru_maxrss starts at its
+  parent's size.
   """
   command = [sys.executable, "-c", code]
   done = subprocess.run(
@@ -148,7 +147,7 @@ def run_apart(code: str, env: Mapping[str, str] | None = None) -> list[str]:
 
 
 class Worker:
-  """A contestant's process, seen from here; use as a context manager."""
+  """A contestant's process, as a context manager."""
 
   def __init__(
     self,
@@ -159,13 +158,13 @@ class Worker:
     env: Mapping[str, str] | None = None,
     checkout: pathlib.Path = ROOT,
   ):
-    """Starts it, in an environment if not ours, and waits until its model is loaded.
+    """Starts it, in an environment if not ours, and waits for its model.
 
-    It runs the code of a checkout of this repository, this one unless said; of one
-    that is older than the benchmark all but the module itself.
+    It runs a checkout's code, by default this one's; an older checkout uses this
+    benchmark's module.
 
     Raises:
-      ValueError: it ended; the message has the last lines that it wrote.
+      ValueError: it ended; the message has its last lines.
     """
     self.name = name
     self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
@@ -182,17 +181,17 @@ class Worker:
       stdout=subprocess.PIPE,
       stderr=self._log,
       text=True,
-      start_new_session=True,  # so that processes of its own can be ended, too
+      start_new_session=True,  # so that its children can be ended, too
     )
     self._read()
 
   def ask(self, **request: Any) -> Answer:
-    """Sends the fields of a turn (steps=3) and returns the answer.
+    """Sends a turn's fields (steps=3) and returns the answer.
 
     Raises:
       ValueError: it ended.
     """
-    with contextlib.suppress(BrokenPipeError):  # it has ended, as `_read` will say
+    with contextlib.suppress(BrokenPipeError):  # it has ended; `_read` reports it
       print(json.dumps(request), file=self._process.stdin, flush=True)
     return self._read()
 
@@ -218,7 +217,7 @@ class Worker:
 
 
 def allocator() -> dict[str, str]:
-  """What `launch.prepare` does in our process, for processes that can not call it."""
+  """The environment from `launch.prepare`, for processes without it."""
   return {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_ARENA_MAX": "1",
@@ -235,15 +234,15 @@ def contestants(
   writer: str = "experiments.bench.rollout_work",
   gpu: bool = False,
 ) -> Iterator[dict[str, Worker]]:
-  """Starts a worker per contestant, ours first; all read one job.
+  """Starts one worker per contestant, ours first, with one job.
 
   Args:
-    module: what a contestant's process runs.
-    job: what `write_work` of `writer` and the contestants read.
-    pythons: the interpreter of every peer that takes part; of `BEFORE` a checkout.
-    writer: module whose `write_work(folder)` makes the model folder, and what else all
-      contestants load.
-    gpu: whether they may use a GPU, which they share.
+    module: a contestant's program.
+    job: the input of `writer` and contestants.
+    pythons: the peers' interpreters; for `BEFORE` a checkout.
+    writer: a module with `write_work(folder)`, which writes the model folder and other
+      inputs.
+    gpu: whether they may share a GPU.
 
   Raises:
     ValueError: a worker ended.
@@ -270,19 +269,19 @@ def start_worker(
   python: str,
   env: Mapping[str, str] | None = None,
 ) -> Worker:
-  """Starts a contestant of `available`, whose entry for `BEFORE` is a checkout."""
+  """Starts a contestant from `available`; for `BEFORE` from a checkout."""
   if who == BEFORE:
     return Worker("ours", folder, module, env=env, checkout=pathlib.Path(python))
   return Worker(who, folder, module, python, env)
 
 
 def ask_all(workers: Mapping[str, Worker], **request: Any) -> dict[str, Answer]:
-  """Asks every contestant once; the answers by name."""
+  """Asks every contestant once; returns answers by name."""
   return {who: worker.ask(**request) for who, worker in workers.items()}
 
 
 def take_turns(workers: Mapping[str, Worker], rounds: int, **request: Any) -> Turns:
-  """Asks every contestant once a round; the answers are what is measured."""
+  """Asks every contestant once per round; returns the answers."""
   turns: Turns = {who: [] for who in workers}
   for _ in range(rounds):
     for who, answer in ask_all(workers, **request).items():
@@ -296,13 +295,13 @@ def warm_turns(
   check: Callable[[dict[str, Any]], None] | None = None,
   **request: Any,
 ) -> Turns:
-  """Takes turns after two of each to compile.
+  """Runs interleaved turns, after two per contestant to compile.
 
   Args:
     workers: the contestants.
-    rounds: timed turns of each.
-    check: refuses what contestants gave in the second turn ("first" of their answers).
-    **request: what each is asked in every turn.
+    rounds: timed turns per contestant.
+    check: verifies the answers' "first" in the second turn.
+    **request: the fields of every turn.
   """
   ask_all(workers, **request)
   second = ask_all(workers, **request)
@@ -312,10 +311,10 @@ def warm_turns(
 
 
 def median(turns: Sequence[Answer], figure: str = "seconds") -> float:
-  """The median of a figure over a contestant's turns."""
+  """A figure's median over a contestant's turns."""
   return statistics.median(turn[figure] for turn in turns)
 
 
 def cores(turns: Sequence[Answer]) -> float:
-  """Median processor time over wall time of a contestant's turns."""
+  """A contestant's median ratio of processor to wall time."""
   return statistics.median(t["cpu_seconds"] / t["seconds"] for t in turns)

@@ -1,4 +1,4 @@
-"""Flags, endings and configs that benchmarks share."""
+"""Flags, output and configs shared by benchmarks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from coa_jax.report.tables import Table, rich_table
 from configs import rl_world
 from experiments.bench import peers
 
-QUICK = flags.DEFINE_bool("quick", False, "Less of everything: under a minute.")
-OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
-CASES = flags.DEFINE_string("cases", "", "Only cases whose name this regex finds.")
-ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of every contestant.", 1)
+QUICK = flags.DEFINE_bool("quick", False, "A smaller run, under a minute.")
+OUT = flags.DEFINE_string("out", "", "JSON file for the figures.")
+CASES = flags.DEFINE_string("cases", "", "Only cases with names matching this regex.")
+ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns per contestant.", 1)
 _BEFORE = flags.DEFINE_string(
-  "before", "", "Another checkout of this repository: ours as it is there takes part."
+  "before", "", "Another checkout of this repository, as a contestant."
 )
 _PYTHONS = {
   name: flags.DEFINE_string(f"{name}_python", sys.executable, f"Runs {name}'s worker.")
@@ -43,10 +43,10 @@ def _is_regex(pattern: str) -> bool:
 
 
 def chosen(cases: Mapping[str, T]) -> dict[str, T]:
-  """The cases that --cases finds; with --quick the first of them.
+  """The cases matching --cases; with --quick the first one.
 
   Raises:
-    ValueError: it finds none; the message lists their names.
+    ValueError: none match; the message lists all names.
   """
   out = {name: case for name, case in cases.items() if re.search(CASES.value, name)}
   if not out:
@@ -57,19 +57,19 @@ def chosen(cases: Mapping[str, T]) -> dict[str, T]:
 
 
 def rounds() -> int:
-  """Turns of every contestant: what --rounds says, or one with --quick."""
+  """Turns per contestant: --rounds, or one with --quick."""
   if QUICK.value:
     return 1
   return ROUNDS.value
 
 
 def available(*names: str) -> dict[str, str]:
-  """Returns the interpreters of those peers that can run (see `peers.available`).
+  """Returns the usable peers' interpreters (see `peers.available`).
 
-  With --before, the contestant of that name too: its entry is the checkout.
+  With --before also its checkout, under that name.
 
   Raises:
-    ValueError: --before names no checkout of this repository.
+    ValueError: --before is not a checkout of this repository.
   """
   out = peers.available({name: _PYTHONS[name].value for name in names})
   if _BEFORE.value:
@@ -80,7 +80,7 @@ def available(*names: str) -> dict[str, str]:
 
 
 def by_model(cases: Mapping[str, tuple[Any, ...]]) -> dict[tuple, list[Any]]:
-  """Groups cases that differ in their last field alone: one model serves them all."""
+  """Groups cases that differ only in their last field and so share a model."""
   out: dict[tuple, list[Any]] = {}
   for *model, varied in cases.values():
     out.setdefault(tuple(model), []).append(varied)
@@ -88,11 +88,11 @@ def by_model(cases: Mapping[str, tuple[Any, ...]]) -> dict[tuple, list[Any]]:
 
 
 def against_ours(rows: Sequence[Row], *case: str) -> Iterator[tuple[Row, Row]]:
-  """Yields (row of a peer, our row of the same case) from a table.
+  """Yields (peer's row, our row) for each case of a table.
 
   Args:
-    rows: each names its "contestant".
-    *case: keys whose values make a case.
+    rows: each with a "contestant".
+    *case: keys that identify a case.
   """
   # Ours comes first in every case.
   ours: dict[tuple[Any, ...], Row] = {}
@@ -108,14 +108,14 @@ def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.Con
   """RL's config on a quickstart's world, from its SFT model.
 
   Args:
-    folder: of a finished `experiments.quickstart`.
+    folder: a finished `experiments.quickstart`.
     quick: `rl_world`'s tiny settings.
-    seed: of the rollouts.
+    seed: the rollouts'.
 
   Raises:
-    FileNotFoundError: there is no finished quickstart.
+    FileNotFoundError: no quickstart is finished there.
   """
-  # --- Is it finished? Its SFT model is what all runs begin with.
+  # --- The SFT model, every run's start.
   model = os.path.join(folder, "sft", "model")
   world = os.path.join(folder, "world")
   if not os.path.isdir(model):
@@ -138,13 +138,13 @@ def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.Con
 def program(
   run: Callable[[], dict[str, Any]], title: str, columns: Mapping[str, str], note: str
 ) -> Callable[[], None]:
-  """A main that prints `run()`'s table and ratios; writes all of it where --out says.
+  """Makes a main that prints `run()`'s table and ratios, and writes --out.
 
   Args:
-    run: returns "table" (rows), "ratios" (by name) and what else belongs in the file.
-    title: of the table.
-    columns: of the table: key of a row -> heading.
-    note: below the table.
+    run: returns "table" (rows), "ratios" (by name) and further fields for the file.
+    title: the table's.
+    columns: row key -> heading.
+    note: printed below the table.
   """
 
   def main() -> None:

@@ -3,28 +3,27 @@
   python -m experiments.bench.rl [--quick] [--out=FILE.json] [--rounds=3]
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
 
-A step: 8 prompts of 64 tokens, 4 trajectories each. A trajectory has four turns of 64
-tokens and three calls between them that take 100 to 300 ms (or no time) and return 48
-tokens. Every other trajectory of a group earns 1, the others 0; then one update (token
-mean, no KL, clip 0.2, AdamW, micro-batches of 8 rows).
+A step: 8 prompts with 64 tokens, 4 trajectories each. A trajectory has four 64-token
+turns and three calls between them, which take 100 to 300 ms (or no time) and return 48
+tokens. Every other trajectory in a group has reward 1, the others 0; then one update
+(token mean, no KL, clip 0.2, AdamW, micro-batches with 8 rows).
 
-All start from one Hugging Face folder of random weights and play the same tasks with
-the same latencies. Decoding is greedy and nothing but the length ends a turn, so all
-are to sample the same tokens: in the very second step, which follows an update, the
-last turn's first 16 tokens must agree in 9 of 10 trajectories, or nothing is reported.
-The contestants are processes that take turns, a step each, after two to compile.
+All start from one Hugging Face folder with random weights and play the same tasks with
+the same latencies. Decoding is greedy and only length ends a turn, so all should sample
+the same tokens: in the second step, after an update, the last turn's first 16 tokens
+must agree in 9 of 10 trajectories, or nothing is reported. The contestants are
+interleaved processes, one step at a time, after two steps to compile.
 
-* ours: the scheduler and `PolicyUpdate`, as `rl.run` calls them, a device a core. Text,
-  grading and tool processes are left out on both sides.
-* tunix: `tunix.rl.agentic.agentic_grpo_learner.GRPOLearner` with its only sampler that
-  runs on a CPU ("vanilla"). It calls the sampler for every trajectory by itself, from
-  threads, and has every turn prefill all that came before. For its metrics it runs one
-  more forward pass over every trajectory.
-* tunix in step: the same learner, but we put the turns of all trajectories together
-  into one call of its sampler. tunix does not; it is the most that its parts can do.
+* ours: the scheduler and `PolicyUpdate` as in `rl.run`, one device per core. Both sides
+  omit text, grading and tool processes.
+* tunix: `tunix.rl.agentic.agentic_grpo_learner.GRPOLearner` with its only CPU sampler
+  ("vanilla"). Threads call the sampler for each trajectory separately, and every turn
+  prefills all earlier tokens. Its metrics need another forward pass per trajectory.
+* tunix in step: the same learner, with all trajectories' turns batched by us in one
+  sampler call: the best its parts can do.
 
-Seconds of ours are by phase. Of tunix `learn` is `update_actor`, and `other` all else,
-whose parts overlap in threads: sampling, tools, scoring.
+Our seconds are by phase. tunix's `learn` is `update_actor`, and `other` the rest, which
+overlaps in threads: sampling, tools, scoring.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ from experiments.bench import program as bench
 from experiments.bench.agentic import NEW, trajectory_job
 from experiments.bench.train_work import SIZES
 
-PROMPTS = 8  # of a step
-SAMPLES = 4  # of a prompt
+PROMPTS = 8  # per step
+SAMPLES = 4  # per prompt
 # Name -> size, whether tools take time.
 CASES = {"5M tools": ("5M", True), "5M no latency": ("5M", False)}
-_AGREE = 0.9  # of trajectories
+_AGREE = 0.9  # fraction of trajectories
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
-  """Refuses contestants that do not play, or learn, as ours do.
+  """Refuses contestants with other tokens than ours before or after an update.
 
   Args:
-    first: of every contestant, tokens of every trajectory.
+    first: tokens per trajectory, by contestant.
 
   Raises:
-    ValueError: naming the peer, and how many of its trajectories agree.
+    ValueError: with the peer and its fraction of equal trajectories.
   """
   for name, theirs in first.items():
     pairs = list(zip(first["ours"], theirs, strict=True))
@@ -72,9 +71,9 @@ def measure(
   prompts: int = PROMPTS,
   new: int = NEW,
 ) -> list[dict[str, Any]]:
-  """Rows of the table: every contestant at one size, ours first.
+  """Rows of the table, one per contestant at one size, ours first.
 
-  Args as of `agentic.measure`, in float32; `rounds` are steps, `prompts` their groups.
+  Args as for `agentic.measure`, in float32; `rounds` are steps, `prompts` their groups.
 
   Raises:
     ValueError: trajectories differ, or a worker ended.
@@ -85,11 +84,11 @@ def measure(
   rows = []
   with peers.contestants("experiments.bench.rl_work", job, pythons) as workers:
     for latency in latencies:
-      # --- A step each, by turns. Later on rounding lets their weights drift apart.
+      # --- Interleaved steps. Later, rounding lets weights diverge.
       check = None if rows else check_tokens
       turns = peers.warm_turns(workers, rounds, check, steps=1, latency=latency)
 
-      # --- A row for each.
+      # --- One row per contestant.
       for who, answers in turns.items():
         seconds = peers.median(answers)
         phases = [answer["phases"] for answer in answers]
@@ -114,7 +113,7 @@ def measure(
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """Our trajectories/s over theirs, and their processor time over ours, by name.
 
-  The second holds on a machine that others load too, and knows nothing of waiting.
+  The second also holds on a loaded machine, but excludes waiting.
   """
   rate = "trajectories_per_second"
   out = {}
@@ -138,7 +137,7 @@ _COLUMNS = {
 
 
 def run() -> dict[str, Any]:
-  """Everything the flags ask for: the table and the ratios."""
+  """Runs the selected cases; returns the table and the ratios."""
   quick = bench.QUICK.value
   small = {}
   if quick:

@@ -1,10 +1,10 @@
-"""What the contestants of `bench.rl` do: steps of agentic GRPO on the same work.
+"""The contestants of `bench.rl`: agentic GRPO steps on the same work.
 
   PYTHON -m experiments.bench.rl_work CONTESTANT FOLDER   (bench.rl starts it)
 
-A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
+A peer's interpreter runs this file too: it imports neither JAX nor our code at the top.
 
-budget: the plan and its contestants, in the one file that all of them run.
+budget: the plan and its contestants, in the file they all run.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from experiments.bench import rollout_work as plain
 from experiments.bench.peers import Turn, serve
 from experiments.bench.train_work import tunix_config, tunix_optimizer
 
-# Of AdamW, and the norm that gradients are clipped to.
+# AdamW's, and the gradients' clipping norm.
 _LR = 1e-5
 _DECAY = 0.1
 _B2 = 0.95
 _CLIP = 1.0
-_ROWS = 8  # of a micro-batch, for all
+_ROWS = 8  # per micro-batch, for all
 
-# Makes so many steps with tools that take time, or none; the first turns' ids of the
-# last step's trajectories, and seconds by phase.
+# (steps, whether tools take time) -> ids of the last step's trajectories, and seconds
+# by phase.
 Steps = Callable[[int, bool], tuple[list[list[int]], dict[str, float]]]
 
 
 def make_plan(job: dict[str, Any], latency: bool) -> agentic.TrajectoryPlan:
-  """Groups of trajectories with one prompt each; every one gets its own observations.
+  """Groups of trajectories, one prompt per group; observations differ.
 
-  The id 0 is in none of them: it is the peer's padding.
+  No id is 0, the peer's padding.
   """
   trajectories = job["prompts"] * job["samples"]
   plan = agentic.make_plan(job, trajectories, latency)
@@ -54,12 +54,12 @@ def make_plan(job: dict[str, Any], latency: bool) -> agentic.TrajectoryPlan:
 
 
 def reward(trajectory: int) -> float:
-  """Every other sample of a group is right."""
+  """Every other sample in a group is right."""
   return float(trajectory % 2)
 
 
 def _our_learner(model: Any, job: dict[str, Any]) -> Any:
-  """The policy's update, on as many devices as divide a step's trajectories."""
+  """The policy's update, on a number of devices that divides a step's trajectories."""
   import jax
 
   from coa_jax.learner.algorithms import BatchConfig, LossConfig
@@ -87,9 +87,9 @@ def _our_learner(model: Any, job: dict[str, Any]) -> Any:
 
 
 def ours(folder: str, job: dict[str, Any]) -> Steps:
-  """This project's scheduler and learner, as `rl.run` uses them.
+  """This project's scheduler and learner, as in `rl.run`.
 
-  budget: a step, and what it needs, in one place.
+  budget: a step and its parts, in one place.
   """
   import jax
 
@@ -105,7 +105,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   del params
 
   class Recorded(plain.GreedyEpisode):
-    """Keeps what the learner needs."""
+    """Keeps the learner's inputs."""
 
     def __init__(self, i: int, plan: agentic.TrajectoryPlan, tools: agentic.TimedTools):
       super().__init__(i, plan.prompts[i], plan.new, tools.calls(i))
@@ -144,7 +144,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
       jax.block_until_ready(state)
       learn_s += time.perf_counter() - began
 
-    # --- Where the time went: what of rolling out no phase claims is the host's.
+    # --- Time by phase; rollout time without a phase is the host's.
     phases = engine.timings.since(before)
     del phases["idle"]  # while it learns
     other_s = rollout_s - sum(phases.values())
@@ -154,16 +154,16 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   return steps
 
 
-# tunix reads and writes texts. Id 0 pads; the end is past every vocabulary.
+# tunix reads and writes text. Id 0 pads; the end is outside every vocabulary.
 _NUMBERS = plain.NumberTokenizer(end=1 << 30, pad=0)
 
 
 class _StepState:
-  """What the learner's threads play, and what came of it.
+  """The learner threads' input and output.
 
   Attributes:
-    plan: of the step that is made.
-    last: of every trajectory, the ids of its last turn.
+    plan: the current step's.
+    last: ids of each trajectory's last turn.
     learn: seconds in the trainer.
   """
 
@@ -173,7 +173,7 @@ class _StepState:
     self.learn = 0.0
 
   def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, with its seconds counted as learning."""
+    """Wraps a call, counting its seconds as learning."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
       began = time.perf_counter()
@@ -188,26 +188,26 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
   """tunix's agentic GRPO learner over its Qwen3 and its own ("vanilla") sampler.
 
   Args:
-    folder: holds the model's.
-    job: what is played; see `bench.rl.measure`.
-    in_step: whether we put the turns of all trajectories together, into one call of
-      the sampler; the learner calls it for every trajectory by itself.
+    folder: has the model's folder.
+    job: the work; see `bench.rl.measure`.
+    in_step: whether all trajectories' turns are batched in one sampler call; the
+      learner itself calls it per trajectory.
   """
   import jax
   from flax import nnx
 
-  # --- The learner, whose trainer's time is told apart.
+  # --- The learner, with its trainer's time measured.
   step = _StepState(job["prompts"] * job["samples"])
   cluster = _cluster(folder, job)
   cluster.update_actor = step.timed(cluster.update_actor)
   learner = _learner(cluster, job, _environment(job, step), in_step)
 
-  # --- It trains in a thread of its own, which waits between two turns.
+  # --- It trains in its own thread, which waits between turns.
   requests: queue.Queue[int] = queue.Queue()  # steps to make
-  endings: queue.Queue[BaseException | None] = queue.Queue()  # None: they are made
+  endings: queue.Queue[BaseException | None] = queue.Queue()  # None: done
 
   def batches() -> Iterator[dict[str, Any]]:
-    """The learner asks for a batch when the step before is done, and waits here."""
+    """The learner takes a batch after its last step, and waits here."""
     while True:
       for _ in range(requests.get()):
         texts = [" ".join(map(str, p)) for p in step.plan.prompts[:: job["samples"]]]
@@ -219,12 +219,12 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
     try:
       learner.train(batches())
       endings.put(ValueError("tunix's learner ended"))
-    except BaseException as e:  # raised again where a step was asked for
+    except BaseException as e:  # raised again by the caller of a step
       endings.put(e)
 
   threading.Thread(target=work, daemon=True).start()
 
-  # --- A turn: so many batches are asked of it.
+  # --- A turn: `steps` batches.
   def steps(count: int, latency: bool) -> tuple[list[list[int]], dict[str, float]]:
     step.plan = make_plan(job, latency)
     step.learn = 0.0
@@ -278,16 +278,16 @@ def _cluster(folder: str, job: dict[str, Any]) -> Any:
 
 
 def _response(job: dict[str, Any]) -> int:
-  """One more than is sampled, or the learner drops the last turn as out of room."""
+  """One more than sampled; otherwise the learner drops the last turn as too long."""
   return job["length"] - job["prompt"] + 1
 
 
 def _environment(job: dict[str, Any], step: _StepState) -> type:
-  """The class of environments that answer turn n with the plan's n-th observation."""
+  """Makes an environment class; turn n gets the plan's n-th observation."""
   from tunix.rl.agentic.environments import base_environment
 
   class Environment(base_environment.BaseTaskEnv):
-    """Takes the plan's time for a call."""
+    """Waits for the plan's call time."""
 
     def __init__(self, example: dict[str, Any], **kwargs: Any):
       super().__init__(task=example, max_steps=job["calls"] + 1, **kwargs)
@@ -313,7 +313,7 @@ def _environment(job: dict[str, Any], step: _StepState) -> type:
 def _learner(
   cluster: Any, job: dict[str, Any], environment: type, in_step: bool
 ) -> Any:
-  """Its agentic learner, whose turns have a fixed length."""
+  """Its agentic learner, with fixed-length turns."""
   from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig, GRPOLearner
 
   size = job["prompts"] * job["samples"]
@@ -322,7 +322,7 @@ def _learner(
   )
 
   class FixedTurnsLearner(GRPOLearner):
-    """Its turns have a fixed length."""
+    """Turns have a fixed length."""
 
     def _model_call(self, chat_lists: Any, env: Any = None, **unused: Any) -> Any:
       if not in_step:
@@ -354,13 +354,13 @@ class PlainTemplate:
 
 
 class BatchedCalls:
-  """Calls of several threads as one call of a batch, once all of them wait."""
+  """Batches several threads' calls into one, once all of them wait."""
 
   def __init__(self, size: int, generate: Callable[[list[str]], Any]):
-    """Args: how many threads; what continues a list of prompts."""
+    """Args: the number of threads; a function to continue a list of prompts."""
     self._generate = generate
     self._texts = [""] * size
-    self._indices = itertools.count()  # one for each thread that waits
+    self._indices = itertools.count()  # one per waiting thread
     self._out: Any = None
     self._barrier = threading.Barrier(size, self._call)
 
@@ -369,7 +369,7 @@ class BatchedCalls:
     self._out = self._generate(list(self._texts))
 
   def __call__(self, text: str) -> Any:
-    """Returns what the sampler gives for one prompt."""
+    """Returns the sampler's result for one prompt."""
     index = next(self._indices)
     self._texts[index] = text
     self._barrier.wait()
@@ -392,9 +392,7 @@ CONTESTANTS: dict[str, Callable[[str, dict[str, Any]], Steps]] = {
 
 
 def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
-  """A contestant's turn: {"steps": n, "latency": bool}; training goes on from turn to
-  turn.
-  """
+  """A contestant's turn: {"steps": n, "latency": bool}; training continues."""
   if name == "ours":
     plain.use_cores(job)
   make_steps = CONTESTANTS[name](folder, job)

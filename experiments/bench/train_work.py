@@ -1,10 +1,10 @@
-"""What the contestants of `bench.train` and `bench.gpu` do: train on the same rows.
+"""The contestants of `bench.train` and `bench.gpu`: training on the same rows.
 
   PYTHON -m experiments.bench.train_work CONTESTANT FOLDER   (the benchmark starts it)
 
-A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
+A peer's interpreter runs this file too: it imports neither JAX nor our code at the top.
 
-budget: the work and its three contestants, in the one file that all of them run.
+budget: the work and its three contestants, in the file they all run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from experiments.bench.peers import Turn, own_peak_mb, read_job, serve
 
 _BATCHES = 4  # different batches, used in turn
-_SHARES = (3, 4, 5, 9, 11)  # 32nds of a row that its segments take
+_SHARES = (3, 4, 5, 9, 11)  # segment lengths in 32nds of a row
 # In the contestants' folder.
 _MODEL = "model"
 _ROWS = "rows.npz"
@@ -28,15 +28,15 @@ _ROWS = "rows.npz"
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-  """A model and the work of one step.
+  """A model and one step's work.
 
   Attributes:
     model: fields of `ModelConfig`.
-    rows: of a step, whatever goes through the model at once.
-    steps: of a round.
-    length: tokens of a row, a multiple of 32.
-    dtype: of the computation. Trained parameters are float32, frozen ones of `dtype`.
-    lora: rank of adapters on every matrix of the layers; 0 trains all parameters.
+    rows: per step, over all forward passes.
+    steps: per round.
+    length: tokens per row, a multiple of 32.
+    dtype: the computation's and frozen parameters'; trained ones are float32.
+    lora: adapters' rank on every layer matrix; 0 trains all parameters.
   """
 
   model: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Size:
 
   @property
   def param_dtype(self) -> str:
-    """Of the folder's weights."""
+    """The dtype of the folder's weights."""
     return self.dtype if self.lora else "float32"
 
 
@@ -63,7 +63,7 @@ def model_fields(
     "kv_heads": K,
     "head_dim": H,
     "ff": F,
-    # tunix computes its rotary frequencies with this base whatever its config says.
+    # tunix always computes its rotary frequencies with this base.
     "rope_theta": 1e6,
   }
 
@@ -76,18 +76,18 @@ SIZES = {
 
 
 def segments(length: int) -> list[int]:
-  """Tokens of the segments of a row, in some order."""
+  """A row's segment lengths, in tokens."""
   return [share * length // sum(_SHARES) for share in _SHARES]
 
 
 def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
-  """Full rows of random tokens; every row has the same segments in another order.
+  """Full rows of random tokens; all rows have the same segments in different order.
 
-  So every row has as many weighted tokens, and a mean of rows' means is the mean.
+  So rows have equal weighted tokens, and the mean of rows' means is the mean.
 
   Returns:
-    tokens, segment, position (int32) and weight (float32), each [rows, length]. The
-    first quarter of a segment, which stands for a prompt, has weight 0.
+    tokens, segment, position (int32) and weight (float32), each [rows, length]. A
+    segment's first quarter, its prompt, has weight 0.
   """
   rng = np.random.default_rng(seed)
   shape = (size.rows, size.length)
@@ -105,11 +105,11 @@ def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
 
 
 def write_work(folder: str, seed: int = 0) -> None:
-  """What all contestants read: a model folder and the batches, [batches, rows, T].
+  """Writes all contestants' input: a model folder and batches, [batches, rows, T].
 
   Args:
-    folder: holds the job, of which `size` is read.
-    seed: of weights and rows.
+    folder: has the job with `size`.
+    seed: for weights and rows.
   """
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.io import save_model
@@ -124,22 +124,22 @@ def write_work(folder: str, seed: int = 0) -> None:
 
 
 class Work:
-  """What a contestant trains on; every step takes the next of the batches.
+  """A contestant's training data; every step uses the next batch.
 
   Attributes:
     model: the folder to load.
-    setting: the contestant's, without its rows.
-    rows: that go through the model at once.
-    size: what is trained.
-    splits: micro-batches of a step.
-    tokens: that count in a step.
+    setting: the contestant's, without rows.
+    rows: per forward pass.
+    size: the model and work.
+    splits: micro-batches per step.
+    tokens: weighted tokens per step.
   """
 
   def __init__(self, folder: str, setting: Mapping[str, Any]):
-    """Args: the folder that `write_work` filled; the contestant's setting.
+    """Args: the folder from `write_work`; the contestant's setting.
 
     Raises:
-      ValueError: the setting's rows do not divide a step's.
+      ValueError: the setting's rows do not divide a step's rows.
     """
     self.model = os.path.join(folder, _MODEL)
     self.setting = dict(setting)
@@ -151,36 +151,36 @@ class Work:
     if shape[1] % self.rows:
       raise ValueError(f"rows={self.rows} does not divide a step's {shape[1]} rows")
     self.splits = shape[1] // self.rows
-    # Weighted tokens of a step, the same in all.
+    # Weighted tokens per step, equal in all.
     self.tokens = float(self._arrays["weight"][0].sum())
     self._step = 0
 
   def micro_batches(self) -> list[dict[str, np.ndarray]]:
-    """The next step's rows, in `splits` parts; arrays as `make_rows` returns."""
+    """The next step's rows, in `splits` parts; arrays as in `make_rows`."""
     batch = {k: x[self._step % _BATCHES] for k, x in self._arrays.items()}
     self._step += 1
     starts = range(0, self.splits * self.rows, self.rows)
     return [{k: x[i : i + self.rows] for k, x in batch.items()} for i in starts]
 
 
-# Of AdamW, and the norm that gradients are clipped to.
+# AdamW's, and the gradients' clipping norm.
 _LR = 1e-3
 _DECAY = 0.1
 _B1 = 0.9
 _B2 = 0.95
 _CLIP = 1.0
-_ALPHA = 2.0  # adapters count this often
+_ALPHA = 2.0  # adapters' factor
 
-# Runs so many steps to their end; the loss of each, nats per weighted token.
+# steps -> their losses, nats per weighted token.
 Train = Callable[[int], list[float]]
 
 
 def ours(work: Work) -> Train:
-  """This project's learner, as `sft.run` uses it."""
+  """This project's learner, as in `sft.run`."""
   from coa_jax.cli.launch import prepare
 
-  # No compile cache: peers compile too, and that is part of the peak. With fewer than
-  # two rows a device its products are too small to be fast.
+  # No compile cache: peers compile too, as part of the peak. Below two rows per device
+  # products are too small to be fast.
   devices = max(1, min(work.setting.pop("devices", 1), work.rows // 2))
   prepare("", devices)
   import jax
@@ -220,7 +220,7 @@ def ours(work: Work) -> Train:
     for _ in range(steps):
       micro = [_batch(b) for b in work.micro_batches()]
       state, metrics = learner.step(state, micro, work.tokens, frozen)
-      # Read at every step, as `sft.run` does: steps that queue would hold memory.
+      # Read at every step, as in `sft.run`: queued steps would hold memory.
       values.append(float(metrics["loss"]))
     jax.block_until_ready(state)
     return values
@@ -229,7 +229,7 @@ def ours(work: Work) -> Train:
 
 
 def _batch(b: Mapping[str, np.ndarray]) -> Any:
-  """Rows as the learner wants them."""
+  """The rows as the learner's batch."""
   from coa_jax.learner.batch import Batch
 
   free = np.full_like(b["tokens"], -1)
@@ -242,8 +242,8 @@ def _batch(b: Mapping[str, np.ndarray]) -> Any:
 def torch(work: Work) -> Train:
   """transformers' model and loss, torch's fused AdamW; segments as a 4D mask.
 
-  On a GPU where torch sees one. In half precision trained parameters are float32 and
-  the computation is under autocast; adapters are peft's. budget: one training loop.
+  On a GPU if torch sees one. In half precision trained parameters are float32 and
+  computation uses autocast; adapters are peft's. budget: one training loop.
   """
   import torch
   import transformers
@@ -287,7 +287,7 @@ def torch(work: Work) -> Train:
     T = tokens.shape[1]
     same = segment[:, :, None] == segment[:, None, :]
     seen = same & torch.ones(T, T, dtype=torch.bool, device=device).tril()
-    # Additive: scaled_dot_product_attention would turn a boolean mask into it in
+    # Additive: scaled_dot_product_attention would convert a boolean mask in
     # every layer.
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     mask.masked_fill_(~seen, torch.finfo(dtype).min)
@@ -327,7 +327,7 @@ def tunix(work: Work) -> Train:
   model = loading.create_model_from_safe_tensors(work.model, config, dtype=jnp.float32)
   values: list[jax.Array] = []
 
-  # --- The loss is its own; what it is of is ours.
+  # --- Its own loss, over our batch.
   class Trainer(peft_trainer.PeftTrainer):
     """Keeps the loss of every micro-batch; tunix only logs them."""
 
@@ -356,7 +356,7 @@ def tunix(work: Work) -> Train:
       "attention_mask": same & jnp.tril(jnp.ones((T, T), bool)),
     }
 
-  # --- Its trainer, with the others' optimizer.
+  # --- Its trainer, with the same optimizer.
   splits = work.splits
   optimizer = tunix_optimizer(_LR, _DECAY, _B1, _B2, _CLIP)
   training = peft_trainer.TrainingConfig(
@@ -366,7 +366,7 @@ def tunix(work: Work) -> Train:
   trainer = Trainer(model, optimizer, training)
   trainer = trainer.with_loss_fn(loss, has_aux=True)
   trainer = trainer.with_gen_model_input_fn(model_input)
-  # Else the first call of `train` would close the trainer.
+  # Otherwise the first call of `train` closes the trainer.
   trainer.is_managed_externally = True
 
   def train(steps: int) -> list[float]:
@@ -379,7 +379,7 @@ def tunix(work: Work) -> Train:
 
 
 def tunix_optimizer(lr: float, decay: float, b1: float, b2: float, clip: float) -> Any:
-  """AdamW that decays matrices alone, after clipping."""
+  """AdamW after clipping, with decay for matrices only."""
   import jax
   import optax
 
@@ -396,7 +396,7 @@ def tunix_optimizer(lr: float, decay: float, b1: float, b2: float, clip: float) 
 
 
 def tunix_config(folder: str, remat: str) -> Any:
-  """A model folder's architecture as tunix states it."""
+  """A model folder's architecture as a tunix config."""
   from tunix.models.qwen3 import model as modeling
 
   with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
@@ -424,13 +424,13 @@ CONTESTANTS: dict[str, Callable[[Work], Train]] = {
 
 
 def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
-  """A contestant's turn: {"steps": n} updates are made."""
+  """A contestant's turn: {"steps": n} updates."""
   train = CONTESTANTS[name](Work(folder, job["settings"][name]))
   return lambda steps: {"losses": train(steps)}
 
 
 def _peak_mb(name: str) -> float:
-  """The most memory so far: of the GPU that the contestant uses, or of its process."""
+  """Peak memory, of the contestant's GPU or its process."""
   if name == "torch":
     import torch
 

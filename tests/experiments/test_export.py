@@ -17,6 +17,7 @@ from coa_jax.cli.export import export
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.runtime.lock import hold
 from tests.backend import BACKEND
+from tests.cards import read_card
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +73,20 @@ def test_a_checkpoint_becomes_what_the_run_wrote(configs, name, tmp_path):
   assert export(str(run), str(out)) == 2
   for parent in ("model", "adapter"):
     ours = {p.name: p.read_bytes() for p in (out / parent).glob("*")}
-    assert not ours or "coa.json" in ours
+    assert not ours or {"coa.json", "README.md"} <= set(ours)
     assert ours == {p.name: p.read_bytes() for p in (run / parent).glob("*")}
   assert (out / "adapter").exists() == (name != "scratch")
+  _, sections, text = read_card(out / "model")
+  config = json.loads((run / "config.json").read_text())["config"]
+  origin = json.loads((out / "model" / "coa.json").read_text())
+  assert sections["Config"] == config and sections["Training"] == origin
+  results = json.loads((run / "results.json").read_text())
+  figures = sections["Figures"].items()
+  assert figures <= results.items() and "seconds" not in sections["Figures"]
+  assert f"`{config['init'] or 'random weights'}`".strip("`") in text
   before, after = tmp_path / "before", weights(out)
   assert export(str(run), str(before), 1) == 1
+  assert "Figures" not in read_card(before / "model")[1]
   changed = {k for k, x in weights(before).items() if not np.array_equal(x, after[k])}
   assert set(weights(before)) == set(after)
   assert changed or name == "rl"  # where one step may teach nothing

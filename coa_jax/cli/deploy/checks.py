@@ -36,7 +36,7 @@ _INPUTS = (
   *("init", "uri", "trajectories", "corpus", "key_file", "token_file", "tokenizer"),
   *("benchmarks", "without", "played", "folder"),
 )
-# The checkout's folders copied by experiments/deploy/Containerfile.
+# The checkout's folders copied by the Dockerfile.
 _IMAGE = ("configs", "experiments", "coa_jax", "tools_sandbox")
 # gs:// and s3://, and sources of tasks: hf:, tfds:.
 _ADDRESS = re.compile(r"[a-z0-9]+:")

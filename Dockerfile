@@ -1,5 +1,5 @@
 # The quickstart in a container, from the root of the repository:
-#   docker build -t coa-jax -f experiments/deploy/Containerfile .
+#   docker build -t coa-jax .
 #   docker run --rm -v "$PWD/runs:/coa-jax/runs" coa-jax
 # Any other program: docker run ... coa-jax experiments.sft --config=... --workdir=runs/...
 FROM docker.io/library/python:3.11-slim
