@@ -43,12 +43,15 @@ def opened(monkeypatch) -> list[SandboxSession]:
   return sessions
 
 
-@pytest.fixture(scope="module", params=["jail", "remote"])
-def box(request):
-  if request.param == "jail":
-    with Toolbox(config()) as box:
-      yield box
-    return
+@pytest.fixture(scope="module")
+def box():
+  with Toolbox(config()) as box:
+    yield box
+
+
+@pytest.fixture(scope="module")
+def remote():
+  """A box whose programs run on a service; its sessions are tested in tools_sandbox."""
   with serving("--slots=2") as server:
     remote = RemoteConfig((server.url,), wait_s=9.0)
     with Toolbox(config(sandbox="remote", remote=remote)) as box:
@@ -83,7 +86,9 @@ def end(playing: CoAEpisode) -> None:
   assert playing.sampled(ids, [0.0] * len(ids), "</answer>") is None
 
 
-def test_variables_live_from_call_to_call_and_only_in_their_trajectory(box):
+@pytest.mark.parametrize("where", ["box", "remote"])
+def test_variables_live_from_call_to_call_in_their_trajectory_alone(where, request):
+  box = request.getfixturevalue(where)
   a, b = episode(box), episode(box)
   call(a, "x = 41")
   call(b, "x = 1")

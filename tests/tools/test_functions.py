@@ -35,8 +35,19 @@ def tools(**functions) -> ToolsConfig:
   return read_config(ml_collections.ConfigDict(values), ToolsConfig, "tools")
 
 
-def variant(config: ToolsConfig) -> roles.Variant:
+@pytest.fixture(scope="module")
+def config() -> ToolsConfig:
+  return tools(add=ADD, shout=SHOUT)
+
+
+@pytest.fixture(scope="module")
+def dialect(config) -> roles.Variant:
   return roles.get_variant("unified").with_tools(config.tool_descriptions)
+
+
+@pytest.fixture(scope="module")
+def grammar(dialect):
+  return compile_grammar(dialect)
 
 
 def accepts(grammar, text: str) -> bool:
@@ -50,10 +61,8 @@ def accepts(grammar, text: str) -> bool:
   return bool(grammar.ends_S[state])
 
 
-def test_a_trajectory_calls_a_real_mcp_server_by_name():
+def test_a_trajectory_calls_a_real_mcp_server_by_name(config, dialect, grammar):
   pytest.importorskip("mcp", reason="the MCP SDK is an extra: pip install '.[mcp]'")
-  config = tools(add=ADD, shout=SHOUT)
-  dialect = variant(config)
   with Toolbox(config) as box:
     setting = EpisodeConfig(dialect, "full", max_calls=8, tool_seconds=120.0)
     task = Task("t", "What is 2 + 40?", ("42",))
@@ -78,7 +87,7 @@ def test_a_trajectory_calls_a_real_mcp_server_by_name():
   assert "- add: the sum of integers a and b." in prompt and "shout" in prompt
   # What the policy wrote is what a constrained one may write.
   own = re.sub("<observation>.*?</observation>", "", text)
-  assert accepts(compile_grammar(dialect), own)
+  assert accepts(grammar, own)
 
 
 def test_calls_that_do_not_fit_are_the_models():
@@ -111,12 +120,11 @@ def test_calls_that_do_not_fit_are_the_models():
     ("add", False),
   ],
 )
-def test_the_grammar_allows_only_what_the_parser_takes(body, fits):
-  dialect = variant(tools(add=ADD))
+def test_the_grammar_allows_only_what_the_parser_takes(dialect, grammar, body, fits):
   text = roles.wrap("think", "t") + roles.wrap("tool", body)
   tail = roles.wrap("suggested_answer", "1") + roles.wrap("double_check", "4")
   tail += roles.wrap("answer", "1")
-  assert accepts(compile_grammar(dialect), text + tail) == fits
+  assert accepts(grammar, text + tail) == fits
   if fits:
     whole = text + roles.wrap("observation", "o") + tail
     assert parser.parse(whole, dialect).ok

@@ -169,11 +169,11 @@ def test_offline_the_corpus_answers_both_searches(config, tmp_path):
 
 def test_an_mcp_server_answers_a_tag(config):
   pytest.importorskip("mcp", reason="the MCP SDK is an extra: pip install '.[mcp]'")
-  server = "tests/tools_sandbox/mcp_server.py"
-  entry = dict(command=[sys.executable, server], tool="weather")
+  server = "tests/tools_sandbox/mcp_hostile.py"
+  entry = dict(command=[sys.executable, server, "{}"], tool="x")
   with toolbox(config, tools=("web_search",), mcp=dict(web_search=entry)) as box:
-    assert box.call("web_search", "Ur").result == "rain in Ur[0m"
-    assert box.call("web_search", '{"town": "Ur"}').status in (MODEL, TOOL)
+    assert box.call("web_search", "Ur").result == "fine\nfine"
+    assert box.call("web_search", '{"q": NaN}').status == MODEL
   with pytest.raises(ConfigError, match=r"no field 'comand'.*'command'"):
     toolbox(config, mcp=dict(web_search=dict(tool="x", comand=["y"])))
 

@@ -35,7 +35,7 @@ MACHINE = _group(
 
 # The one holds for as long as the other looks.
 _LOOK = (
-  "import fcntl, struct\nf = open(os.__file__)\nend = time.time() + 2\n"
+  "import fcntl, struct\nf = open(os.__file__)\nend = time.time() + 1.2\n"
   "while time.time() < end:\n  time.sleep(0.01)\n"
 )
 # Every kind of file that a run can open, of which some are one inode for all runs.
@@ -72,7 +72,7 @@ TOGETHER = _group(
   locks_of_any_file={
     "program": _FILES
     + (
-      "end = time.time() + 4\nwhile time.time() < end:\n"
+      "end = time.time() + 2.4\nwhile time.time() < end:\n"
       "  for kind in KINDS:\n"
       "    for f in ALL.values(): lock(f, kind, 0), lock(f, kind, 1)\n"
       "    time.sleep(0.2)\n"
@@ -90,7 +90,7 @@ TOGETHER = _group(
       "    try: out.append(fcntl.fcntl(f, fcntl.F_GETLK, row))\n"
       "    except OSError as e: out.append(e.errno)\n"
       "  return out\n"
-      "seen = {n: see(f) for n, f in ALL.items()}\nend = time.time() + 3\n"
+      "seen = {n: see(f) for n, f in ALL.items()}\nend = time.time() + 1.8\n"
       "while time.time() < end:\n  for n, f in ALL.items():\n"
       "    if see(f) != seen[n]:\n      print(n, see(f), seen[n])\n      breach()\n"
       "      seen[n] = see(f)"
@@ -99,7 +99,7 @@ TOGETHER = _group(
   record_lock={
     "program": (
       "import fcntl\nf = open(os.__file__)\nfcntl.lockf(f, fcntl.LOCK_SH)\n"
-      "time.sleep(3)"
+      "time.sleep(1.8)"
     ),
     "beside": _LOOK
     + (
@@ -111,7 +111,7 @@ TOGETHER = _group(
   whole_file_lock={
     "program": (
       "import fcntl\nf = open(os.__file__)\nfcntl.flock(f, fcntl.LOCK_EX)\n"
-      "time.sleep(3)"
+      "time.sleep(1.8)"
     ),
     "beside": _LOOK
     + (
@@ -150,7 +150,7 @@ def works():
   thread.join()
   if os.fork() == 0: os._exit(0)
   os.wait()
-end = time.time() + 3
+end = time.time() + 1.8
 while time.time() < end:
   try:
     works()
@@ -164,7 +164,7 @@ _EVERY_PROCESS = "for _ in range(29):\n  if not os.fork(): break\n"
 
 def _worst(program: str) -> dict:
   """Takes what it can and keeps it, while others must still be able to work."""
-  program += "\ntime.sleep(2)"
+  program += "\ntime.sleep(1)"
   more = {"verdicts": ("ok", "error", "memory", "timeout"), "harmless": False}
   return {"program": program, "beside": _WORKS, "on_the_host": True, **more}
 
@@ -198,14 +198,14 @@ COUNTERS = _group(
     "except OSError as e: print(e)"
   ),
   mapped_files=_worst(
-    _EVERY_PROCESS + "start, end, n = libc.mmap, time.time() + 2, 0\n"
+    _EVERY_PROCESS + "start, end, n = libc.mmap, time.time() + 1, 0\n"
     "start.restype = ctypes.c_void_p\nwhile time.time() < end:\n"
     "  fd = os.open(os.__file__, os.O_RDONLY)\n"
     "  at = start(None, ctypes.c_size_t(4096), 1, 2, fd, ctypes.c_long(0))\n"
     "  os.close(fd)\n  if at == 2 ** 64 - 1: break"
   ),
   locks=_worst(
-    "import fcntl\nend, f, n = time.time() + 2, open('f', 'w'), 0\n"
+    "import fcntl\nend, f, n = time.time() + 1, open('f', 'w'), 0\n"
     "while time.time() < end:\n  fcntl.lockf(f, fcntl.LOCK_EX, 1, 1 << 40 - n)\n"
     "  n = (n + 1) % 40"
   ),

@@ -1,7 +1,7 @@
 """An MCP server over stdio that does what its argument says, by the standard library.
 
 python mcp_hostile.py JSON: an object with list, schema, output, call, result,
-letters, log, description
+results (one a call, in turns), letters, log, description
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ def act(fault: str | None, request: int) -> dict:
     else:
       time.sleep(1)
   text = WORK.get("letters", 0) * "a" or "fine"
+  if fault == "self":  # who and where the server is
+    text = json.dumps([os.getpid(), dict(os.environ)])
+    return {"content": [{"type": "text", "text": text}]}
+  if "results" in WORK and request:  # a call; 0 is the list
+    WORK["results"].append(WORK["results"].pop(0))
+    return WORK["results"][-1]
   return WORK.get("result", {"content": [{"type": "text", "text": text}] * 2})
 
 

@@ -6,7 +6,6 @@ python mcp_server.py [--http PORT]
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 
 from mcp.server.mcpserver import MCPServer
@@ -17,6 +16,8 @@ server = MCPServer("tests")
 @server.tool()
 def weather(city: str) -> str:
   """The weather of a city."""
+  if city == "nowhere":
+    raise RuntimeError("on purpose")
   return f"rain in {city}\x00\x1b[0m"
 
 
@@ -24,19 +25,6 @@ def weather(city: str) -> str:
 def add(a: int, b: int) -> int:
   """The sum of two integers."""
   return a + b
-
-
-@server.tool()
-def fail(why: str) -> str:
-  """Fails."""
-  raise RuntimeError(why)
-
-
-@server.tool()
-async def sleep(seconds: str) -> str:
-  """Takes a while."""
-  await asyncio.sleep(float(seconds))
-  return "awake"
 
 
 _met, _all_met = [], asyncio.Event()
@@ -50,24 +38,6 @@ async def meet(count: str) -> str:
     _all_met.set()
   await _all_met.wait()
   return "met"
-
-
-@server.tool()
-def die(code: str) -> str:
-  """Ends the server."""
-  os._exit(int(code))
-
-
-@server.tool()
-def environment(name: str) -> str:
-  """A variable of the server's environment."""
-  return os.environ.get(name, "not set")
-
-
-@server.tool()
-def pid(unused: str = "") -> str:
-  """The server's process."""
-  return str(os.getpid())
 
 
 if __name__ == "__main__":

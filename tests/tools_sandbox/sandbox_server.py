@@ -20,6 +20,13 @@ from tests.tools_sandbox import proc
 
 _START_S = 120.0
 LONG = 60.0  # seconds that no healthy server needs
+# The server without the imports that its slots have ready, which take seconds.
+_BARE = """\
+import functools
+from tools_sandbox.service import server
+server.pool.SandboxPool = functools.partial(server.pool.SandboxPool, preload=())
+server.main()
+"""
 
 
 @dataclasses.dataclass
@@ -67,11 +74,12 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-  *arguments: str, token: str = "", backend: str = BACKEND
+  *arguments: str, token: str = "", backend: str = BACKEND, bare: bool = True
 ) -> Iterator[Server]:
-  """Starts a server at a free port; asserts that it ends well."""
-  module = ("-m", "tools_sandbox.service.server", "--port=0", f"--backend={backend}")
-  command = [sys.executable, *module, *arguments]
+  """Starts a server at a free port, `bare` for a quick start; asserts that it ends
+  well."""
+  module = ("-c", _BARE) if bare else ("-m", "tools_sandbox.service.server")
+  command = [sys.executable, *module, "--port=0", f"--backend={backend}", *arguments]
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:
     line = process.stdout.readline()  # or "" where it could not start

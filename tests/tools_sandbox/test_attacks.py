@@ -45,7 +45,7 @@ _IN_A_SESSION = (
 # Which attacks a host runs, as regular expressions over GROUP/NAME. The jail's are two
 # halves that take equally long, each with a host of its own: they wait for most of it.
 _PARTS = {
-  "jail": ("^counters", "^(?!counters)"),
+  "jail": ("^counters|^two", "^(?!counters|two)"),
   "session": (f"/({'|'.join(_IN_A_SESSION)})$",),
   "subprocess": (f"/({'|'.join(_OPEN)})$",),
 }

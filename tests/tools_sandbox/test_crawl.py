@@ -283,6 +283,7 @@ def test_a_page_full_of_soft_hyphens_is_text():
   assert page.read_text(body(data)).startswith("Donaudampfschiff Donau")
 
 
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(MARKUP, st.text(max_size=20), st.integers(64, 200))
 def test_any_text_is_cleaned_and_fits(text: str, goal: str, most: int):
   plain = clean(page.strip_tags(text))
@@ -290,12 +291,14 @@ def test_any_text_is_cleaned_and_fits(text: str, goal: str, most: int):
   assert not set(plain) & {"\x00", "\u202e", "\x1b"}
 
 
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(st.binary(max_size=300), st.text(max_size=12))
 def test_any_bytes_are_text_or_the_pages_fault(data: bytes, charset: str):
   with contextlib.suppress(ToolFault):
     assert page.read_text(body(data, charset=charset)).strip()
 
 
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(st.text() | MARKUP.map("http://a/".__add__))
 def test_any_call_is_urls_or_the_models_fault(content: str):
   with contextlib.suppress(BadCall):

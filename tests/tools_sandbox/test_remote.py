@@ -69,7 +69,8 @@ def service(tmp_path_factory):
   """Our own service, and the file with its token."""
   path = tmp_path_factory.mktemp("token") / "token"
   path.write_text(TOKEN)
-  with serving("--slots=2", f"--token_file={path}", token=TOKEN) as running:
+  arguments = ("--slots=2", f"--token_file={path}")
+  with serving(*arguments, token=TOKEN, bare=False) as running:
     yield running, str(path)
 
 
@@ -121,7 +122,7 @@ def test_many_callers_share_the_service(service):
     sandbox(server.url, token_file=token_file, wait_s=300.0) as remote,
     concurrent.futures.ThreadPoolExecutor(24) as threads,
   ):
-    lines = [str(i) for i in range(96)]
+    lines = [str(i) for i in range(48)]
     outputs = threads.map(lambda x: remote.run("print(input())", x).stdout, lines)
     assert list(outputs) == [f"{line}\n" for line in lines]
 
@@ -288,7 +289,7 @@ def test_sandbox_fusions_answers_are_understood(reply, expected: Result, server)
 )
 def test_what_is_no_answer_is_infrastructure(api, path, good, wrong, server):
   server.actions[path] = answer(good)
-  with sandbox(server.url, api=api, wait_s=0.8) as remote:
+  with sandbox(server.url, api=api, wait_s=0.3) as remote:
     server.actions[path] = answer(wrong)
     result = remote.run("print(1)", timeout_s=0.2)
   assert result.verdict == Verdict.INFRASTRUCTURE

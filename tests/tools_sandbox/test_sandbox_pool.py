@@ -156,7 +156,7 @@ def test_a_program_that_kills_its_zygote_is_not_run_twice(tmp_path):
 
 def test_a_dead_zygote_is_replaced_before_it_is_missed(tmp_path, own):
   where = "import os\nprint(os.getppid())"
-  with SandboxPool(2, backend="subprocess") as pool:
+  with SandboxPool(2, preload=(), backend="subprocess") as pool:
     _meet(pool, tmp_path / "here", 2)
     before = own()
     assert pool.run(KILL_ZYGOTE).verdict == Verdict.INFRASTRUCTURE

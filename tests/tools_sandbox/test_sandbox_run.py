@@ -217,8 +217,8 @@ def test_floods_keep_head_and_tail_of_each_stream(pool):
 
 
 def test_what_was_printed_before_a_timeout_comes_back(pool):
-  result = pool.run("print('before')\nwhile True: pass", limits=Limits(wall_s=2))
-  assert result.stdout == "before\n" and "[killed: used more than 2 s]" in (
+  result = pool.run("print('before')\nwhile True: pass", limits=Limits(wall_s=1))
+  assert result.stdout == "before\n" and "[killed: used more than 1 s]" in (
     result.stderr
   )
 
@@ -255,7 +255,7 @@ def test_awkward_files_are_removed(pool, backend):
   program = (
     "import os\nprint(os.getcwd())\nos.mkdir('locked')\nopen('locked/f', 'w')\n"
     "os.chmod('locked', 0)\nos.symlink('/etc', 'link')\n"
-    "for _ in range(1500):\n  os.mkdir('d'); os.chdir('d')"
+    "for _ in range(1100):\n  os.mkdir('d'); os.chdir('d')"
   )
   folder = pool.run(program).stdout.strip()
   assert folder == "/tmp" if backend == "jail" else not os.path.exists(folder)

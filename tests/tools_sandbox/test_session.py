@@ -83,8 +83,8 @@ def test_errors_show_the_lines_of_the_cell_they_come_from(jailed):
 
 # Name -> (cell, changed limits, verdict, a word of stderr) of a cell that ends it.
 ENDS = {
-  "hangs": ("print('a')\nwhile True: pass", {"wall_s": 3.0}, Verdict.TIMEOUT, "3 s"),
-  "sleeps": ("import time\ntime.sleep(600)", {"wall_s": 3.0}, Verdict.TIMEOUT, "3 s"),
+  "hangs": ("print('a')\nwhile True: pass", {"wall_s": 1.5}, Verdict.TIMEOUT, "1.5 s"),
+  "sleeps": ("import time\ntime.sleep(600)", {"wall_s": 1.5}, Verdict.TIMEOUT, "1.5 s"),
   "cpu": ("while True: pass", {"cpu_s": 1.0}, Verdict.TIMEOUT, "CPU"),
   "memory": ("x = bytearray(1 << 30)", {"memory_mb": 100}, Verdict.MEMORY, "Memory"),
   "exits": ("import os\nos._exit(3)", {}, Verdict.ERROR, ""),
@@ -99,9 +99,9 @@ ENDS = {
   ),
   "stops_itself": (
     "import os\nos.kill(os.getpid(), 19)",
-    {"wall_s": 3.0},
+    {"wall_s": 1.5},
     Verdict.TIMEOUT,
-    "3 s",
+    "1.5 s",
   ),
 }
 
@@ -194,7 +194,7 @@ def test_an_end_told_too_early_changes_only_what_it_says_of_itself(jailed):
   early = (
     "import os, time\n"
     "for fd in range(3, 256):\n  try: os.write(fd, bytes(9))\n  except OSError: pass\n"
-    "time.sleep(3)\nprint('late')\nos._exit(9)"  # when the next cell has begun
+    "time.sleep(1.5)\nprint('late')\nos._exit(9)"  # when the next cell has begun
   )
   with jailed.session() as s:
     assert _outcome(s.run(early)) == ("", Verdict.OK)  # it lied

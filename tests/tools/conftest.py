@@ -1,0 +1,18 @@
+"""What tests of tools share."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from coa_jax.tools import toolbox
+from tools_sandbox.client import Sandbox
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _bare_slots():
+  """Slots start without the imports of programs, which take seconds."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(toolbox, "Sandbox", functools.partial(Sandbox, preload=()))
+    yield
