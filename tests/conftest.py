@@ -21,7 +21,7 @@ import toy
 
 from tests.backend import BACKEND, WHY
 
-hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=200)
+hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=100)
 hypothesis.settings.load_profile("coa_jax")
 
 

@@ -147,10 +147,9 @@ def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
   config = {**sections, "eval": dict(greedy=True, samples=3)}
   one, two, split = tmp_path / "one", tmp_path / "two", tmp_path / "split"
   run("evaluate", config, one, processes=1, devices=1)
-  for name in ("greedy.jsonl", "sampled.jsonl"):
-    run("evaluate", config, two, processes=2, devices=1, kill=name)
-    found = [(folder / name).exists() for folder in folders(two, 2)]
-    assert found == [True, False]
+  run("evaluate", config, two, processes=2, devices=1, kill="sampled.jsonl")
+  found = [(folder / "sampled.jsonl").exists() for folder in folders(two, 2)]
+  assert found == [True, False]
   run("evaluate", config, two, processes=2, devices=1)
   expected = results(one / "run")
   for folder in folders(two, 2):
@@ -227,55 +226,32 @@ def two_steps(sections: dict) -> dict:
   }
 
 
-@pytest.mark.parametrize(
-  "processes",
-  [pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.slow)],
-)
-def test_rl_in_several_processes_is_that_of_one(sections, tmp_path, processes):
-  """The same trajectories, of which each writes its own, and the same training."""
-  config = two_steps(sections)
-  one, several = tmp_path / "one", tmp_path / "several"
-  run("rl", config, one, processes=1, devices=processes)
-  run("rl", config, several, processes=processes, devices=1)
-  where = folders(several, processes)
-  for step in range(2):
-    name = f"step_{step:06d}.jsonl"
-    expected = [content(t) for t in dealt(folders(one, 1), name, 4 * step, 4)]
-    # More than two add up gradients in another order than devices of one process do.
-    if step == 0 or processes == 2:
-      assert [content(t) for t in dealt(where, name, 4 * step, 4)] == expected
-    found = viewer.find_files([str(several / "run")])
-    assert len(found) == 2 * processes  # a page of the run shows all of them
-  logs = []
-  for folder in [*folders(one, 1), *where]:
-    rows = read_metrics(str(folder / "metrics.jsonl"), "rl")
-    logs.append([timeless(row) for row in rows])
-  assert all(log == logs[1] for log in logs[2:])
-  if processes == 2:  # devices of a process add up in another order than more do
-    assert logs[0] == logs[1]
-    weights = [
-      (out / "run/model/model.safetensors").read_bytes() for out in (one, several)
-    ]
-    assert weights[0] == weights[1]
-
-
 @pytest.mark.slow
-def test_rollouts_on_devices_of_their_own_in_two_processes_change_no_bit(
-  sections, tmp_path
-):
-  """Both learn on their first device; rollouts share it, or have the second."""
+def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
+  """The same trajectories, of which each writes its own, and the same training.
+
+  Also where both learn on their first device and rollouts have the second.
+  """
   config = two_steps(sections)
-  together, apart = tmp_path / "together", tmp_path / "apart"
-  run("rl", config, together, processes=2, devices=1)
+  one, two, apart = tmp_path / "one", tmp_path / "two", tmp_path / "apart"
+  run("rl", config, one, processes=1, devices=2)
+  run("rl", config, two, processes=2, devices=1)
   run("rl", {**config, "mesh": dict(rollout=2)}, apart, processes=2, devices=2)
   for step in range(2):
     name = f"step_{step:06d}.jsonl"
-    expected = [content(t) for t in dealt(folders(together, 2), name, 4 * step, 4)]
-    assert [content(t) for t in dealt(folders(apart, 2), name, 4 * step, 4)] == expected
-  weights = []
-  for out in (together, apart):
-    weights.append((out / "run/model/model.safetensors").read_bytes())
-  assert weights[0] == weights[1]
+    expected = [content(t) for t in dealt(folders(one, 1), name, 4 * step, 4)]
+    for out in (two, apart):
+      assert [content(t) for t in dealt(folders(out, 2), name, 4 * step, 4)] == expected
+  assert len(viewer.find_files([str(two / "run")])) == 4  # a page shows all of them
+  logs = []
+  for folder in [*folders(one, 1), *folders(two, 2)]:
+    rows = read_metrics(str(folder / "metrics.jsonl"), "rl")
+    logs.append([timeless(row) for row in rows])
+  assert logs[0] == logs[1] == logs[2]
+  weights = [
+    (out / "run/model/model.safetensors").read_bytes() for out in (one, two, apart)
+  ]
+  assert weights[0] == weights[1] == weights[2]
 
 
 @pytest.mark.slow

@@ -5,6 +5,11 @@ To be set before anything imports JAX, so nothing here may import it.
 
 from __future__ import annotations
 
+# Flags of XLA for comparisons of sums and gradients up to rounding, which do not depend
+# on how well a program is compiled: most of their time is the compiler's. Not for bits:
+# at levels 1 and 2 attention over pages is not bit-identical to dense attention.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
 
 def environment(count: int, flags: str = "") -> dict[str, str]:
   """Returns variables that make JAX see `count` CPU devices; `flags` are XLA's others.

@@ -14,9 +14,7 @@ import sys
 import virtual_devices
 
 out, case, devices, *others = sys.argv[1:]
-# What is compared does not depend on how well it is compiled, and the test's time does.
-quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ.update(virtual_devices.environment(int(devices), quick))
+os.environ.update(virtual_devices.environment(int(devices), virtual_devices.QUICK))
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

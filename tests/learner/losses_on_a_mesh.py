@@ -21,7 +21,7 @@ import sys
 
 import virtual_devices
 
-os.environ.update(virtual_devices.environment(4))
+os.environ.update(virtual_devices.environment(4, virtual_devices.QUICK))
 
 import jax
 import jax.numpy as jnp

@@ -18,7 +18,8 @@ import time
 import virtual_devices
 
 PROCESSES = int(sys.argv[4]) if len(sys.argv) > 4 else 1
-os.environ.update(virtual_devices.environment(8 // PROCESSES))
+QUICK = virtual_devices.QUICK
+os.environ.update(virtual_devices.environment(8 // PROCESSES, QUICK))
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
