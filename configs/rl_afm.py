@@ -13,8 +13,7 @@ The paper has no 1.5B: that size takes the 7B's.
 
 Web needs a search key (`tools.web`) and a judge (`reward.judge`), mhqa a search server
 (`tools.retriever`) or a corpus; ":tiny" of these takes --config.tools.corpus=FILE and
-exact match instead. `select_tasks` keeps tasks of a band of difficulty, as the paper
-did.
+exact match instead. `coa tasks` keeps tasks of a band of difficulty, like the paper.
 
 A copy that decodes is on 2 devices (1.5b) or 4 (a host of v5p has no more); all split
 the state (`mesh.fsdp=-1`). `algo.batch.rows` must be a multiple of fsdp; those here are
