@@ -13,7 +13,7 @@ which uses the 7B's.
 
 Web needs a search key (`tools.web`) and a judge (`reward.judge`), mhqa a search server
 (`tools.retriever`) or a corpus; ":tiny" of these takes --config.tools.corpus=FILE and
-exact match instead. `select_tasks` keeps tasks by difficulty, like the paper.
+exact match instead. `coa tasks` keeps tasks by difficulty, like the paper.
 
 A decoding replica uses 2 devices (1.5b) or 4 (a v5p host has no more); all devices
 split the state (`mesh.fsdp=-1`). `algo.batch.rows` must be a multiple of fsdp; the rows

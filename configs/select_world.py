@@ -1,6 +1,6 @@
 """Difficulty selection: the training tasks the SFT model sometimes solves.
 
-  python -m experiments.select_tasks --config=configs/select_world.py \
+  python -m experiments.tasks --config=configs/select_world.py \
     --workdir=runs/world/select
 
 Then RL on them: --config.tasks.uri=runs/world/select/tasks.jsonl. Needs

@@ -29,7 +29,7 @@ CLASSES = {
   "sft": SFTConfig,
   "rl": RLConfig,
   "evaluate": EvaluateConfig,
-  "select_tasks": SelectTasksConfig,
+  "tasks": SelectTasksConfig,
   "synthesize": SynthesizeConfig,
 }
 

@@ -69,5 +69,5 @@ def main() -> None:
 
 def command() -> None:
   """Runs the command line."""
-  flags.DEFINE_string("workdir", None, "A run, of which all trajectories are shown.")
+  flags.DEFINE_string("workdir", None, "A run; all its trajectories are shown.")
   run_program(main)

@@ -35,9 +35,9 @@ from coa_jax.rewards import written_answer
 from coa_jax.rollout.streaming import InferenceRequest, InferenceServer, TextDelta
 from coa_jax.serve import ServeConfig, open_server
 
-_QUESTION = flags.DEFINE_string("question", None, "Ask this one and stop.")
+_QUESTION = flags.DEFINE_string("question", None, "Ask this question and end.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, 2.0)
-_SEED = flags.DEFINE_integer("sampling_seed", 0, "Of every answer.")
+_SEED = flags.DEFINE_integer("sampling_seed", 0, "Seed of every answer.")
 _QUIET = flags.DEFINE_bool("quiet", False, "Print answers only.")
 
 # Readable on black and on white: the terminal's own colour, or a middle lightness from
@@ -157,7 +157,7 @@ def play(
     server.cancel(episode)
     return None
   if event is None:
-    raise RuntimeError("the engine has failed; the reason stands above")
+    raise RuntimeError("the engine has failed; the reason is printed above")
   if screen:
     screen.end(event)
   return event
@@ -197,7 +197,7 @@ def main(config: ml_collections.ConfigDict) -> None:
         try:
           t = play(server, request, screen)
           if t is None:
-            console.print("\ncalled off", style="dim")
+            console.print("\ncancelled", style="dim")
         except ValueError as e:  # too long; the next one may be shorter
           console.print(Text(f"error: {e}", "red"))
           t = None

@@ -2,11 +2,15 @@
 
   coa compare --out=runs/sweep/compare.html runs/sweep/*
   coa compare --figures=reward,dev_accuracy runs/rl runs/rl_again
+  coa compare --multi=runs/distill/teacher.jsonl --single=runs/eval/greedy.jsonl
 
 Runs are compared within their stage (distill, sft, rl, evaluate, ...). Runs with
 configs differing only in seeds are one table row and one line of a curve: the
 mean over seeds, with the 95 % interval of Student's t. A row is named by the differing
 fields; a single run with a longer name, by its workdir.
+
+The last form compares costs per answer: a multi-agent system's attempts, written by
+`distill`, and one model's, written by `evaluate`, on the same tasks and tools.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import rich
 import scipy.stats
 from absl import flags
 
+from coa_jax.cli.compare_cost import print_costs
 from coa_jax.cli.launch import run_program
 from coa_jax.report.metrics import METRICS_FILE, read_all_metrics
 from coa_jax.report.plots import seed_curves
@@ -356,13 +361,21 @@ def _define_flags() -> None:
   flags.DEFINE_string("out", "", "The page to write, an HTML file; empty for none.")
   flags.DEFINE_list("figures", [], "Figures of results.json to show, as pass3,seconds.")
   flags.DEFINE_list("curves", [], "Metrics to draw over steps, as reward,entropy.")
+  flags.DEFINE_string("multi", "", "Trajectories of a multi-agent system.")
+  flags.DEFINE_string("single", "", "Trajectories of one model.")
+  flags.DEFINE_string("json", "", "The file for the costs' figures; empty for none.")
 
 
 def main(paths: list[str]) -> None:
-  """Compares the command line's workdirs."""
-  if not paths:
-    raise ConfigError("name workdirs, or folders of them: experiments.compare runs/*")
+  """Compares the command line's workdirs, or the costs of two files."""
   values = flags.FLAGS
+  if values.multi and values.single:
+    print_costs(values.multi, values.single, values.json)
+    return
+  if not paths:
+    raise ConfigError(
+      "name workdirs, or folders of them: coa compare runs/*; or --multi and --single"
+    )
   compare(paths, values.out, values.figures, values.curves)
 
 

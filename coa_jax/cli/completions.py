@@ -190,7 +190,7 @@ def read_text_request(data: bytes, model: str, top_p: float, most: int) -> ChatR
   prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
   if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
     raise RequestRefused(
-      "prompt must be a string that is not empty, or a list of such, and no token ids "
+      "prompt must be a non-empty string or a list of them, not token ids "
       "(lm-eval: tokenized_requests=False)",
       "prompt",
     )
@@ -204,8 +204,8 @@ def _check_top(top: int, field: str, temperature: float) -> None:
   """Refuses log-probs of tokens other than the sampled one."""
   if top > 1 or (top and temperature >= GREEDY_BELOW):
     raise RequestRefused(
-      f"{field}={top}: the sampler keeps the log-prob of the sampled token alone; send "
-      "0, or 1 with temperature 0",
+      f"{field}={top}: the sampler keeps only the sampled token's log-prob; send 0, "
+      "or 1 with temperature 0",
       field,
       "unsupported_value",
     )
@@ -228,9 +228,7 @@ def _request(
   stop = body.stop if isinstance(body.stop, list) else [body.stop]
   is_text = all(isinstance(each, str) and each for each in stop)
   if len(stop) > most_stops or not is_text:
-    raise RequestRefused(
-      f"stop must be at most {most_stops} strings that are not empty", "stop"
-    )
+    raise RequestRefused(f"stop must be at most {most_stops} non-empty strings", "stop")
   # --- A question's attempts differ only in their numbers.
   own_top_p = None if body.top_p == top_p else body.top_p
   attempts = []
@@ -304,8 +302,8 @@ def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
   for i, message in enumerate(messages):
     if message.role in _SYSTEM and not conversation:
       text = (
-        f"a {message.role} message is read by a server started with --conversation "
-        "only; put all into the question"
+        f"only a server started with --conversation reads a {message.role} message; "
+        "put it into the question"
       )
       raise RequestRefused(text, f"messages[{i}].role", "unsupported_value")
   last = len(messages) - 1
@@ -316,7 +314,7 @@ def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
   question = _text(messages, last)
   if not question.strip():
     where = f"messages[{last}].content"
-    raise RequestRefused("the question must be a string that is not empty", where)
+    raise RequestRefused("the question must be a non-empty string", where)
   if not conversation:
     return question, last
   # --- In a conversation all is read; with several turns each begins with its role.

@@ -2,6 +2,7 @@
 
   coa rl --config.help
   coa rl --config=configs/rl_world.py --config.help=algo.loss
+  coa rl --config.help=markdown > docs/config.md
 
 Everything is read from the dataclasses: types and defaults from their fields, accepted
 values from the fields' metadata, meanings from the docstrings.
@@ -10,6 +11,7 @@ values from the fields' metadata, meanings from the docstrings.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import math
 import shutil
@@ -20,13 +22,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import docstring_parser
-from ml_collections.config_dict import RequiredValueError
 
 from coa_jax.runtime.config import ConfigError, Values, nearest
 from coa_jax.runtime.fields import accepted
 
+# Stage -> module and class of its config.
+CONFIGS = {
+  "distill": "coa_jax.distill.DistillConfig",
+  "sft": "coa_jax.plan.sft.SFTConfig",
+  "rl": "coa_jax.plan.rl.RLConfig",
+  "evaluate": "coa_jax.evaluate.EvaluateConfig",
+  "synthesize": "coa_jax.cli.synthesize.SynthesizeConfig",
+  "tasks": "coa_jax.cli.select_tasks.SelectTasksConfig",
+}
 # The type of a dict from the user's keys to sections.
-SECTIONS_BY_NAME = "sections by name"
+_SECTIONS_BY_NAME = "sections by name"
+_WHOLE = "Sections of "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,19 +121,70 @@ def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
   return "\n".join(lines).strip()
 
 
+def read_class(stage: str) -> type:
+  """Imports a stage's config dataclass."""
+  module, _, name = CONFIGS[stage].rpartition(".")
+  return getattr(importlib.import_module(module), name)
+
+
+def reference() -> str:
+  """Writes docs/config.md: all stages; a section of several stages only once."""
+  lines = [
+    "# Every field of every config",
+    "",
+    "Made by `coa rl --config.help=markdown > docs/config.md` from the configs'",
+    "dataclasses. `coa rl --config=configs/rl_world.py --config.help=algo` prints one",
+    "section in a terminal, with that file's values. Change any field by a flag,",
+    "`--config.algo.steps=100`; `=None` empties it.",
+    "",
+  ]
+
+  # --- Each section's fields, and the stages that read them.
+  sections: dict[str, dict[Field, list[str]]] = {}
+  for stage in CONFIGS:
+    for field in dict.fromkeys(list_fields(read_class(stage))):
+      above = field.path.rpartition(".")[0] or f"{_WHOLE}{stage}"
+      sections.setdefault(above, {}).setdefault(field, []).append(stage)
+
+  # --- A table for each.
+  for above, fields in sections.items():
+    all_readers = sorted({name for readers in fields.values() for name in readers})
+    lines += [f"## {above}", ""]
+    if not above.startswith(_WHOLE):
+      lines += [f"Of {', '.join(all_readers)}.", ""]
+    lines += ["| field | values | default | meaning |", "|---|---|---|---|"]
+    for field, readers in fields.items():
+      lines.append(_row(field, [] if sorted(readers) == all_readers else readers))
+    lines.append("")
+  return "\n".join(lines).rstrip()
+
+
+def _row(field: Field, readers: list[str]) -> str:
+  """Returns a field's row of a Markdown table; it names `readers`."""
+  name = field.path.rpartition(".")[2]
+  meaning = field.meaning
+  if readers:
+    meaning = f"({', '.join(readers)}) {meaning}"
+  if field.section:
+    chapter = f"{field.path}.NAME" if field.kind == _SECTIONS_BY_NAME else field.path
+    name = f"[{name}](#{chapter.replace('.', '').lower()})"
+  default = f"`{field.default}`" if field.default else ""
+  if not field.section and not field.default:
+    default = "required"
+  cells = (name, field.kind, default, meaning)
+  return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 def _value(field: Field, config: Values) -> str:
   """Returns a field's value as text: the file's, otherwise the default."""
   default = f" = {field.default}" if field.default else ""
   if field.section:
     return default
   value: Any = config
-  try:
-    for name in field.path.split("."):
-      if not isinstance(value, Values) or name not in value:
-        return default or " (required)"
-      value = value[name]
-  except RequiredValueError:
-    return " (required)"
+  for name in field.path.split("."):
+    if not isinstance(value, Values) or name not in value:
+      return default or " (required)"
+    value = value[name]
   words = f" = {shown(value)}"
   if field.default and words != default:
     words += f" (default {field.default})"
@@ -155,7 +217,7 @@ def _kind(hint: Any, metadata: Mapping[str, Any]) -> str:
     if dataclasses.is_dataclass(kind):
       names.append("section")
     elif typing.get_origin(kind) is dict and list(_sections(kind)):
-      names.append(SECTIONS_BY_NAME)
+      names.append(_SECTIONS_BY_NAME)
     elif kind is type(None):
       names.append("None")
     elif isinstance(kind, type) and not typing.get_args(kind):

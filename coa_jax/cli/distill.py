@@ -13,8 +13,7 @@ from typing import Any
 import ml_collections
 
 from coa_jax import distill
-from coa_jax.cli.launch import launch, stop
-from coa_jax.data.teacher.backend import InfrastructureError, RefusedError
+from coa_jax.cli.launch import launch
 from coa_jax.report.tables import Table, cell
 from coa_jax.runtime.shard import Shard
 
@@ -22,11 +21,8 @@ from coa_jax.runtime.shard import Shard
 def run(
   config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
 ) -> dict[str, Any]:
-  """Runs the stage with the key; a failed service ends it with one line."""
-  try:
-    return distill.run(config, workdir, os.environ.get("COA_API_KEY"), shard)
-  except (InfrastructureError, RefusedError) as e:
-    stop(str(e))
+  """Runs the stage with the API key."""
+  return distill.run(config, workdir, os.environ.get("COA_API_KEY"), shard)
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:

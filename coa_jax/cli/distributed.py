@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from coa_jax.cli.refusal import stop
 from coa_jax.runtime.bucket import mirror
 from coa_jax.runtime.bucket.objects import BucketError
 
@@ -24,8 +23,8 @@ _SAY_EVERY_S = 3.0
 WHERE = flags.DEFINE_string(
   "distributed",
   "",
-  "One of several processes that train together: 'auto' on a TPU pod or under Slurm, "
-  "else HOST:PORT,PROCESSES,PROCESS with the address of process 0.",
+  "This process among several that train together: 'auto' on a TPU pod or under "
+  "Slurm, otherwise HOST:PORT,PROCESSES,PROCESS with the address of process 0.",
 )
 
 
@@ -41,8 +40,8 @@ _WAIT_S = flags.DEFINE_integer(
 _HEARTBEAT_S = flags.DEFINE_integer(
   "heartbeat_s",
   100,
-  "Seconds without a sign of life after which a process of --distributed counts as "
-  "dead, and all others end.",
+  "Seconds without a heartbeat after which a process of --distributed counts as dead, "
+  "and all others end.",
   lower_bound=10,
 )
 
@@ -55,7 +54,9 @@ def join(where: str) -> None:
     try:
       jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_S.value)
     except (ValueError, RuntimeError) as e:
-      stop(f"--distributed=auto: {e}; elsewhere give HOST:PORT,PROCESSES,PROCESS")
+      raise ValueError(
+        f"--distributed=auto: {e}; elsewhere give HOST:PORT,PROCESSES,PROCESS"
+      ) from e
   else:
     _join_at(where)
 
@@ -79,13 +80,15 @@ def _join_at(where: str) -> None:
   # --- Read the flag.
   match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where)
   if not match or int(match[3]) >= int(match[2]):
-    stop(f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS")
+    raise ValueError(
+      f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS"
+    )
   address = match[1]
   processes = int(match[2])
   process = int(match[3])
   host, _, port = address.rpartition(":")
   if not 0 < int(port) < 2**16 or processes > _MOST_PROCESSES:
-    stop(
+    raise ValueError(
       f"--distributed={where}: a port is from 1 to {2**16 - 1}, and there are at most "
       f"{_MOST_PROCESSES} processes"
     )
@@ -144,7 +147,7 @@ def _await_coordinator(host: str, port: int, seconds: float) -> None:
       file=sys.stderr,
     )
     time.sleep(_SAY_EVERY_S)
-  stop(
+  raise ValueError(
     f"--distributed: no process 0 at {host}:{port} within {seconds:.0f} s ({reason}); "
     "start it, or wait longer with --distributed_wait_s"
   )
@@ -175,9 +178,9 @@ def check_shared(workdir: str) -> None:
     os.remove(path)
   if not sees.all():
     blind = ", ".join(map(str, np.flatnonzero(~sees)))
-    stop(
-      f"--workdir={workdir}: what process 0 writes there process {blind} does not see; "
-      "all need one folder of a disk that they share"
+    raise ValueError(
+      f"--workdir={workdir}: process {blind} does not see the files of process 0; all "
+      "need one folder on a shared disk"
     )
 
 
@@ -206,7 +209,7 @@ def in_bucket(uri: str, scratch: str) -> Iterator[str]:
   processes = jax.process_count()
   if processes > 1 and not uri.startswith("gs://"):
     # Orbax writes each process's part, and supports no other store.
-    raise BucketError(f"{uri}: several processes need gs://, or a disk that they share")
+    raise BucketError(f"{uri}: several processes need gs:// or a shared disk")
   with contextlib.ExitStack() as stack:
     # --- The first one takes the lease; the others receive its number.
     refusal = None
@@ -222,7 +225,7 @@ def in_bucket(uri: str, scratch: str) -> Iterator[str]:
     if refusal:
       raise refusal
     if not epoch:
-      stop(f"{uri}: process 0 may not work there, and says why")
+      raise ValueError(f"{uri}: process 0 may not work there; see its message")
     if process:
       folder = stack.enter_context(
         mirror.opened(uri, scratch, process, processes, epoch)

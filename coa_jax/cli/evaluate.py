@@ -60,7 +60,7 @@ def table(results: Mapping[str, Any], title: str = "Evaluation") -> Table:
   failed = results["status"].get("infrastructure", 0)
   note = "in parentheses 95 % intervals; more in results.json"
   if failed:
-    note += f"; {failed} attempts of the infrastructure's failures are left out"
+    note += f"; {failed} attempts failed by infrastructure are left out"
   return Table(title, rows, columns, note)
 
 

@@ -20,9 +20,9 @@ from coa_jax.runtime.lock import hold
 
 def _define_flags() -> None:
   # Not on import: other programs have equal flags, and tests import both.
-  flags.DEFINE_string("workdir", None, "Of the run.", required=True)
-  flags.DEFINE_string("out", None, "Where model/ is written.", required=True)
-  flags.DEFINE_integer("step", None, "Updates made; the newest where empty.")
+  flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+  flags.DEFINE_string("out", None, "The folder for model/.", required=True)
+  flags.DEFINE_integer("step", None, "The checkpoint's step; by default the newest.")
 
 
 def export(workdir: str, out: str, step: int | None = None) -> int:

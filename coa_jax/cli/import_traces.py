@@ -85,24 +85,21 @@ _OUT = flags.DEFINE_string(
 _VARIANT = flags.DEFINE_string(
   "variant",
   None,
-  f"Dialect of the trajectories: {', '.join(VARIANTS)}. A hyphen takes an agent away: "
+  f"Dialect of the trajectories: {', '.join(VARIANTS)}. A hyphen removes an agent: "
   f"web-plan is web without plans, and {_ALONE} is thoughts, calls and an answer.",
   required=True,
 )
 _DESCRIBED_TOOLS = flags.DEFINE_multi_string(
   "described_tools",
   [],
-  "A tool that the prompt describes, as TAG, TAG=WORDS or tool:NAME=WORDS; repeated. "
-  "Those of the run that will play (config.tools), whose prompts these should be. "
-  "Without it all of the variant.",
-)
-# Its earlier name, so that old commands report the new one.
-flags.DEFINE_multi_string("told", None, "It is called --described_tools now.")
-flags.register_validator(
-  "told", lambda value: value is None, "it is called --described_tools now"
+  "A tool that the prompts describe, as TAG, TAG=WORDS or tool:NAME=WORDS; repeat it "
+  "for each tool of the later run (config.tools). By default all of the variant.",
 )
 _FORMAT = flags.DEFINE_enum(
-  "format", "auto", ["auto", *FORMATS, RL], "Of the rows; auto goes by the first one."
+  "format",
+  "auto",
+  ["auto", *FORMATS, RL],
+  "Format of the rows; auto: by the first.",
 )
 _KEEP_ILLEGAL = flags.DEFINE_bool(
   "keep_illegal",
@@ -111,11 +108,11 @@ _KEEP_ILLEGAL = flags.DEFINE_bool(
 )
 _PROMPT = flags.DEFINE_enum("prompt", "full", STYLES, "Style of the prompts.")
 _TOOLS = flags.DEFINE_list(
-  "tools", [], "Names of their tools and our tags: theirs=web_search,other=code."
+  "tools", [], "Our tags for their tools' names: theirs=web_search,other=code."
 )
-_TASKS = flags.DEFINE_string("tasks", "", "Tasks of the runs (format runs).")
+_TASKS = flags.DEFINE_string("tasks", "", "The tasks of the runs (format runs).")
 _TOKENIZER = flags.DEFINE_string(
-  "tokenizer", "", "Folder of the tokenizer to write ids by: that of the model."
+  "tokenizer", "", "Folder of the model's tokenizer; it writes the token ids."
 )
 _WORKERS = flags.DEFINE_integer("workers", 0, "Processes besides this one.", 0)
 _SHARD = flags.DEFINE_string(
@@ -278,8 +275,8 @@ def _pipeline(chosen: str) -> RowPipeline:
   if _KEEP_ILLEGAL.value and chosen not in hints.VERBATIM:
     verbatim = " and ".join(hints.VERBATIM)
     raise ValueError(
-      f"--keep_illegal is for formats {verbatim}; of {chosen} only what obeys the "
-      "order rules can be made"
+      f"--keep_illegal is for formats {verbatim}; records of {chosen} must obey the "
+      "order rules"
     )
   table = dict(pair.partition("=")[::2] for pair in _TOOLS.value)
   formats = read_config(_FORMATS.value, ToolAugmentation, "formats")
@@ -373,7 +370,7 @@ def _report(
     "statistics": plots.filter_statistics(before, after),
   }
   titles = {
-    "funnel": "What import and each filter kept of the rows",
+    "funnel": "Rows kept by import and by each filter",
     "statistics": "Trajectories before and after filtering",
   }
   for name, figure in pictures.items():

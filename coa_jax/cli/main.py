@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from coa_jax.cli.refusal import stop
 from coa_jax.runtime.fields import nearest
 
 # Command -> its purpose. Its module has this name, or the name in MODULES.
@@ -20,15 +19,14 @@ COMMANDS = {
   "chat": "ask a model in the terminal",
   "browse": "write a page that shows a run's trajectories",
   "export": "write a run's model as a Hugging Face folder",
-  "tasks": "show and check a set of tasks",
-  "select": "keep tasks by how often a model solves them",
+  "tasks": "check a set of tasks, or select some by how often a model solves them",
   "synthesize": "make tasks from documents",
   "import": "read agent traces of others as trajectories",
   "sweep": "run a command over a grid of config fields",
   "compare": "draw runs side by side",
-  "pod": "write what starts a run on TPU slices, Kubernetes or Slurm",
+  "pod": "write the manifest or script of a run on TPU slices, Kubernetes or Slurm",
 }
-MODULES = {"import": "import_traces", "select": "select_tasks"}
+MODULES = {"import": "import_traces"}
 
 
 def usage() -> str:
@@ -84,6 +82,8 @@ def main() -> None:
 
 def _refuse(command: str) -> NoReturn:
   """Ends the program with one line naming the nearest command or all."""
+  from coa_jax.cli.launch import stop  # imports what --help does not need
+
   stop(f"coa {command}: there is no such command{nearest(command, COMMANDS)}")
 
 

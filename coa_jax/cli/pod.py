@@ -6,6 +6,7 @@ r"""Prints the start of a run on a pod: a GKE JobSet, an sbatch file or gcloud c
     -- coa distill --config=... --workdir=gs://BUCKET/runs/distill
   coa pod --slurm --nodes=4 --gpus=8 -- coa sft ...
   coa pod --vm --slice=v6e-64 --zone=us-east5-b -- coa sft ...
+  coa pod --times=runs/rl
 
 The words after `--` are the program and its flags, as on one machine; every host runs
 them with --distributed=auto. Their config is read first: a mesh unsuited to the
@@ -19,6 +20,9 @@ If a host dies, the processes on all others end: JAX's coordination service noti
 within 100 seconds. The JobSet then recreates all of them, and the run resumes from its
 last checkpoint. SIGTERM stops rollouts at once, finishes an update, and saves: the
 grace period should cover an update and a checkpoint.
+
+--times estimates from a run's own times whether its rollouts should have devices of
+their own (`mesh.rollout`): see `coa_jax/cli/deploy/arrangements.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import subprocess
 import yaml
 from absl import flags
 
+from coa_jax.cli.deploy.arrangements import describe_run
 from coa_jax.cli.deploy.checks import Machines, check_command
 from coa_jax.cli.deploy.manifests import PodJob, make_jobset, make_shards
 from coa_jax.cli.deploy.scripts import (
@@ -50,20 +55,23 @@ def define_flags() -> None:
   """Defines the flags; not on import, because other programs have equal names."""
   flags.DEFINE_bool("slurm", False, "Print an sbatch file for hosts with GPUs.")
   flags.DEFINE_bool("vm", False, "Print the gcloud commands of a queued resource.")
-  flags.DEFINE_bool("apply", False, "Hand the manifest to kubectl, too.")
-  flags.DEFINE_string("name", "coa-jax", "What the job is called.")
+  flags.DEFINE_string("times", "", "A run of RL: print estimates of its step.")
+  flags.DEFINE_bool("apply", False, "Pass the manifest to kubectl, too.")
+  flags.DEFINE_string("name", "coa-jax", "The job's name.")
   flags.DEFINE_multi_string("env", [], "NAME=VALUE, an environment variable.")
 
   flags.DEFINE_string("slice", "", "TPUs: v6e-64 or v6e:8x8, v5p-128, tpu7x-64.")
-  flags.DEFINE_integer("slices", 1, "How many of them.", lower_bound=1)
+  flags.DEFINE_integer("slices", 1, "Number of slices.", lower_bound=1)
   flags.DEFINE_integer(
-    "shards", 0, "So many pods that never meet, each with its --shard.", lower_bound=0
+    "shards", 0, "Number of independent pods, each with its --shard.", lower_bound=0
   )
-  flags.DEFINE_string("image", "", "Made by the Dockerfile; of --slurm run by Pyxis.")
-  flags.DEFINE_list("in_image", [], "Absolute paths that the image has for the config.")
-  flags.DEFINE_string("disk", "", "CLAIM:PATH of a volume that all hosts share.")
-  flags.DEFINE_bool("spot", False, "On preemptible machines.")
-  flags.DEFINE_integer("restarts", 20, "Most restarts.", lower_bound=0)
+  flags.DEFINE_string(
+    "image", "", "Image made by the Dockerfile; Pyxis runs it for --slurm."
+  )
+  flags.DEFINE_list("in_image", [], "Absolute paths in the image, for the config.")
+  flags.DEFINE_string("disk", "", "CLAIM:PATH of a volume shared by all hosts.")
+  flags.DEFINE_bool("spot", False, "Use preemptible machines.")
+  flags.DEFINE_integer("restarts", 20, "Maximum number of restarts.", lower_bound=0)
   flags.DEFINE_integer(
     "grace_s",
     600,
@@ -76,25 +84,25 @@ def define_flags() -> None:
     "NAME=SECRET:KEY, an environment variable from a Secret of Kubernetes; "
     "/PATH=SECRET:KEY, a file.",
   )
-  flags.DEFINE_string("queue", "", "The Kueue queue that admits the job.")
-  flags.DEFINE_string("namespace", "", "Of Kubernetes; empty for kubectl's.")
-  flags.DEFINE_string("service_account", "", "Of the pods.")
-  flags.DEFINE_string("cpu", "", "Cores that a pod asks for, as 8.")
-  flags.DEFINE_string("memory", "", "Memory that a pod asks for, as 64Gi.")
+  flags.DEFINE_string("queue", "", "The job's Kueue queue.")
+  flags.DEFINE_string("namespace", "", "Kubernetes namespace; empty for kubectl's.")
+  flags.DEFINE_string("service_account", "", "The pods' service account.")
+  flags.DEFINE_string("cpu", "", "Cores requested by a pod, as 8.")
+  flags.DEFINE_string("memory", "", "Memory requested by a pod, as 64Gi.")
 
-  flags.DEFINE_integer("nodes", 1, "Hosts of --slurm.", lower_bound=1)
-  flags.DEFINE_integer("gpus", 8, "GPUs of a host of --slurm.", lower_bound=1)
-  flags.DEFINE_string("time", "24:00:00", "Time limit of --slurm.")
-  flags.DEFINE_string("account", "", "Who pays, of --slurm.")
-  flags.DEFINE_string("partition", "", "Of --slurm.")
-  flags.DEFINE_string("venv", "", "Folder of a virtual environment, of --slurm.")
-  flags.DEFINE_string("zone", "", "Of --vm, as us-east5-b.")
+  flags.DEFINE_integer("nodes", 1, "Number of hosts, for --slurm.", lower_bound=1)
+  flags.DEFINE_integer("gpus", 8, "GPUs per host, for --slurm.", lower_bound=1)
+  flags.DEFINE_string("time", "24:00:00", "Time limit, for --slurm.")
+  flags.DEFINE_string("account", "", "Billed account, for --slurm.")
+  flags.DEFINE_string("partition", "", "Partition, for --slurm.")
+  flags.DEFINE_string("venv", "", "Folder of a virtual environment, for --slurm.")
+  flags.DEFINE_string("zone", "", "Zone, for --vm, as us-east5-b.")
 
 
 _IN_SHARDS = (
   "experiments.distill",
   "experiments.evaluate",
-  "experiments.select_tasks",
+  "experiments.tasks",
   "experiments.synthesize",
   "experiments.import_traces",
 )
@@ -170,6 +178,9 @@ def _read_secrets() -> dict[str, tuple[str, str]]:
 
 def main(words: list[str]) -> None:
   """Prints the requested form. budget: three forms, one after the other."""
+  if FLAGS.times:
+    print(describe_run(FLAGS.times))
+    return
   command, words = _read_command(words, FLAGS.shards)
   _check_flags()
   env = _read_env()

@@ -1,7 +1,4 @@
-r"""Difficulty selection for RL: a model's pass rate per task; keep a band.
-
-  coa select --config=configs/select_world.py --workdir=DIR \
-    [--shard=I/N]
+"""Difficulty selection for RL: a model's pass rate per task; keep a band.
 
 Plays the tasks like `evaluate` and writes, in addition to its files:
   tasks.jsonl       the kept tasks, with meta.pass_rate and meta.attempts; a `tasks.uri`
@@ -21,7 +18,6 @@ from typing import Any
 import ml_collections
 
 from coa_jax import evaluate
-from coa_jax.cli.launch import launch
 from coa_jax.data.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
 from coa_jax.data.tasks.rows import read_rows
 from coa_jax.data.tasks.schemas import read_task
@@ -193,8 +189,3 @@ def table(results: Mapping[str, Any]) -> Table:
   )
   columns = {"rate": "right of graded attempts", "tasks": "tasks", "kept": "kept"}
   return Table("Tasks by pass rate", rows, columns, note)
-
-
-def command() -> None:
-  """Runs the command line."""
-  launch(run, SelectTasksConfig, lambda results: [table(results)], logs=evaluate.LOGS)

@@ -60,8 +60,8 @@ from coa_jax.serve import ServeConfig, open_server
 from tools_sandbox import http_server
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
-_PORT = flags.DEFINE_integer("port", 8000, "Port; 0 for any that is free.")
-_NAME = flags.DEFINE_string("name", "coa", "What requests call the model.")
+_PORT = flags.DEFINE_integer("port", 8000, "Port; 0 for any free one.")
+_NAME = flags.DEFINE_string("name", "coa", "The model's name in requests.")
 _CONVERSATION = flags.DEFINE_bool(
   "conversation",
   False,
@@ -70,8 +70,8 @@ _CONVERSATION = flags.DEFINE_bool(
 _ALLOWED_HOSTS = flags.DEFINE_list(
   "allowed_hosts",
   [],
-  "Names that clients may call the server by (the header Host), as that of a proxy; "
-  "'*' for any. Besides those of loopback; elsewhere, without this flag, any.",
+  "Accepted names of the server in the header Host, e.g. a proxy's, in addition to "
+  "loopback's; '*' for any. By default any on a --host other than loopback.",
 )
 flags.register_validator(
   "allowed_hosts",
@@ -79,7 +79,7 @@ flags.register_validator(
   "a name has a * as its first label or alone",
 )
 _MAX_WAITING = flags.DEFINE_integer(
-  "max_waiting", 64, "Questions without a slot.", lower_bound=1
+  "max_waiting", 64, "Largest number of questions waiting for a slot.", lower_bound=1
 )
 
 GRACE_S = 3

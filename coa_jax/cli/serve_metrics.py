@@ -26,7 +26,7 @@ class ServeMetrics:
     registry = self._registry
     self._ended = Counter(
       "coa_attempts",
-      "Attempts at questions that are over, by how; cancelled: the client went away.",
+      "Finished attempts, by status; cancelled: the client disconnected.",
       ["status"],
       registry=registry,
     )
@@ -38,7 +38,7 @@ class ServeMetrics:
     )
     self._tokens = Counter(
       "coa_tokens",
-      "Tokens of attempts that are over: of prompts, generated, given by tools.",
+      "Tokens of finished attempts: of prompts, generated, returned by tools.",
       ["kind"],
       registry=registry,
     )
@@ -50,14 +50,14 @@ class ServeMetrics:
     )
     self._whole = Histogram(
       "coa_attempt_seconds",
-      "From an attempt's request to its end, its tools' time within.",
+      "From an attempt's request to its end, tool calls included.",
       buckets=_SECONDS,
       registry=registry,
     )
     for name, text, read in (
-      ("coa_running", "Questions that have a slot.", lambda: server.counts[0]),
-      ("coa_waiting", "Questions that wait for a slot.", lambda: server.counts[1]),
-      ("coa_up", "1 while questions can be sent.", lambda: server.alive),
+      ("coa_running", "Questions in a slot.", lambda: server.counts[0]),
+      ("coa_waiting", "Questions waiting for a slot.", lambda: server.counts[1]),
+      ("coa_up", "1 while the server accepts questions.", lambda: server.alive),
     ):
       Gauge(name, text, registry=registry).set_function(read)
 

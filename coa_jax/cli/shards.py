@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from coa_jax.cli.refusal import stop
 from coa_jax.report.metrics import say, write_json
 from coa_jax.runtime.bucket import mirror
 from coa_jax.runtime.bucket.objects import Bucket, is_uri
@@ -36,28 +35,35 @@ _DONE = "done.json"  # in a shard: its result; in the folder: all is joined
 _INDEX = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID")
 _MOST = 10_000
 
-# Takes (folder, shard). Without a shard it resumes from the logs in the folder.
-Journey = Callable[[str, Shard | None], dict[str, Any]]
+# A stage with its config: takes (folder, shard). Without a shard it resumes from the
+# logs in the folder.
+Stage = Callable[[str, Shard | None], dict[str, Any]]
 
 
 def read_shard(text: str) -> Shard:
   """Reads the flag --shard: I/N, or auto/N; otherwise ends the program."""
   match = re.fullmatch(r"(\d+|auto)/(\d+)", text)
   if not match:
-    stop(f"--shard={text}: give I/N with I from 0, or auto/N under Kubernetes or Slurm")
+    raise ValueError(
+      f"--shard={text}: give I/N with I from 0, or auto/N under Kubernetes or Slurm"
+    )
   count = int(match[2])
   index = match[1]
   if index == "auto":
     index = next((os.environ[name] for name in _INDEX if os.environ.get(name)), "")
     if not index.isdecimal():
-      stop(f"--shard={text}: none of {', '.join(_INDEX)} says which shard this is")
+      raise ValueError(
+        f"--shard={text}: none of {', '.join(_INDEX)} says which shard this is"
+      )
   if not 0 < count <= _MOST or int(index) >= count:
-    stop(f"--shard={text}: {index} of {count}; I is below N, and N at most {_MOST:,}")
+    raise ValueError(
+      f"--shard={text}: {index} of {count}; I is below N, and N at most {_MOST:,}"
+    )
   return Shard(int(index), count)
 
 
 def run_shard(
-  journey: Journey,
+  stage: Stage,
   settings: dict[str, Any],
   workdir: str,
   shard: Shard,
@@ -67,7 +73,7 @@ def run_shard(
   """Does one shard of a stage, and joins all if it is the last.
 
   Args:
-    journey: the stage; takes a folder and a shard.
+    stage: the stage; takes a folder and a shard.
     settings: JSON values common to all shards.
     workdir: for the whole stage: a folder, or an address in a bucket.
     shard: the part to do here.
@@ -79,7 +85,7 @@ def run_shard(
 
   Raises:
     ValueError: the other shards there have other settings or another number, or the
-      workdir holds a run without shards.
+      workdir holds a run that was not cut into shards.
     InUseError: another process does this shard.
   """
   place: _Disk | _InBucket = _Disk(workdir)
@@ -92,7 +98,7 @@ def run_shard(
   done = place.read(f"{own}/{_DONE}")
   if done is None:
     with place.part(own) as folder:
-      results = journey(folder, shard)
+      results = stage(folder, shard)
       _note(os.path.join(folder, _DONE), results)
   else:
     results = parse_object(done, f"{workdir}/{own}/{_DONE}")
@@ -106,7 +112,7 @@ def run_shard(
   try:
     with place.whole() as folder:
       _join(folder, names, logs)
-      return journey(folder, None), True
+      return stage(folder, None), True
   except InUseError:
     say(f"shard {shard.index} of {shard.count} is done; another process joins them")
     return results, False

@@ -24,9 +24,11 @@ from absl import flags
 from coa_jax.cli.compare import compare
 from coa_jax.cli.launch import run_program
 from coa_jax.cli.main import split_program
+from coa_jax.cli.shards import read_shard
 from coa_jax.runtime.config import ConfigError
 from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object
+from coa_jax.runtime.shard import Shard
 
 # A stage's field that numbers equal runs.
 SEED_FIELDS = {
@@ -36,6 +38,7 @@ SEED_FIELDS = {
   "experiments.evaluate": "rollout.seed",
 }
 _RECORD = "sweep.json"
+_ALL = Shard(0, 1)
 
 
 def parse_grid(text: str) -> tuple[str, list[str]]:
@@ -69,18 +72,6 @@ def parse_grid(text: str) -> tuple[str, list[str]]:
   return field, values
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-  """Reads "I/N", 0 <= I < N.
-
-  Raises:
-    ConfigError: it has another form.
-  """
-  index, _, count = text.partition("/")
-  if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-    raise ConfigError(f"--shard={text}: write I/N with I from 0 to N - 1, as in 0/4")
-  return int(index), int(count)
-
-
 def combinations(
   grid: Sequence[tuple[str, Sequence[str]]], seed_field: str, seeds: int
 ) -> Iterator[list[str]]:
@@ -97,7 +88,7 @@ def sweep(
   command: Sequence[str],
   grid: Sequence[tuple[str, Sequence[str]]],
   seeds: int = 0,
-  shard: tuple[int, int] = (0, 1),
+  shard: Shard = _ALL,
 ) -> list[str]:
   """Runs all unfinished runs.
 
@@ -107,7 +98,7 @@ def sweep(
     grid: fields and their values.
     seeds: runs per combination, with seeds 0, 1, ...; 0 for one run with the
       config's seed.
-    shard: (I, N): our part of the runs.
+    shard: our part of the runs.
 
   Returns:
     The workdirs of all runs in the sweep.
@@ -118,18 +109,18 @@ def sweep(
   """
   module, start, arguments = split_program(command)
   if start == [module] and importlib.util.find_spec(module) is None:
-    raise ConfigError(f"no program {module!r}; begin with coa sft or its like")
+    raise ConfigError(f"there is no program {module!r}; give a command, as: -- coa sft")
   if seeds and module not in SEED_FIELDS:
     known = ", ".join(SEED_FIELDS)
     raise ConfigError(f"--seeds: {module} has no known seed; only {known} have")
   if any(word.startswith("--workdir") for word in arguments):
-    raise ConfigError("--workdir belongs before the --: each run has one below it")
+    raise ConfigError("--workdir belongs before the --; each run has a folder in it")
   _check_record(workdir, list(command))
 
   # --- One run after the other.
   runs = list(combinations(grid, SEED_FIELDS.get(module, ""), seeds))
   folders = [os.path.join(workdir, folder_name(fields)) for fields in runs]
-  ours = range(shard[0], len(runs), shard[1])
+  ours = range(shard.index, len(runs), shard.count)
   failed = []
   for number, i in enumerate(ours, 1):
     title = f"[{number}/{len(ours)}] {folders[i]}"
@@ -166,7 +157,7 @@ def _check_record(workdir: str, command: list[str]) -> None:
     if before != command:
       raise ConfigError(
         f"{workdir} holds a sweep of {before}, not of {command}; choose another "
-        "workdir (a larger grid or more seeds may go on here)"
+        "workdir (only a larger grid or more seeds are accepted here)"
       )
     return
   with atomic_write(path) as f:
@@ -185,14 +176,14 @@ def _define_flags() -> None:
 def main(command: list[str]) -> None:
   """Runs the command line's sweep, and compares its finished runs."""
   if not command:
-    raise ConfigError("after -- name the journey: -- coa sft --config=...")
+    raise ConfigError("after -- name the command: -- coa sft --config=...")
   values = flags.FLAGS
   folders = sweep(
     values.workdir,
     command,
     [parse_grid(text) for text in values.grid],
     values.seeds,
-    parse_shard(values.shard),
+    read_shard(values.shard),
   )
   done = [f for f in folders if os.path.exists(os.path.join(f, "results.json"))]
   compare(done, os.path.join(values.workdir, "compare.html"))

@@ -22,10 +22,9 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.cli.launch import launch, stop
+from coa_jax.cli.launch import launch
 from coa_jax.data.tasks.task import Task
 from coa_jax.data.teacher import cloze
-from coa_jax.data.teacher.backend import InfrastructureError, RefusedError
 from coa_jax.data.teacher.journal import Journal
 from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.data.teacher.synthesis import (
@@ -220,16 +219,6 @@ def _in_parallel(
   return out
 
 
-def with_service_errors(
-  config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
-) -> dict[str, Any]:
-  """Calls `run`; a failed service ends the program with one line."""
-  try:
-    return run(config, workdir, shard)
-  except (InfrastructureError, RefusedError) as e:
-    stop(str(e))
-
-
 def table(results: Mapping[str, Any]) -> Table:
   """Makes a table of `results.json`: tasks by family and hops, and rejected ones."""
   rows = []
@@ -249,6 +238,4 @@ def table(results: Mapping[str, Any]) -> Table:
 
 def command() -> None:
   """Runs the command line."""
-  launch(
-    with_service_errors, SynthesizeConfig, lambda results: [table(results)], logs=LOGS
-  )
+  launch(run, SynthesizeConfig, lambda results: [table(results)], logs=LOGS)

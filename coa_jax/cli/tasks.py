@@ -1,13 +1,16 @@
-"""Checks tasks before a run: kinds, sources, samples, and are they gradable?
+r"""Checks tasks before a run, or selects some of them by a model's pass rate.
 
   coa tasks --config=configs/rl_world.py
   coa tasks --uri=problems.csv --kind=math
   coa tasks --uri=set.jsonl --fields=question=query,answers=gold
+  coa tasks --config=configs/select_world.py --workdir=DIR [--shard=I/N]
 
-Tasks of section `dev` are checked, too. Every accepted answer is graded by the run's
-`reward`, or by the default one: answers with less than 1 are listed, and the exit
-status is then 1. A judge is asked as in the run. For programming tasks only the tests
-are read, because no solution is known.
+With --workdir a model plays the tasks, and those of a band of pass rates are written
+(section `select`; see `coa_jax/cli/select_tasks.py`). Without it the tasks are only
+checked, section `dev` included: kinds, sources, samples, and are they gradable? Every
+accepted answer is graded by the run's `reward`, or by the default one: answers with
+less than 1 are listed, and the exit status is then 1. A judge is asked as in the run.
+For programming tasks only the tests are read, because no solution is known.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import ml_collections
 import rich
 from absl import flags
 
-from coa_jax.cli.launch import run_program, start
+from coa_jax import evaluate
+from coa_jax.cli import select_tasks as selection
+from coa_jax.cli.launch import launch, run_program
 from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.plan.rl import DevConfig
@@ -148,17 +153,16 @@ def _fields() -> dict[str, str] | None:
   return fields
 
 
-def main() -> None:
-  """Checks only the tasks of --uri."""
-  if not _URI.value:
-    raise ValueError("name tasks by --uri=FILE, or a config by --config=FILE")
-  work(ml_collections.ConfigDict())
-
-
 def command() -> None:
   """Runs the command line."""
   words = [word.lstrip("-").partition("=")[0] for word in sys.argv[1:]]
-  if any(word.split(".")[0] == "config" for word in words):
-    start(work, TasksCheckConfig)
-  else:
-    run_program(main)
+  if "uri" in words and not any(word.split(".")[0] == "config" for word in words):
+    run_program(lambda: work(ml_collections.ConfigDict()))
+    return
+  launch(
+    selection.run,
+    selection.SelectTasksConfig,
+    lambda results: [selection.table(results)],
+    logs=evaluate.LOGS,
+    without_workdir=work,
+  )

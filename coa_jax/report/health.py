@@ -68,7 +68,7 @@ RULES = {
     0.02,
     False,
     "tasks are all too easy or all too hard for it (see `reward`): choose others "
-    "(coa select), raise algo.sampling.samples or .temperature",
+    "(coa tasks), raise algo.sampling.samples or .temperature",
   ),
   "entropy": Rule(
     0.001,

@@ -115,7 +115,7 @@ class SamplingConfig:
       rollouts and learning alternate. Above, rollouts continue meanwhile and switch to
       a new policy midway; this needs a `loss.is_clip`.
     task_sampler: uniform; learnability (tasks solved sometimes are drawn most); or
-      curriculum (easy ones first, by select_tasks' pass rates). See
+      curriculum (easy ones first, by pass rates of coa tasks). See
       `tasks/sampling.py`.
     curriculum: share of the steps after which a curriculum draws from all tasks.
   """

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from experiments import chips
-from experiments.chips import StepSeconds
+from coa_jax.cli.deploy import arrangements
+from coa_jax.cli.deploy.arrangements import StepSeconds
 
 
 def test_hand_computed():
   seconds = StepSeconds(sync=1.0, decode=2.0, wait=10.0, learn=6.0)
-  assert seconds.by_turns() == 19.0
+  assert seconds.interleaved() == 19.0
   assert seconds.side_by_side() == 13.0
   # 2 of 8 devices decode in 8 s and wait 10; the others learn in 8.
   assert seconds.apart(8, 2) == 19.0
@@ -24,12 +24,12 @@ def test_hand_computed():
     seconds.best_apart(4, 4)
 
 
-def test_without_waiting_apart_is_never_faster_than_by_turns():
+def test_without_waiting_apart_is_never_faster_than_interleaved():
   for decode, learn, devices in itertools.product((1, 3, 8), (1, 2, 9), (2, 8, 64)):
     seconds = StepSeconds(sync=0.5, decode=decode, wait=0.0, learn=learn)
     own = seconds.best_apart(devices, 1)
-    assert seconds.apart(devices, own) >= seconds.by_turns() - 1e-9
-    assert seconds.side_by_side() <= seconds.by_turns()
+    assert seconds.apart(devices, own) >= seconds.interleaved() - 1e-9
+    assert seconds.side_by_side() <= seconds.interleaved()
 
 
 def test_a_log_is_read_without_its_first_step_evaluation_and_saving():
@@ -38,8 +38,8 @@ def test_a_log_is_read_without_its_first_step_evaluation_and_saving():
   seconds = StepSeconds.of([{**row, "seconds_learn": 100.0}, row, row])
   assert seconds == StepSeconds(sync=0.5, decode=2.0, wait=4.0, learn=4.0)
   row |= {"devices": 8.0, "processes": 1.0}
-  text = chips.lines([row, row], team=2)
-  assert len(text) == 3 and "by turns" in text[1] and "mesh.rollout=4" in text[2]
+  text = arrangements.lines([row, row], team=2)
+  assert len(text) == 3 and "interleaved" in text[1] and "mesh.rollout=4" in text[2]
   with pytest.raises(ValueError, match="has 1 steps"):
     StepSeconds.of([row])
   with pytest.raises(ValueError, match="the run was asynchronous"):

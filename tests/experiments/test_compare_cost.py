@@ -7,10 +7,10 @@ import json
 import pytest
 from programs import finish
 
+from coa_jax.cli.compare_cost import compare_costs as compare
 from coa_jax.data.teacher.token_meter import word_ids
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.trajectory import Trajectory, Usage, write_jsonl
-from experiments.compare_cost import compare
 
 
 def attempt(task: str, right: float, reported=(), **usage) -> Trajectory:
@@ -78,8 +78,8 @@ def test_other_tools_compare_nothing(tmp_path):
 def test_the_program_prints_and_writes(tmp_path):
   multi, single = files(tmp_path, (1900, 0, 100))
   flags = (f"--single={single}", f"--json={tmp_path / 'cost.json'}")
-  done = finish("compare_cost", f"--multi={multi}", *flags)
+  done = finish("compare", f"--multi={multi}", *flags)
   assert done.stdout.count("Cost of an answer") == 2 and "0.846" in done.stdout
   assert json.loads((tmp_path / "cost.json").read_text())["metered"]["tasks"] == 2
   missing = f"--multi={tmp_path / 'nothing.jsonl'}"
-  finish("compare_cost", missing, *flags, reason="nothing.jsonl")
+  finish("compare", missing, *flags, reason="nothing.jsonl")

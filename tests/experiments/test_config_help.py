@@ -8,24 +8,29 @@ import sys
 
 import pytest
 
-from coa_jax.cli.config_help import explain, list_fields
+from coa_jax.cli.config_help import (
+  CONFIGS,
+  explain,
+  list_fields,
+  read_class,
+  reference,
+)
 from coa_jax.plan.rl import RLConfig
 from coa_jax.runtime.config import ConfigError
-from experiments.config_reference import CONFIGS, reference
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def test_the_page_is_that_of_the_dataclasses():
   page = (ROOT / "docs" / "config.md").read_text()
-  assert page == reference(), (
-    "run: python -m experiments.config_reference > docs/config.md"
+  assert page == reference() + "\n", (
+    "run: coa rl --config.help=markdown > docs/config.md"
   )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_field_has_a_meaning(name: str):
-  fields = list_fields(CONFIGS[name])
+  fields = list_fields(read_class(name))
   assert [field.path for field in fields if not field.meaning] == []
 
 

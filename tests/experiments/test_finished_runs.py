@@ -44,7 +44,7 @@ PROGRAMS = [
   (f"browse --trajectories={WORLD}/eval", f"{WORLD}/eval/browse.html"),
   (f"export --workdir={WORLD}/rl --out=runs/exported", "runs/exported/model"),
   (
-    f"select_tasks --config=configs/select_world.py:tiny --workdir={WORLD}/select "
+    f"tasks --config=configs/select_world.py:tiny --workdir={WORLD}/select "
     f"--config.select.all_wrong=True {SANDBOX}",
     "Tasks by pass rate",
   ),
@@ -54,7 +54,7 @@ PROGRAMS = [
     "Tasks made",
   ),
   (
-    f"compare_cost --multi={WORLD}/distill/teacher.jsonl "
+    f"compare --multi={WORLD}/distill/teacher.jsonl "
     f"--single={WORLD}/select/sampled.jsonl",
     "Cost of an answer",
   ),
@@ -66,9 +66,7 @@ PROGRAMS = [
 ]
 # Programs of the runbook's table that other tests run, or that need other machines.
 ELSEWHERE = {
-  "chips",  # needs a run on several devices
   "quickstart",
-  "config_reference",
   "serve",
   "pictures",
   "import_traces",

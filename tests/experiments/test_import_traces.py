@@ -335,7 +335,6 @@ def test_refusals_are_one_line(tmp_path):
     ("web --variant=web --prompt=brief --formats.copies=1", "only --prompt=full descr"),
     ("odd --variant=web", "are those of no format"),
     (f"chat {alone} --keep_illegal", "--keep_illegal is for formats"),
-    (f"chat {alone} --told=web_search", "it is called --described_tools now"),
     (f"chat {alone}", "web_search", *described),
   ]
   commands = []

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from coa_jax.cli import launch
+from coa_jax.cli import process
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -126,7 +126,7 @@ def test_an_override_without_a_config_file_says_so(launcher):
 def test_what_the_file_leaves_out_can_be_given(launcher):
   done = launcher(
     "--config.data.trouble=http://x:80/y", "--config.optim.betas=(0.5, 1)",
-    "--config.log.project", "mine", "--config.data.steps=4",
+    "--config.log.project=mine", "--config.data.steps=4",
     file=launcher.config + ":tiny",
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
@@ -137,7 +137,7 @@ def test_what_the_file_leaves_out_can_be_given(launcher):
 
 
 def test_a_flag_makes_a_section_that_may_be_missing_and_an_entry_of_a_dict(launcher):
-  done = launcher("--config.server.url", "http://x", "--config.limits.code=2")
+  done = launcher("--config.server.url=http://x", "--config.limits.code=2")
   assert done.returncode == 0, done.stderr
   out = json.loads(done.stdout)
   assert out["server"] == {"url": "http://x", "retries": 3}
@@ -344,6 +344,6 @@ def test_processes_that_share_no_workdir_stop_before_any_work(launcher, tmp_path
 )
 def test_a_warning_is_one_plain_line(path, level, shown):
   record = logging.LogRecord("n", level, path, 7, "%d too long", (3,), None)
-  assert launch._is_for_the_user(record) == shown
+  assert process.is_for_the_user(record) == shown
   word = logging.getLevelName(level).lower()
-  assert launch._PlainFormatter().format(record) == f"{word}: 3 too long"
+  assert process.PlainFormatter().format(record) == f"{word}: 3 too long"

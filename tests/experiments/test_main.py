@@ -58,9 +58,9 @@ def test_the_help_of_a_command_is_its_own():
 
 
 def test_a_program_after_two_dashes():
-  assert split_program(["coa", "select", "--a=1"]) == (
-    "experiments.select_tasks",
-    ["coa_jax.cli.main", "select"],
+  assert split_program(["coa", "import", "--a=1"]) == (
+    "experiments.import_traces",
+    ["coa_jax.cli.main", "import"],
     ["--a=1"],
   )
   module = "experiments.sft"

@@ -51,7 +51,7 @@ TABLE = [
   ("sft", "error: --config must be given; see --help"),
   (f"{WORLD}:", "evaluate_world answers '' and 'tiny', not 'tiny:'"),
   ("rl --config=configs/rl_world.py:gpro", "names are grpo"),
-  ("sft --config=placeholder.py", "config.data.trajectories has no value; give --con"),
+  ("sft --config=placeholder.py", "'data' lacks field 'trajectories'"),
   ("sft --config=recursive.py", "recursive.py: config.data.me contains itself"),
   (
     "sft --config=recursive_list.py",

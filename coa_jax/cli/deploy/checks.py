@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import importlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,20 +16,12 @@ from typing import Any
 import jax
 import ml_collections
 
+from coa_jax.cli.config_help import CONFIGS, read_class
 from coa_jax.cli.deploy.slices import Device
 from coa_jax.cli.launch import config_of_words
 from coa_jax.model.sharding import MeshConfig, make_partitioner, make_partitioners
 from coa_jax.runtime.config import ConfigError, read_config
 
-# Program -> module and class of its config.
-_CONFIGS = {
-  "experiments.sft": ("coa_jax.plan.sft", "SFTConfig"),
-  "experiments.rl": ("coa_jax.plan.rl", "RLConfig"),
-  "experiments.evaluate": ("coa_jax.evaluate", "EvaluateConfig"),
-  "experiments.distill": ("coa_jax.distill", "DistillConfig"),
-  "experiments.select_tasks": ("coa_jax.cli.select_tasks", "SelectTasksConfig"),
-  "experiments.synthesize": ("coa_jax.cli.synthesize", "SynthesizeConfig"),
-}
 # Fields, at any depth, naming a run's input files or folders.
 _INPUTS = (
   *("init", "uri", "trajectories", "corpus", "key_file", "token_file", "tokenizer"),
@@ -75,10 +66,10 @@ def check_command(words: Sequence[str], machines: Machines) -> None:
     ValueError: naming the field, its value and accepted values.
   """
   program, *flags = words
-  if program not in _CONFIGS:
+  stage = program.removeprefix("experiments.")
+  if stage not in CONFIGS:
     return
-  module, name = _CONFIGS[program]
-  config_class = getattr(importlib.import_module(module), name)
+  config_class = read_class(stage)
   config = config_of_words(flags, config_class)
   file = _value(flags, "config").partition(":")[0]
   _check_files(file, _value(flags, "workdir"), config, machines)
@@ -129,7 +120,7 @@ def _check_files(
   processes = len({d.process_index for d in machines.devices})
   if workdir.startswith("s3://") and processes > 1 and not machines.shards:
     raise ValueError(
-      f"--workdir={workdir}: several processes need gs://, or a disk that they share"
+      f"--workdir={workdir}: several processes need gs:// or a shared disk"
     )
   named = [("--config", file)]
   for field, value in _strings(config, "config"):
@@ -142,11 +133,11 @@ def _check_files(
     if path and not _ADDRESS.match(path) and not _has(path, machines):
       missing.append(f"{field}={path}")
   if missing:
-    accepted = "an address in a bucket, or an absolute path on a disk that all share"
+    accepted = "an address in a bucket, or an absolute path on a shared disk"
     if machines.is_pod:
       accepted = (
         "an address in a bucket (gs://, s3://), a path on --disk=CLAIM:/PATH, or one "
-        "in the image (--in_image=/PATH says so)"
+        "in the image (named by --in_image=/PATH)"
       )
     raise ValueError(f"{', '.join(missing)}: not on the hosts; accepted: {accepted}")
   if not workdir:
@@ -162,7 +153,7 @@ def _check_files(
   if machines.without and not os.path.isabs(workdir):
     raise ValueError(
       f"--workdir={workdir}: every host would have its own; accepted: gs:// or an "
-      "absolute path on a disk that all share"
+      "absolute path on a shared disk"
     )
 
 
@@ -202,7 +193,7 @@ def _check_services(config: ml_collections.ConfigDict) -> None:
       raise ValueError(
         f"--config.{section}.sandbox=jail: a pod cannot build jails; accepted: remote, "
         "with the sandbox service beside it (tools_sandbox/deploy/kubernetes.yaml) in "
-        f"{section}.remote, or subprocess where no program is hostile"
+        f"{section}.remote, or subprocess if no program is hostile"
       )
 
 

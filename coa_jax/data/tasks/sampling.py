@@ -165,7 +165,7 @@ class Curriculum(_WeightedTaskSampler):
         raise ValueError(
           f"task {task.id!r} has no meta.pass_rate, which "
           "algo.sampling.task_sampler='curriculum' orders by; "
-          "coa select writes task files that have it"
+          "coa tasks writes task files that have it"
         )
     # Stable: tasks with the same pass rate keep the file's order.
     easiest_first = sorted(tasks, key=lambda t: -t.meta["pass_rate"])

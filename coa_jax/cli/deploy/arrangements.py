@@ -1,20 +1,16 @@
-r"""Says from a run's own times whether its rollouts should have devices of their own.
+"""Estimates from a run's own times whether rollouts should have their own devices.
 
-  python -m experiments.chips --workdir=runs/rl [--team=2]
+`decode`, `wait`, `learn` and `sync` are an on-policy RL step's seconds by phase, on N
+devices. The model of a step, if n devices are reserved for rollouts:
 
-Reads the seconds by phase of an on-policy run of RL (`metrics.jsonl`) and prints what a
-step would take in three arrangements of the same devices: by turns (as measured), side
-by side (`algo.sampling.staleness`), and apart (`mesh.rollout`, at its best number, as
-many of each process). The model behind it, of N devices, n of which roll out:
-
-  by turns      sync + decode + wait + learn
+  interleaved   sync + decode + wait + learn
   side by side  sync + max(decode + learn, decode + wait)
   apart         sync + max(decode N/n + wait, learn N/(N-n))
 
-`decode` and `learn` are the device's seconds, which fewer devices stretch; `wait` is
-all else of a step (tools, host), which they do not. Where no part of a step waits,
-apart is never faster than by turns. Left out are queues, stragglers, and what a
-transfer between devices takes longer than a sync on them: no such run was measured.
+`decode` and `learn` are device time, so they take longer on fewer devices; `wait` is
+the rest of a step (tools, host). If nothing waits, apart is never faster than
+interleaved. Not modelled: queues, stragglers, and transfers between devices. The model
+has not been compared with measured runs.
 """
 
 from __future__ import annotations
@@ -23,16 +19,14 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
-from absl import flags
-
-from coa_jax.cli.launch import run_program, stop
 from coa_jax.report.metrics import METRICS_FILE, read_metrics
 from coa_jax.report.timers import SECONDS
+from coa_jax.runtime.record import read_run
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-  """Mean seconds of a step on all devices, by what they scale with."""
+  """Mean seconds of a step on all devices, by phase."""
 
   sync: float
   decode: float
@@ -44,15 +38,15 @@ class StepSeconds:
     """Averages the steps after the first, which compiles.
 
     Raises:
-      ValueError: there are fewer than two, or rollouts went on beside the learner, so
-        that their seconds are not told apart.
+      ValueError: there are fewer than two, or the run was asynchronous, so that the
+        phases overlap.
     """
     if len(log) < 2:
       raise ValueError(f"the log has {len(log)} steps; it must have at least 2")
     if any("rollouts_waited" in row for row in log):
       raise ValueError(
-        "the run was asynchronous; its seconds are told apart at "
-        "algo.sampling.staleness=0 alone"
+        "the run was asynchronous; only a run with algo.sampling.staleness=0 has "
+        "separate seconds for each phase"
       )
     rows = log[1:]
     seconds = {"sync": 0.0, "decode": 0.0, "wait": 0.0, "learn": 0.0}
@@ -65,29 +59,29 @@ class StepSeconds:
         seconds[phase if phase in seconds else "wait"] += value / len(rows)
     return cls(**seconds)
 
-  def by_turns(self) -> float:
-    """Seconds of a step whose rollouts and learning take turns on all devices."""
+  def interleaved(self) -> float:
+    """Computes a step if rollouts and learning take turns on all devices."""
     return self.sync + self.decode + self.wait + self.learn
 
   def side_by_side(self) -> float:
-    """Seconds of a step that learns on the same devices while rollouts go on."""
+    """Computes a step if rollouts and learning share all devices at once."""
     return self.sync + self.decode + max(self.learn, self.wait)
 
   def apart(self, devices: int, own: int) -> float:
-    """Seconds of a step whose rollouts have `own` of the devices to themselves."""
+    """Computes a step if `own` of the devices are reserved for rollouts."""
     rollouts = self.decode * devices / own + self.wait
     return self.sync + max(rollouts, self.learn * devices / (devices - own))
 
   def best_apart(self, devices: int, team: int, processes: int = 1) -> int:
-    """Returns the number of devices of rollouts' own at which a step is fastest.
+    """Returns the fastest number of devices to reserve for rollouts.
 
     Args:
       devices: of all processes.
-      team: devices of a replica, which one process has.
-      processes: each gives as many.
+      team: devices of a replica, all in one process.
+      processes: each reserves equally many devices.
 
     Raises:
-      ValueError: a replica of each process would leave the learner no device.
+      ValueError: one replica per process leaves the learner no device.
     """
     least = team * processes
     if least >= devices:
@@ -100,7 +94,7 @@ class StepSeconds:
 
 
 def lines(log: Sequence[Mapping[str, float]], team: int) -> list[str]:
-  """Says what a step takes in each arrangement, the fastest last.
+  """Describes a step in each arrangement, the fastest last.
 
   Args:
     log: of an on-policy run.
@@ -113,7 +107,7 @@ def lines(log: Sequence[Mapping[str, float]], team: int) -> list[str]:
   devices = round(log[-1]["devices"])
   own = seconds.best_apart(devices, team, round(log[-1]["processes"]))
   ways = {
-    "by turns (staleness=0, mesh.rollout=0)": seconds.by_turns(),
+    "interleaved (staleness=0, mesh.rollout=0)": seconds.interleaved(),
     f"apart (staleness>=1, mesh.rollout={own})": seconds.apart(devices, own),
   }
   # Replicas of several devices are refused beside a learner on the same ones.
@@ -121,28 +115,22 @@ def lines(log: Sequence[Mapping[str, float]], team: int) -> list[str]:
     ways["side by side (staleness>=1, mesh.rollout=0)"] = seconds.side_by_side()
   out = [
     f"measured a step: decode {seconds.decode:.3g} s, learn {seconds.learn:.3g} s, "
-    f"sync {seconds.sync:.3g} s, all else {seconds.wait:.3g} s"
+    f"sync {seconds.sync:.3g} s, the rest {seconds.wait:.3g} s"
   ]
   for name, value in sorted(ways.items(), key=lambda way: -way[1]):
     out.append(f"{value:9.3g} s  {name}")
   return out
 
 
-def define_flags() -> None:
-  """Defines this program's flags: not on import, for other programs have like ones."""
-  flags.DEFINE_string("workdir", None, "Of a run of RL.", required=True)
-  flags.DEFINE_integer("team", 1, "Devices of a replica (rollout.tensor).", 1)
+def describe_run(workdir: str) -> str:
+  """Estimates the arrangements of an on-policy RL run's workdir.
 
-
-def main() -> None:
-  """Prints the three arrangements."""
-  log = read_metrics(os.path.join(flags.FLAGS.workdir, METRICS_FILE), "rl")
+  Raises:
+    FileNotFoundError, ValueError: there is no such run, or see `StepSeconds.of`.
+  """
+  log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
+  config, _ = read_run(os.path.join(workdir, "config.json"))
   try:
-    print("\n".join(lines(log, flags.FLAGS.team)))
+    return "\n".join(lines(log, config["rollout"].get("tensor", 1)))
   except ValueError as e:
-    stop(f"{flags.FLAGS.workdir}: {e}")
-
-
-if __name__ == "__main__":
-  define_flags()
-  run_program(main)
+    raise ValueError(f"{workdir}: {e}") from e

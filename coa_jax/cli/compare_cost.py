@@ -1,14 +1,8 @@
-"""The cost meter: a multi-agent system against one model, on the same tasks and tools.
+"""Costs of a multi-agent system and of one model, on the same tasks and tools.
 
-  python -m experiments.compare_cost --multi=DIR/teacher.jsonl --single=DIR/greedy.jsonl
-
-`--multi` is what `distill` wrote, `--single` what `evaluate` did. Their folders hold
-the configs that they were made with: different tools are refused, for then the figures
-compare nothing, and what counted the tokens is said. `--json=FILE` keeps the
-figures. Reductions are shown as played, and with instructions on both sides, where the
-model's prompt holds them too (`report.cost`). Where an endpoint counted the team's
-tokens itself (reasoning that no meter sees included), a second comparison goes by its
-counts.
+Reductions are shown as played, and with instructions in both prompts (`report.cost`).
+If an endpoint counted the team's tokens itself (including hidden reasoning), a second
+comparison uses its counts.
 """
 
 from __future__ import annotations
@@ -18,9 +12,7 @@ import os
 from typing import Any
 
 import rich
-from absl import flags
 
-from coa_jax.cli.launch import run_program
 from coa_jax.data.teacher.token_meter import encoder
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
@@ -32,19 +24,22 @@ from coa_jax.runtime.config import read_config
 from coa_jax.runtime.record import read_run
 from coa_jax.tools.tools import ToolsConfig
 
-_MULTI = flags.DEFINE_string("multi", None, "Attempts of the multi-agent system.")
-_SINGLE = flags.DEFINE_string("single", None, "Attempts of the one model.")
-_JSON = flags.DEFINE_string("json", "", "Where the figures go.")
-# What of `config.tools` changes what a tool can do or says.
+# Fields of `config.tools` that change a tool's abilities or answers.
 _TOOLS = ("tools", "corpus", "top_k", "max_chars", "enabled")
 
 
-def compare(multi: str, single: str) -> dict[str, Any]:
-  """The figures of both files.
+def compare_costs(multi: str, single: str) -> dict[str, Any]:
+  """Compares the costs of two files of trajectories.
+
+  Their folders' config.json names the tools and the tokenizer of each.
+
+  Args:
+    multi: `distill`'s file, of the multi-agent system.
+    single: `evaluate`'s file, of the one model.
 
   Returns:
     `metered`: `report.cost.cost` by the team's own meter; `reported`: the same by the
-    endpoint's counts, None where it gave none; `notes`: what makes them doubtful.
+    endpoint's counts, None if it sent none; `notes`: reservations.
 
   Raises:
     FileNotFoundError, ValueError: a file is missing or malformed; the two have no task
@@ -66,7 +61,7 @@ def compare(multi: str, single: str) -> dict[str, Any]:
 
 
 def _instructions(multi: dict[str, Any], single: dict[str, Any]) -> int | None:
-  """Tokens of the instructions that the model did without; None if nobody knows."""
+  """Counts the tokens of the instructions missing in the model's prompt, if known."""
   if not multi or not single:
     return None
   rollout = read_config(single.get("rollout"), RolloutConfig, "rollout")
@@ -77,7 +72,7 @@ def _instructions(multi: dict[str, Any], single: dict[str, Any]) -> int | None:
 
 
 def _config(path: str) -> dict[str, Any]:
-  """The config beside a file of attempts; {} where there is none."""
+  """Reads config.json in the folder of a file of attempts; {} if there is none."""
   beside = os.path.join(os.path.dirname(path), "config.json")
   if not os.path.exists(beside):
     return {}
@@ -102,7 +97,7 @@ def _notes(multi: dict[str, Any], single: dict[str, Any]) -> list[str]:
 
 
 def _reported(attempt: Trajectory) -> Trajectory | None:
-  """The attempt with the endpoint's own counts; None where it gave none."""
+  """Returns an attempt with the endpoint's own counts; None if it sent none."""
   counts = attempt.meta.get("reported")
   if not counts:
     return None
@@ -114,19 +109,14 @@ def _reported(attempt: Trajectory) -> Trajectory | None:
   return dataclasses.replace(attempt, usage=usage)
 
 
-def main() -> None:
-  """Prints the tables."""
-  results = compare(_MULTI.value, _SINGLE.value)
+def print_costs(multi: str, single: str, out: str = "") -> None:
+  """Prints the tables of `compare_costs`, and writes its figures to `out` as JSON."""
+  results = compare_costs(multi, single)
   for name in ("metered", "reported"):
     if results[name] is not None:
       for table in cost_tables(results[name]):
         title = f"{table.title}, tokens as {name}"
         rich.print(rich_table(dataclasses.replace(table, title=title)))
   rich.print(*results["notes"], sep="\n")
-  if _JSON.value:
-    write_json(_JSON.value, results)
-
-
-if __name__ == "__main__":
-  flags.mark_flags_as_required(["multi", "single"])
-  run_program(main)
+  if out:
+    write_json(out, results)
