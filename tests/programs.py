@@ -96,19 +96,6 @@ def ended(
   return texts
 
 
-def finish(
-  module: str, *flags: str, reason: str = ""
-) -> subprocess.CompletedProcess[str]:
-  """Runs `experiments.MODULE` to its end, which is good; or one line with `reason`."""
-  command = [sys.executable, "-m", f"experiments.{module}", *flags]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-  assert done.returncode == (2 if reason else 0), done.stderr
-  if reason:
-    assert done.stderr.startswith("error: ") and reason in done.stderr
-    assert done.stderr.count("\n") == 1
-  return done
-
-
 def whole_lines(path: pathlib.Path) -> list[str]:
   """The lines of a file that is being written, but for half a last one."""
   return path.read_text().splitlines(keepends=True)[:-1] if path.exists() else []

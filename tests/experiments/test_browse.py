@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from programs import finish
+from forked import finish
 
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import httpx
 import pytest
 import toy
@@ -127,10 +128,11 @@ def test_the_server_ends_with_all_that_it_started(folder, how):
 
 
 def test_a_question_on_the_command_line_has_its_answer_on_standard_output(folder):
-  process = program(folder, "chat", "--question=4 * 4 + 1")
-  out, err = process.communicate(timeout=300)
-  assert (process.returncode, out) == (0, "17\n"), err
-  work = [line for line in err.splitlines() if not line.startswith("[transformers]")]
+  flags = (f"--config={folder / 'config.py'}", "--compile_cache=")
+  done = forked.run("experiments.chat", *flags, "--question=4 * 4 + 1")
+  assert (done.returncode, done.stdout) == (0, "17\n"), done.stderr
+  lines = done.stderr.splitlines()
+  work = [line for line in lines if not line.startswith("[transformers]")]
   assert work[0] == "compiling the sampler ..."
   assert work[1:5] == ["think", "  work it out", "code", "  ```py"]
   assert work[work.index("observation") + 1] == "  16"
@@ -145,10 +147,11 @@ def test_questions_come_from_a_pipe_and_a_failure_is_told(folder):
 
 
 def test_what_can_not_be_opened_is_one_line(folder):
-  process = program(folder, "serve", "--config.init=/nowhere", "--port=0")
-  out, err = process.communicate("", timeout=300)
-  assert process.returncode == 2 and out == "" and "Traceback" not in err
-  assert err.splitlines()[-1].startswith("error: ") and "/nowhere" in err
+  flags = (f"--config={folder / 'config.py'}", "--config.init=/nowhere", "--port=0")
+  done = forked.run("experiments.serve", *flags)
+  assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+  error = done.stderr.splitlines()[-1]
+  assert error.startswith("error: ") and "/nowhere" in error
 
 
 HOSTILE = "\x1b[2J\x9b31m\x07\u202eevil\u200b\r\x00 [red]ok[/red]\ncaf\u00e9 \u4e2d"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from programs import finish
+from forked import finish
 
 from coa_jax.cli.compare_cost import compare_costs as compare
 from coa_jax.data.teacher.token_meter import word_ids

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forked import ROOT, finish
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from programs import ROOT, finish
 
 from coa_jax.cli.deploy.slices import read_slice
 from coa_jax.model.config import ModelConfig

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
-import subprocess
-import sys
-
+import forked
 import pytest
+from forked import ROOT
 
 from coa_jax.cli.config_help import (
   CONFIGS,
@@ -17,8 +15,6 @@ from coa_jax.cli.config_help import (
 )
 from coa_jax.plan.rl import RLConfig
 from coa_jax.runtime.config import ConfigError
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def test_the_page_is_that_of_the_dataclasses():
@@ -53,9 +49,7 @@ def test_a_misspelt_field_is_refused_with_the_nearest():
 
 
 def test_a_launcher_explains_its_config_without_a_workdir():
-  command = [sys.executable, "-m", "experiments.rl", "--config.help=algo.sampling"]
-  file = "--config=configs/rl_world.py:tiny"
-  done = subprocess.run(
-    [*command, file], capture_output=True, text=True, cwd=ROOT, check=True
-  )
+  flags = ("--config.help=algo.sampling", "--config=configs/rl_world.py:tiny")
+  done = forked.run("experiments.rl", *flags)
+  assert done.returncode == 0, done.stderr
   assert "algo.sampling.prompts: int, at least 1 = " in done.stdout

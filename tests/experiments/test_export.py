@@ -9,7 +9,7 @@ import ml_collections
 import numpy as np
 import pytest
 import toy
-from programs import finish
+from forked import finish
 from safetensors.numpy import load_file
 
 from coa_jax import rl, sft

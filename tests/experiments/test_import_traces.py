@@ -7,16 +7,16 @@ import json
 import pathlib
 import runpy
 import subprocess
-import sys
 
+import forked
 import pytest
 import recorded
+from forked import ROOT
 
 from coa_jax import sft
 from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.protocol.trajectory import Author, read_trajectories
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEAD = (
   "You can use these functions.\n1. <think>...</think>\n2. <web_search>...</web_search>"
 )
@@ -56,13 +56,7 @@ Page 1: <b>town {number}</b> has <plan> in its text.
 
 
 def program(*flags: str) -> subprocess.CompletedProcess[str]:
-  return subprocess.run(
-    [sys.executable, "-m", "experiments.import_traces", *flags],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
+  return forked.run("experiments.import_traces", *flags)
 
 
 def test_from_alpaca_records_to_a_trained_model(tmp_path):
@@ -285,26 +279,6 @@ def test_a_single_agents_runs_come_with_the_variant_that_the_error_names(tmp_pat
   assert "- get_weather: weather of a city." in prompt
 
 
-# What is forked off has imported all that takes seconds. The program itself comes last:
-# `config_flags` reads a section's flags from argv as it is imported.
-FORKING = """
-import json, os, sys
-import coa_jax.data.importers.pipeline, coa_jax.report.plots
-from coa_jax.cli.launch import run_program
-for number, command in enumerate(json.loads(sys.argv[1])):
-  child = os.fork()
-  if not child:
-    out = os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.argv[1:] = command
-    from coa_jax.cli import import_traces
-    run_program(import_traces.main)
-    os._exit(0)
-  print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
 def test_refusals_are_one_line(tmp_path):
   failing = record(0)["output"].replace("is:4", "is:2")
   sources = {
@@ -337,25 +311,15 @@ def test_refusals_are_one_line(tmp_path):
     (f"chat {alone} --keep_illegal", "--keep_illegal is for formats"),
     (f"chat {alone}", "web_search", *described),
   ]
-  commands = []
-  for command, _, *more in table:
+  out = tmp_path / "out.jsonl"
+  for command, message, *more in table:
     name, *flags = command.split()
-    out = tmp_path / "out.jsonl"
-    files = (f"--file={tmp_path / name}.json", f"--out={out}")
-    commands.append([*files, *flags, *more])
-  done = subprocess.run(
-    [sys.executable, "-c", FORKING, json.dumps(commands), str(tmp_path)],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr
-  for number, (code, row) in enumerate(zip(done.stdout.split(), table, strict=True)):
-    output = (tmp_path / str(number)).read_text()
-    assert int(code) != 0 and row[1] in output, (row, output)
-    if "min_cals" not in row[0]:  # which ml_collections refuses in its own way
-      assert int(code) == 2 and "Traceback" not in output
+    done = program(f"--file={tmp_path / name}.json", f"--out={out}", *flags, *more)
+    if "min_cals" in command:  # which ml_collections refuses in its own way
+      assert done.returncode and message in done.stderr, (command, done)
+      continue
+    assert done.returncode == 2 and "Traceback" not in done.stderr, (command, done)
+    assert message in done.stderr, (command, done)
   assert not out.exists()
 
 

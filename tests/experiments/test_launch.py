@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 
+import forked
 import pytest
+from forked import refused
 
 from coa_jax.cli import process
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 CONFIG = """
 import ml_collections
@@ -26,7 +26,7 @@ def get_config(arg=""):
     {"optim": {"lr": 0.1, "name": "adamw"}, "data": {"steps": 1 if arg else 9}}
   )
 """
-# A journey that needs no JAX, so that a case takes a fraction of a second.
+# A journey that needs no device.
 PROGRAM = """
 import dataclasses
 from coa_jax.runtime.config import read_config
@@ -86,28 +86,21 @@ def launcher(tmp_path):
   config.write_text(CONFIG)
   program.write_text(PROGRAM)
 
-  def run(*args: str, file: str = "", workdir: str = "--workdir=w"):
+  def run(*args: str, file: str = "", workdir: str = "--workdir=w", alone=False):
     config_flag = "" if file == "leave out" else f"--config={file or config}"
-    flags = [config_flag, workdir, "--compile_cache=", *args]
+    flags = [f for f in (config_flag, workdir, "--compile_cache=", *args) if f]
+    if not alone:
+      return forked.run(str(program), *flags, folder=tmp_path)
     return subprocess.run(
-      [sys.executable, str(program), *(f for f in flags if f)],
+      [sys.executable, str(program), *flags],
       capture_output=True,
       text=True,
       cwd=tmp_path,
-      env={**os.environ, "PYTHONPATH": ROOT},
+      env={**os.environ, "PYTHONPATH": str(forked.ROOT)},
     )
 
   run.config = str(config)
   return run
-
-
-def refused(done) -> str:
-  """The one line of a refused run."""
-  assert done.returncode == 2, done
-  assert done.stdout == ""
-  lines = done.stderr.strip().splitlines()
-  assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
-  return lines[0]
 
 
 def test_results_are_printed_and_overrides_count(launcher):
@@ -211,7 +204,8 @@ def test_a_process_0_that_never_comes_is_named(launcher):
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{s.getsockname()[1]}"  # bound, and nobody listens
-    done = launcher(f"--distributed={address},2,1", "--distributed_wait_s=1")
+    flags = (f"--distributed={address},2,1", "--distributed_wait_s=1")
+    done = launcher(*flags, alone=True)
   *waiting, last = done.stderr.strip().splitlines()
   assert done.returncode == 2 and "Traceback" not in done.stderr
   assert last.startswith("error: ") and address in last and "distributed_wait_s" in last
@@ -231,13 +225,7 @@ def test_a_program_without_a_config_refuses_in_one_line(tmp_path):
     "run_program(main)\n"
   )
   for flag in ("--zzz=1", "--count=x", "--count=0", "extra", "--count=1"):
-    done = subprocess.run(
-      [sys.executable, str(program), flag],
-      capture_output=True,
-      text=True,
-      cwd=tmp_path,
-      env={**os.environ, "PYTHONPATH": ROOT},
-    )
+    done = forked.run(str(program), flag, folder=tmp_path)
     assert flag.strip("-").partition("=")[0] in refused(done) or flag == "--count=1"
 
 
@@ -267,14 +255,8 @@ def test_a_config_that_is_interrupted_says_so(launcher, tmp_path):
 def test_a_real_journey_refuses_before_any_work(tmp_path):
   config = tmp_path / "bad.py"
   config.write_text(CONFIG.replace('"data": {', '"data": {"trajectoriez": "x", '))
-  done = subprocess.run(
-    [sys.executable, "-m", "experiments.sft", f"--config={config}", "--workdir=w"],
-    capture_output=True,
-    text=True,
-    cwd=tmp_path,
-    env={**os.environ, "PYTHONPATH": ROOT},
-  )
-  line = refused(done)
+  flags = (f"--config={config}", "--workdir=w")
+  line = refused(forked.run("experiments.sft", *flags, folder=tmp_path))
   assert "bad.py: " in line and "did you mean 'trajectories'" in line
   assert not (tmp_path / "w").exists()
 
@@ -296,7 +278,7 @@ def test_an_accelerator_that_is_asked_for_and_not_there_is_named(
   for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
     monkeypatch.delenv(variable, raising=False)
   monkeypatch.setenv(name, value)
-  done = launcher()
+  done = launcher(alone=True)  # JAX reads it as it is imported
   if not done.returncode:
     pytest.skip(f"there is one: {name}={value}")
   line = done.stderr.splitlines()[-1]  # libtpu, where it is, writes lines of its own
@@ -324,7 +306,8 @@ def test_processes_that_share_no_workdir_stop_before_any_work(launcher, tmp_path
     address = f"127.0.0.1:{s.getsockname()[1]}"
 
   def run(i: int, workdir: str):
-    return launcher(f"--distributed={address},2,{i}", workdir=f"--workdir={workdir}")
+    where = f"--distributed={address},2,{i}"
+    return launcher(where, workdir=f"--workdir={workdir}", alone=True)
 
   for other, code in (("a", 0), ("b", 2)):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:

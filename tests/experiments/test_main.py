@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import pathlib
 import subprocess
-import sys
 
+import forked
 import pytest
+from forked import ROOT
 
 from coa_jax.cli.main import COMMANDS, MODULES, split_program
 
-ROOT = pathlib.Path(__file__).parents[2]
-
 
 def coa(*words: str) -> subprocess.CompletedProcess[str]:
-  command = [sys.executable, "-m", "coa_jax.cli.main", *words]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  return forked.run("coa_jax.cli.main", *words)
 
 
 @pytest.mark.parametrize("words", [(), ("--help",)])
@@ -48,12 +45,7 @@ def test_the_help_of_a_command_is_its_own():
   done = coa("chat", "--help")
   assert "coa chat --config=" in done.stdout and "--question:" in done.stdout
   assert "--port" not in done.stdout
-  same = subprocess.run(
-    [sys.executable, "-m", "experiments.chat", "--help"],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
+  same = forked.run("experiments.chat", "--help")
   assert same.stdout == done.stdout
 
 

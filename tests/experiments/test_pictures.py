@@ -7,7 +7,7 @@ import pathlib
 import shutil
 
 import pytest
-from programs import finish
+from forked import finish
 
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl

@@ -5,26 +5,23 @@ budget: one program, and all that it refuses.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
 import os
-import pathlib
 import runpy
 import shlex
 import subprocess
 import sys
-import tempfile
 
+import forked
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from forked import ROOT
 
 from coa_jax.cli.deploy import manifests, scripts
 from coa_jax.cli.deploy.slices import GENERATIONS, Slice, read_slice
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Kubernetes' own release whose schemas are used; the manifests need no newer one.
 KUBERNETES = "1.33"
 # What a JobSet has beside its Job templates; source: the CRD jobset.x-k8s.io_jobsets of
@@ -97,60 +94,9 @@ KUBERNETES_FLAGS = [
 ]
 
 
-# Runs the program for every line of words, in a child that need not import it again.
-SERVER = """
-import json, os, sys, traceback, warnings
-from coa_jax import rl, sft
-from coa_jax.cli import evaluate, launch, pod
-warnings.simplefilter("ignore")
-for line in sys.stdin:
-  words, files = json.loads(line)
-  child = os.fork()
-  if not child:
-    for number, file in zip((1, 2), files):
-      os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.argv = ["pod", *words]
-    status = 1
-    try:
-      pod.define_flags()
-      launch.run_program(pod.main, takes_words=True)
-    except SystemExit as e:
-      status = e.code or 0
-    except BaseException:
-      traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-  print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@functools.cache
-def server() -> subprocess.Popen[str]:
-  return subprocess.Popen(
-    [sys.executable, "-c", SERVER],
-    cwd=ROOT,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server_ends():
-  yield
-  server().communicate()
-
-
-def run(*words: str) -> subprocess.CompletedProcess:
+def run(*words: str) -> subprocess.CompletedProcess[str]:
   """Runs the program."""
-  with tempfile.TemporaryDirectory() as folder:
-    files = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-    print(json.dumps([words, files]), file=server().stdin, flush=True)
-    status = int(server().stdout.readline())
-    texts = [pathlib.Path(file).read_text() for file in files]
-  return subprocess.CompletedProcess(words, status, *texts)
+  return forked.run("experiments.pod", *words)
 
 
 @pytest.mark.parametrize(
@@ -250,13 +196,6 @@ def test_the_sandboxs_manifest_fits_the_published_schemas():
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-def test_the_program_is_started_as_documented():
-  words = ["--slurm", "--", "experiments.import_traces"]
-  command = [sys.executable, "-m", "experiments.pod", *words]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert (done.returncode, done.stdout) == (0, run(*words).stdout)
-
-
 def test_an_sbatch_file_is_bash_and_keeps_every_word():
   script = scripts.make_sbatch(scripts.SlurmJob("run", ["python", "-m", *COMMAND], 4))
   subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -347,13 +286,7 @@ def test_a_documented_command_prints_a_run_whose_mesh_fits(command, tmp_path):
   for fault, more in ((lacks, []), ("needs 3 devices", _OTHER_MESH)):
     if more and command[3] != "--slurm":  # once is enough
       continue
-    launched = subprocess.run(
-      [sys.executable, "-m", program, *words, f"--workdir={tmp_path}/run", *more],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    launched = forked.run(program, *words, f"--workdir={tmp_path}/run", *more)
     assert launched.returncode == 2, launched.stderr
     assert fault in launched.stderr.splitlines()[-1], launched.stderr
 
@@ -464,35 +397,7 @@ SFT = "experiments.sft --config=configs/sft_afm.py --config.init=gs://b/m"
     ("--slurm --queue=q -- experiments.rl", "--queue is for Kubernetes"),
     ("--slurm --time=soon -- experiments.rl", "--time=soon"),
     ("--slurm --zone=z -- experiments.rl", "--zone is for --vm"),
-  ],
-)
-def test_a_run_that_could_not_start_is_refused_in_one_line(words, message):
-  test_wrong_words_are_refused_in_one_line(words, message)
-
-
-def test_what_the_pods_have_is_accepted():
-  words = "--image=x --disk=claim:/mnt --in_image=/models --secret=/keys/s=s:k"
-  words += f" --slice=v6e-8 -- {RL} {SAFE} --workdir=/mnt/run --config.init=/models/m"
-  words += " --config.tasks.uri=/mnt/t.jsonl --config.tools.web.key_file=/keys/s"
-  words += " --config.tools.web.endpoint=https://search.example/x"
-  words += " --config.algo.batch.rows=8"
-  done = run(*words.split())
-  assert done.returncode == 0, done.stderr
-
-
-def test_names_and_topologies_of_a_slice_are_one():
-  for name, generation in GENERATIONS.items():
-    for topology in (*generation.single_host, *generation.topologies):
-      found = Slice(name, topology)
-      assert read_slice(found.name) == read_slice(f"{name}:{topology}") == found
-      assert found.hosts * found.chips_per_host == found.chips
-  assert read_slice("v5p-128").topology == "4x4x4"
-  assert read_slice("v6e-64").hosts == 16
-
-
-@pytest.mark.parametrize(
-  ("words", "message"),
-  [
+    # --- Flags of the program itself.
     ("--slice=v6e-64 --image=x", "name the program after --"),
     ("--slice=v6e-65 --image=x -- experiments.rl", "there are v6e-1 (1x1), v6e-4"),
     ("--slice=v4-8 --image=x -- experiments.rl", "there are v5e, v5p, v6e, tpu7x"),
@@ -514,11 +419,28 @@ def test_names_and_topologies_of_a_slice_are_one():
     ("--shards=2 --slice=v6e-64 --image=x -- experiments.evaluate", "one process"),
   ],
 )
-def test_wrong_words_are_refused_in_one_line(words, message):
+def test_what_could_not_start_is_refused_in_one_line(words, message):
+  assert message in forked.refused(run(*words.split()))
+
+
+def test_what_the_pods_have_is_accepted():
+  words = "--image=x --disk=claim:/mnt --in_image=/models --secret=/keys/s=s:k"
+  words += f" --slice=v6e-8 -- {RL} {SAFE} --workdir=/mnt/run --config.init=/models/m"
+  words += " --config.tasks.uri=/mnt/t.jsonl --config.tools.web.key_file=/keys/s"
+  words += " --config.tools.web.endpoint=https://search.example/x"
+  words += " --config.algo.batch.rows=8"
   done = run(*words.split())
-  assert done.returncode == 2
-  assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-  assert message in done.stderr, done.stderr
+  assert done.returncode == 0, done.stderr
+
+
+def test_names_and_topologies_of_a_slice_are_one():
+  for name, generation in GENERATIONS.items():
+    for topology in (*generation.single_host, *generation.topologies):
+      found = Slice(name, topology)
+      assert read_slice(found.name) == read_slice(f"{name}:{topology}") == found
+      assert found.hosts * found.chips_per_host == found.chips
+  assert read_slice("v5p-128").topology == "4x4x4"
+  assert read_slice("v6e-64").hosts == 16
 
 
 @pytest.mark.skipif(

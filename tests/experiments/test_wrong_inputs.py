@@ -2,39 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
-# What is forked off has imported all that takes seconds; a case is refused before any
-# device is used, so a fork of JAX is safe.
-FORKING = """
-import json, os, sys
-from coa_jax import evaluate, rl, sft
-from coa_jax.cli import launch, select_tasks
-journeys = {
-  "sft": (sft.run, sft.SFTConfig),
-  "rl": (rl.run, rl.RLConfig),
-  "evaluate": (evaluate.run, evaluate.EvaluateConfig),
-  "select_tasks": (select_tasks.run, select_tasks.SelectTasksConfig),
-}
-for number, (name, *command) in enumerate(json.loads(sys.argv[1])):
-  child = os.fork()
-  if not child:
-    out = os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.argv[1:] = command
-    try:
-      launch.launch(*journeys[name])
-    except SystemExit as e:  # without the interpreter's own end, which takes longer
-      sys.stderr.flush()
-      os._exit(e.code or 0)
-  print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+import forked
+
 WORLD = "evaluate --config=configs/evaluate_world.py:tiny"
 GOOD = f"{WORLD} --config.tasks.uri=good.jsonl --config.tools.corpus=pages.jsonl"
 SFT = "sft --config=configs/sft_world.py:tiny"
@@ -167,32 +138,21 @@ def test_each_is_refused_in_one_clear_line(tmp_path):
   os.makedirs(folder / "folder")
   for name, content in FILES.items():
     (folder / name).write_bytes(content)
-  (folder / "configs").symlink_to(ROOT / "configs")
-  commands = []
-  for command, _ in TABLE:
-    workdir = [] if "--workdir" in command else ["--workdir=run"]
-    commands.append([*command.split(), *workdir, "--compile_cache="])
-
-  # --- One interpreter for all.
-  done = subprocess.run(
-    [sys.executable, "-c", FORKING, json.dumps(commands), str(tmp_path)],
-    cwd=folder,
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr
+  (folder / "configs").symlink_to(forked.ROOT / "configs")
   wrong = []
-  for number, (code, row) in enumerate(zip(done.stdout.split(), TABLE, strict=True)):
-    output = (tmp_path / str(number)).read_text()
-    # Which tasks were found may stand before it.
-    *said, error = output.splitlines() or [""]
+  for command, reason in TABLE:
+    name, *words = command.split()
+    if "--workdir" not in command:
+      words.append("--workdir=run")
+    words.append("--compile_cache=")
+    done = forked.run(f"experiments.{name}", *words, folder=folder)
+    # Which tasks were found may be reported before it.
+    *said, error = (done.stdout + done.stderr).splitlines() or [""]
     one_line = error.startswith("error: ") and len(said) <= 1
     one_line = one_line and all("qa (" in line for line in said)
-    if code != "2" or not one_line or row[1] not in output:
-      wrong.append((row, code, output))
-  assert not wrong, "\n".join(f"{row}\n  {code} {text}" for row, code, text in wrong)
+    if done.returncode != 2 or not one_line or reason not in done.stdout + done.stderr:
+      wrong.append(f"{command}\n  {reason}\n  {done}")
+  assert not wrong, "\n".join(wrong)
   # A config and scratch bind nothing: the next run in the folder may have another.
   left = set(os.listdir(folder / "run"))
   assert left <= {".lock", "config.json", "tokenizer", "data"}

@@ -132,10 +132,11 @@ def test_what_save_to_disk_wrote(tmp_path):
 OFFLINE = """
 import json, sys
 from coa_jax.data.tasks import rows as reading
-try:
-  print(json.dumps([row for _, row in reading.read_rows(sys.argv[1])]))
-except ValueError as e:
-  print(json.dumps(str(e)))
+for uri in sys.argv[1:]:
+  try:
+    print(json.dumps([row for _, row in reading.read_rows(uri)]))
+  except ValueError as e:
+    print(json.dumps(str(e)))
 """
 
 
@@ -150,14 +151,12 @@ def test_a_hub_data_set_from_a_local_cache(tmp_path):
   cache = tmp_path / "cache" / "some___toy" / "default" / "0.0.0" / ("a" * 40)
   shutil.copytree(prepared, cache)
 
-  def read(uri: str):
-    command = [sys.executable, "-c", OFFLINE, uri]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-  assert read(f"hf:some/toy?cache={tmp_path / 'cache'}") == ROWS
-  assert "hf:some/other?cache=" in read(f"hf:some/other?cache={tmp_path / 'cache'}")
+  uris = [f"hf:some/{name}?cache={tmp_path / 'cache'}" for name in ("toy", "other")]
+  command = [sys.executable, "-c", OFFLINE, *uris]
+  env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+  done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+  found, refusal = map(json.loads, done.stdout.splitlines()[-2:])
+  assert found == ROWS and "hf:some/other?cache=" in refusal
 
 
 def test_a_hugging_face_data_set(tmp_path):

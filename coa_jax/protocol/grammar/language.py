@@ -299,18 +299,20 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
       if role == tools.FUNCTION_TAG:
         functions = tuple(variant.functions)
       content = _content(role, variant.graded, functions)
-      for b, after in enumerate(content.next_SX[inner].tolist()):
+      row = content.next_SX[inner]
+      # Most bytes lead to one state: each state once, in the order of its first byte.
+      _, firsts = np.unique(row, return_index=True)
+      for after in row[np.sort(firsts)].tolist():
         if after < 0:
           continue
         earned = content.earns_S[after]
         if earned is None:
-          out[b] = index(("in", place, role, after))
-          continue
-        then = place.closed(earned)
-        if role == ANSWER or role in variant.tools:
-          out[b] = index(("stop", then))
+          state = ("in", place, role, after)
         else:
-          out[b] = index(("open", then, "", 0))
+          then = place.closed(earned)
+          ends_turn = role == ANSWER or role in variant.tools
+          state = ("stop", then) if ends_turn else ("open", then, "", 0)
+        out[row == after] = index(state)
 
   # --- The states after a tool's closing tag, and the trajectory's ends.
   resume = np.full(len(states), -1)
