@@ -1,4 +1,4 @@
-"""What the quickstart says at its end: results.json, a table, an HTML report.
+"""Reports a quickstart: results.json, a table, an HTML page.
 
 budget: one page, its tables, figures and words.
 """
@@ -71,13 +71,13 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   """Writes `results.json` and `report.html` and prints the tables.
 
   Args:
-    workdir: of a quickstart whose stages are done.
-    seconds: per stage, and flags that say which are done.
+    workdir: of a quickstart with all stages finished.
+    seconds: per stage, and a flag `NAME_done` for each.
 
   Returns:
-    What `results.json` holds.
+    The content of `results.json`.
   """
-  # --- What the team, and the model in its place, used and solved.
+  # --- Costs and scores of the team and of the model.
   meters = read_trajectories(os.path.join(workdir, "eval_teacher", distill.TEACHER))
   team = [t for t in meters if t.sample == 0]
   retries = [t for t in meters if t.sample > 0]
@@ -124,7 +124,7 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _invitation(workdir: str, sandbox: str) -> str:
-  """The command that opens the trained model for questions."""
+  """Returns the command to ask the trained model."""
   command = (
     "ask it: python -m experiments.chat --config=configs/evaluate_world.py "
     f"--config.init={workdir}/rl/model "

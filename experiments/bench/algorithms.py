@@ -1,4 +1,4 @@
-"""It learns: every algorithm from the quickstart's SFT model, a small fixed budget.
+"""Trains the quickstart's SFT model by every algorithm, with a small fixed budget.
 
   python -m experiments.bench.algorithms [--quick] [--cases=REGEX] [--out=FILE.json]
     [--quickstart=runs/quickstart] [--runs=runs/algorithms] [--seeds=3] [--steps=15]
@@ -6,13 +6,12 @@
 
 Needs a finished `experiments.quickstart`. Each run is configs/rl_world.py with the
 fields of one preset. About an hour alone on two cores, two thirds of one with --long.
-Ctrl-C at any time, or a kill; the same command goes on, and a run that has ended is not
-made again, so the table may grow in several goes. The sampled reward counts: it is what
-is maximised, and greedy answers are nearly all right before RL. An algorithm that
-fails, or does not raise it with every seed, is named, and the exit status is 1 (not
-with --quick, which makes 2 updates from a few rollouts). --long makes 500 updates with
-one algorithm instead, of a quarter of the rollouts each, and says whether it collapsed;
-the exit status is 1 if it did.
+After Ctrl-C or a kill the same command resumes, and finished runs are not repeated. The
+sampled reward counts: RL maximises it, and greedy answers are nearly all right before
+RL. An algorithm that fails, or does not raise it with every seed, is named, and the
+exit status is 1 (not with --quick, which makes 2 updates from a few rollouts). --long
+makes 500 updates with one algorithm instead, of a quarter of the rollouts each, and
+tests for a collapse; the exit status is 1 if there is one.
 
 budget: the runs, and the two verdicts that read their logs.
 """
@@ -42,14 +41,14 @@ from coa_jax.runtime.lock import InUseError
 from coa_jax.runtime.record import prepare_workdir
 from experiments.bench import program as bench
 
-_LAST = 3  # steps whose reward is the reward after training
+_LAST = 3  # the reward after training is the mean of these last steps
 _QUICKSTART = flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
-_RUNS = flags.DEFINE_string("runs", "runs/algorithms", "Where the runs go.")
+_RUNS = flags.DEFINE_string("runs", "runs/algorithms", "The runs' folder.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each algorithm.", 1)
 _STEPS = flags.DEFINE_integer("steps", None, "Updates; 15, or 500 with --long.", 1)
 _LONG = flags.DEFINE_enum("long", None, list(PRESETS), "Does this one collapse?")
 flags.set_default(CPU_DEVICES, 2)
-# Seconds alone on two cores, of an update and of what else a run does: an estimate
+# Seconds of an update, and of a run's other work, alone on two cores: the estimate
 # until runs have ended.
 _UPDATE, _START = 6.0, 25.0
 _LONG_PROMPTS = 6  # tasks of an update of a long run
@@ -113,7 +112,7 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
 
 
 def _column(log: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-  """A metric by update; NaN where the log has null, for what could not be graded."""
+  """Returns a metric by update; NaN for null, if nothing could be graded."""
   return np.array([row[name] for row in log], float)
 
 

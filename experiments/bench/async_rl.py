@@ -5,10 +5,10 @@
 
 Needs a finished `experiments.quickstart`. Both train its SFT model with
 configs/rl_world.py, 8 groups of 8 a step, which the slots hold at once; every tool call
-takes 0.1 to 0.3 s longer, by a hash of it. Whole runs by turns, one seed a round. Both
-make one update a step, so that on-policy the importance weights of the other are 1. A
-step's seconds are all but those of evaluation and saving, of steps after the first,
-which compile; what is not the learner's work it waited for.
+takes 0.1 to 0.3 s longer, by a hash of it. Whole runs alternate, one seed per round.
+Both make one update per step, so that on-policy importance weights are 1. A step's
+seconds exclude evaluation and saving; the first steps, which compile, are left out. The
+learner waits for the rest of a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from experiments.bench import program as bench
 
 _COMPILES = 3  # steps that are not timed
 _UNTIMED = ("dev", "save")  # phases that are the same for both
-_LAST = 3  # steps whose reward is the reward after training
+_LAST = 3  # the reward after training is the mean of these last steps
 # That a call takes longer.
 _LEAST_S = 0.1
 _MOST_S = 0.3
@@ -116,14 +116,14 @@ def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> 
 
 
 def _number(value: float | None) -> float:
-  """Null, for what nobody could grade, is no number."""
+  """Returns NaN for null, if nothing could be graded."""
   return math.nan if value is None else value
 
 
 def run(
   quickstart: str, workdir: str, rounds: int, steps: int, staleness: int, quick: bool
 ) -> dict[str, Any]:
-  """All runs, by turns; returns the table and the speed-ups.
+  """Runs all, alternating; returns the table and the speed-ups.
 
   Raises:
     FileNotFoundError: there is no finished quickstart.
