@@ -2,10 +2,10 @@
 
   python -m experiments.quickstart --workdir=runs/quickstart [--seed=0] [--tiny]
 
-Makes an offline world, has a multi-agent team solve its tasks with real tools, distils
-the runs into Chain-of-Agents trajectories, trains a half-million-parameter model on
-them from scratch, improves it by RL with the same tools, and evaluates everything on
-unseen worlds. After Ctrl-C the same command resumes.
+Makes an offline world, has a multi-agent team solve tasks in it with real tools,
+distils its runs into Chain-of-Agents trajectories, trains a model of half a million
+parameters on them from scratch, improves it by RL with the same tools, and measures
+everything on unseen worlds. After Ctrl-C the same command resumes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from experiments import quickstart_report
 from experiments.make_world import make_world
 from tools_sandbox.jail.keeper import check as check_jail
 
-_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "The run's workdir.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed for world, teacher, SFT and RL.")
-_TINY = flags.DEFINE_bool("tiny", False, "Run every stage in a minute.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "The run's folder.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the world, the teacher, SFT and RL.")
+_TINY = flags.DEFINE_bool("tiny", False, "Run every stage, small, in a minute.")
 flags.set_default(launch.CPU_DEVICES, 2)
 
 # Evaluations: name -> (model, task file, tools on).
@@ -49,17 +49,17 @@ TEACHER_SAMPLES = 4  # the first counts as its greedy attempt
 
 
 class Quickstart:
-  """The stages, in order; each is skipped if its results exist."""
+  """Runs the stages in order; finished ones are skipped."""
 
   def __init__(self, workdir: str, seed: int, tiny: bool):
-    """Args: the workdir, the seed, and whether everything is small."""
+    """Args: the output folder, the seed, and whether all stages are small."""
     self.workdir = workdir
     self.seed = seed
     self.arg = "tiny" if tiny else ""
     self.seconds: dict[str, float] = {}
 
   def path(self, *names: str) -> str:
-    """A path below the workdir."""
+    """Returns a path below the workdir."""
     return os.path.join(self.workdir, *names)
 
   def stage(self, number: int, name: str, title: str, work: Callable[[], Any]) -> None:
@@ -84,7 +84,7 @@ class Quickstart:
     rich.print(f"      {duration(self.seconds[name])}")
 
   def run(self) -> dict[str, Any]:
-    """Runs all stages; returns the contents of `results.json`."""
+    """Runs all stages; returns the content of `results.json`."""
     stages = (
       ("world", "an offline world: pages and tasks", self.make_world),
       (
@@ -103,10 +103,10 @@ class Quickstart:
 
   @functools.cached_property
   def sandbox(self) -> str:
-    """The jail, or the weaker back-end with a message if jails are impossible.
+    """Returns the jail, or the weaker back-end with a message if there is no jail.
 
-    Only here, because a scripted team and a model trained on it write the programs.
-    Every other launcher refuses instead.
+    Only here: a scripted team, or a model trained only on its output, writes these
+    programs. Every other command refuses instead.
     """
     missing = check_jail()
     if not missing:
@@ -118,7 +118,7 @@ class Quickstart:
     return "subprocess"
 
   def make_world(self) -> None:
-    """Pages and tasks as files, like a user's own."""
+    """Writes pages and tasks, as files in a user's format."""
     sizes = (64, 64, 32) if self.arg else (13000, 6000, 600)
     make_world(self.path("world"), self.seed, *sizes)
 
@@ -128,14 +128,14 @@ class Quickstart:
     config.tools.sandbox = self.sandbox
 
   def distil(self) -> None:
-    """The team on the training tasks: SFT's trajectories."""
+    """Runs the team on the training tasks: trajectories for SFT."""
     config = distill_world.get_config(self.arg)
     self._world(config, "train", "train")
     config.scripted.seed = self.seed
     distill.run(config, self.path("distill"))
 
   def sft(self) -> None:
-    """A model from scratch."""
+    """Trains a model from scratch."""
     config = sft_world.get_config(self.arg)
     config.data.trajectories = self.path("distill", distill.TRAJECTORIES)
     config.data.seed = self.seed
@@ -144,7 +144,7 @@ class Quickstart:
     sft.run(config, self.path("sft"))
 
   def rl(self) -> None:
-    """The SFT model, improved by its own rollouts."""
+    """Improves the SFT model by its own rollouts."""
     config = rl_world.get_config(self.arg)
     config.init = self.path("sft", "model")
     self._world(config, "rl", "train")
@@ -154,7 +154,7 @@ class Quickstart:
     rl.run(config, self.path("rl"))
 
   def evaluate(self) -> None:
-    """Team and models on the same held-out tasks."""
+    """Measures team and models on the same held-out tasks."""
     held_out = evaluate_world.get_config(self.arg).tasks.limit
     config = distill_world.get_config(self.arg)
     self._world(config, "test", "test")
@@ -175,12 +175,12 @@ class Quickstart:
 
 
 def _read_stages(file: str) -> dict[str, float]:
-  """Seconds per finished stage, and `NAME_done`.
+  """Reads the stages' seconds, and `NAME_done` of each.
 
   Raises:
-    ValueError: the file has other contents.
+    ValueError: the file has another content.
   """
-  remedy = "delete the file, and each stage goes on from what it has written"
+  remedy = "delete the file; each stage then resumes from its own files"
   try:
     seconds = read_object(file)
   except ValueError as e:
@@ -198,7 +198,7 @@ def main() -> None:
   launch.prepare(launch.COMPILE_CACHE.value, launch.CPU_DEVICES.value)
   workdir, settings = _WORKDIR.value, dict(seed=_SEED.value, tiny=_TINY.value)
   if not workdir:
-    raise ValueError("--workdir is empty; name the folder where the run writes")
+    raise ValueError("--workdir is empty; name the folder that the run writes")
   with hold(workdir):
     try:
       prepare_workdir(ml_collections.ConfigDict({"quickstart": settings}), workdir)

@@ -1,4 +1,4 @@
-"""The quickstart's results.json, tables and HTML report.
+"""Reports a quickstart: results.json, a table, an HTML page.
 
 budget: one page, its tables, figures and words.
 """
@@ -71,13 +71,13 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   """Writes `results.json` and `report.html` and prints the tables.
 
   Args:
-    workdir: a quickstart's, with all stages done.
-    seconds: per stage, with flags for finished stages.
+    workdir: of a quickstart with all stages finished.
+    seconds: per stage, and a flag `NAME_done` for each.
 
   Returns:
-    The contents of `results.json`.
+    The content of `results.json`.
   """
-  # --- Cost and accuracy of the team and the model.
+  # --- Costs and scores of the team and of the model.
   meters = read_trajectories(os.path.join(workdir, "eval_teacher", distill.TEACHER))
   team = [t for t in meters if t.sample == 0]
   retries = [t for t in meters if t.sample > 0]
@@ -124,7 +124,7 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _invitation(workdir: str, sandbox: str) -> str:
-  """The command to chat with the trained model."""
+  """Returns the command to ask the trained model."""
   command = (
     "ask it: python -m experiments.chat --config=configs/evaluate_world.py "
     f"--config.init={workdir}/rl/model "

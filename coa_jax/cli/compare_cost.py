@@ -15,7 +15,7 @@ import rich
 
 from coa_jax.data.teacher.token_meter import encoder
 from coa_jax.protocol.roles import get_variant
-from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
+from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report.cost import cost, cost_tables, instruction_tokens
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import rich_table
@@ -102,10 +102,9 @@ def _reported(attempt: Trajectory) -> Trajectory | None:
   if not counts:
     return None
   prompt, cached, completion = counts
-  usage = Usage(
-    **{**dataclasses.asdict(attempt.usage), "prompt": prompt, "cached": cached},
+  usage = dataclasses.replace(
+    attempt.usage, prompt=prompt, cached=cached, generated=completion
   )
-  usage.generated = completion
   return dataclasses.replace(attempt, usage=usage)
 
 

@@ -60,11 +60,13 @@ HANG_S = flags.DEFINE_integer(
   lower_bound=0,
 )
 
-# Flags of other modules that --help lists, too.
+# Flags that --help of a command lists in addition to its own.
 _LISTED = (
   "config",
   "config.help",
   "workdir",
+  "shard",
+  "json",
   "scratch",
   "cpu_devices",
   "distributed",

@@ -121,10 +121,7 @@ def fill_defaults(
   for field in dataclasses.fields(cls):
     name = field.name
     hint = hints[name]
-    try:
-      value = config.get(name)
-    except config_dict.RequiredValueError:
-      continue  # the file's own placeholder
+    value = config.get(name)
     has_reader = "read" in field.metadata
     if hint is Any or (has_reader and not dataclasses.is_dataclass(hint)):
       continue  # its function chooses between several classes

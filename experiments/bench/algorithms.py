@@ -1,16 +1,17 @@
-"""Tests that every RL algorithm learns, from the quickstart's SFT model in few steps.
+"""Trains the quickstart's SFT model by every algorithm, with a small fixed budget.
 
   python -m experiments.bench.algorithms [--quick] [--cases=REGEX] [--out=FILE.json]
     [--quickstart=runs/quickstart] [--runs=runs/algorithms] [--seeds=3] [--steps=15]
   python -m experiments.bench.algorithms --long=NAME [--steps=500]
 
-Needs a finished `experiments.quickstart`. Each run is configs/rl_world.py with one
-preset. About an hour alone on two cores, 40 minutes with --long. After Ctrl-C or a kill
-the same command resumes and keeps finished runs. The criterion is the sampled reward,
-RL's objective: greedy answers are nearly all right before RL. Algorithms that fail, or
-do not raise it with every seed, are listed, with exit status 1 (not with --quick: 2
-updates from a few rollouts). --long makes 500 updates with one algorithm and a quarter
-of the rollouts, and reports whether it collapsed, with exit status 1 if so.
+Needs a finished `experiments.quickstart`. Each run is configs/rl_world.py with the
+fields of one preset. About an hour alone on two cores, two thirds of one with --long.
+After Ctrl-C or a kill the same command resumes, and finished runs are not repeated. The
+sampled reward counts: RL maximises it, and greedy answers are nearly all right before
+RL. An algorithm that fails, or does not raise it with every seed, is named, and the
+exit status is 1 (not with --quick, which makes 2 updates from a few rollouts). --long
+makes 500 updates with one algorithm instead, of a quarter of the rollouts each, and
+tests for a collapse; the exit status is 1 if there is one.
 
 budget: the runs and two verdicts from their logs.
 """
@@ -40,18 +41,17 @@ from coa_jax.runtime.lock import InUseError
 from coa_jax.runtime.record import prepare_workdir
 from experiments.bench import program as bench
 
-_LAST = 3  # last steps, for the reward after training
-_QUICKSTART = flags.DEFINE_string(
-  "quickstart", "runs/quickstart", "A finished quickstart."
-)
-_RUNS = flags.DEFINE_string("runs", "runs/algorithms", "Folder for the runs.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs per algorithm.", 1)
+_LAST = 3  # the reward after training is the mean of these last steps
+_QUICKSTART = flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
+_RUNS = flags.DEFINE_string("runs", "runs/algorithms", "The runs' folder.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each algorithm.", 1)
 _STEPS = flags.DEFINE_integer("steps", None, "Updates; 15, or 500 with --long.", 1)
 _LONG = flags.DEFINE_enum(
   "long", None, list(PRESETS), "Test this algorithm for collapse."
 )
 flags.set_default(CPU_DEVICES, 2)
-# Seconds alone on two cores, per update and per run: estimates until runs have ended.
+# Seconds of an update, and of a run's other work, alone on two cores: the estimate
+# until runs have ended.
 _UPDATE, _START = 6.0, 25.0
 _LONG_PROMPTS = 6  # tasks per update in a long run
 _WINDOW = 480  # tasks per average in a long run
@@ -114,7 +114,7 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
 
 
 def _column(log: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-  """A metric by update; NaN for null (ungraded)."""
+  """Returns a metric by update; NaN for null, if nothing could be graded."""
   return np.array([row[name] for row in log], float)
 
 

@@ -4,11 +4,11 @@
     [--quickstart=runs/quickstart] [--runs=runs/async] [--steps=24] [--staleness=2]
 
 Needs a finished `experiments.quickstart`. Both train its SFT model with
-configs/rl_world.py, 8 groups of 8 per step, all in slots together; every tool call
-takes 0.1 to 0.3 s longer, by its hash. Whole runs are interleaved, one seed per round.
-Both make one update per step, so the synchronous importance weights are 1. A step's
-seconds exclude evaluation, saving and the first steps, which compile; time outside
-learning is waiting.
+configs/rl_world.py, 8 groups of 8 a step, which the slots hold at once; every tool call
+takes 0.1 to 0.3 s longer, by a hash of it. Whole runs alternate, one seed per round.
+Both make one update per step, so that on-policy importance weights are 1. A step's
+seconds exclude evaluation and saving; the first steps, which compile, are left out. The
+learner waits for the rest of a step.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import program as bench
 
 _COMPILES = 3  # steps that are not timed
-_UNTIMED = ("dev", "save")  # phases equal for both
-_LAST = 3  # last steps, for the reward after training
-# Added seconds per call.
+_UNTIMED = ("dev", "save")  # phases that are the same for both
+_LAST = 3  # the reward after training is the mean of these last steps
+# That a call takes longer.
 _LEAST_S = 0.1
 _MOST_S = 0.3
 
@@ -116,14 +116,14 @@ def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> 
 
 
 def _number(value: float | None) -> float:
-  """Drops null values (ungraded)."""
+  """Returns NaN for null, if nothing could be graded."""
   return math.nan if value is None else value
 
 
 def run(
   quickstart: str, workdir: str, rounds: int, steps: int, staleness: int, quick: bool
 ) -> dict[str, Any]:
-  """All runs, interleaved; returns the table and the speed-ups.
+  """Runs all, alternating; returns the table and the speed-ups.
 
   Raises:
     FileNotFoundError: no quickstart is finished there.
