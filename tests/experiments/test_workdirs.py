@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+import forked
 import pytest
 import toy
 from programs import config_file, start
@@ -58,10 +59,16 @@ def configs(tmp_path_factory) -> dict[str, str]:
   }
 
 
-def refused(process: subprocess.Popen) -> str:
-  """The one line of a run that could not go on."""
-  _, errors = process.communicate(timeout=600)
-  assert process.returncode == 2, errors
+def run(journey: str, config: str, workdir: pathlib.Path, *flags: str):
+  """Runs `experiments.JOURNEY` on a workdir."""
+  flags = (f"--config={config}", f"--workdir={workdir}", *flags)
+  return forked.run(f"experiments.{journey}", *flags)
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+  """The one line of a run that could not continue."""
+  errors = done.stderr
+  assert done.returncode == 2, errors
   assert "Traceback" not in errors and errors.count("error: ") == 1, errors
   return errors.splitlines()[-1]
 
@@ -73,14 +80,13 @@ def test_two_runs_do_not_share_a_workdir(configs, tmp_path):
     assert first.poll() is None, first.communicate()
     time.sleep(0.01)
   first.send_signal(signal.SIGSTOP)  # so that it is there still
-  line = refused(start("distill", configs["distill"], workdir))
+  line = refused(run("distill", configs["distill"], workdir))
   assert line.startswith(f"error: {workdir}: process {first.pid} on "), line
   first.kill()
   first.communicate()
-  again = start("distill", configs["distill"], workdir, "--json")
-  out, errors = again.communicate(timeout=600)
-  assert again.returncode == 0, errors
-  assert json.loads(out)["runs"] == 40
+  again = run("distill", configs["distill"], workdir, "--json")
+  assert again.returncode == 0, again.stderr
+  assert json.loads(again.stdout)["runs"] == 40
   assert len((workdir / "runs.jsonl").read_text().splitlines()) == 40
 
 
@@ -113,12 +119,11 @@ def test_a_full_disk_is_one_line_and_loses_nothing(configs, full, journey, kilob
     subprocess.run(["mount", "-o", size, str(full)], check=True)
 
   resize(kilobytes)
-  line = refused(start(journey, configs[journey], full / "w"))
+  line = refused(run(journey, configs[journey], full / "w"))
   assert line.startswith(f"error: {full}") and "No space left on device" in line
   resize(40_000)
-  again = start(journey, configs[journey], full / "w")
-  _, errors = again.communicate(timeout=600)
-  assert again.returncode == 0, errors
+  again = run(journey, configs[journey], full / "w")
+  assert again.returncode == 0, again.stderr
   assert os.path.getsize(full / "w" / "results.json")
 
 
@@ -128,5 +133,5 @@ def test_a_full_disk_is_one_line_and_loses_nothing(configs, full, journey, kilob
 )
 def test_a_place_that_can_not_be_is_one_line(configs, tmp_path, workdir, reason):
   (tmp_path / "file").write_text("")
-  line = refused(start("distill", configs["distill"], tmp_path / workdir))
+  line = refused(run("distill", configs["distill"], tmp_path / workdir))
   assert reason in line and str(tmp_path) in line
