@@ -97,8 +97,6 @@ _ENDPOINT = (
   "base_url",
   "timeout_s",
   "retries",
-  "backoff_s",
-  "max_pause_s",
   "prices",
   "key_file",
 )

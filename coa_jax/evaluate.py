@@ -382,13 +382,12 @@ def _first_warnings(
   attempts: Sequence[Trajectory],
 ) -> list[str]:
   """Warnings after the first attempts of this process."""
-  exact = settings.reward.match_eval != "f1"
   tools = tags if settings.tools.enabled and settings.rollout.max_calls else ()
   return first_step.warnings(
     attempts,
     tasks,
     tools,
-    lambda task: exact and grader.grader_of(task) == "qa",
+    lambda task: grader.grader_of(task) == "qa",
   )
 
 

@@ -9,6 +9,9 @@ from coa_jax.data.teacher.backend import Message, ModelBackend
 from coa_jax.data.teacher.llm import TeacherChatConfig
 from coa_jax.data.teacher.prompts import PROMPTS
 
+# Faults are many here: no test waits a second for each.
+TeacherChatConfig.backoff_s = 0.001
+
 
 class ChatServer(Server):
   """See `Server`.
@@ -32,8 +35,8 @@ class ChatServer(Server):
     self.url += "/v1"
 
   def config(self, **changes) -> TeacherChatConfig:
-    """A config that asks this server and does not wait long."""
-    fields = dict(base_url=self.url, model="scripted", backoff_s=0.001, timeout_s=120.0)
+    """A config that asks this server."""
+    fields = dict(base_url=self.url, model="scripted", timeout_s=120.0)
     return TeacherChatConfig(**{**fields, **changes})
 
   def answer(self, body: dict) -> str:

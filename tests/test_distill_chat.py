@@ -22,7 +22,7 @@ from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.data.tasks.world.build import WorldConfig, write_world
 from coa_jax.data.teacher import runs
 from coa_jax.data.teacher.backend import InfrastructureError, Reply
-from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.data.teacher.scripted import Rates, ScriptedBackend, ScriptedConfig
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import save_model
@@ -48,7 +48,7 @@ def config_for(files, url: str, **teacher) -> ml_collections.ConfigDict:
   config.tools.corpus = files["corpus"]
   config.tools.sandbox = BACKEND
   config.teacher = dict(backend="chat", workers=3, **teacher)
-  config.chat = dict(base_url=url, model="scripted", backoff_s=0.001, timeout_s=300.0)
+  config.chat = dict(base_url=url, model="scripted", timeout_s=300.0)
   return config
 
 
@@ -177,10 +177,8 @@ def test_a_server_that_moved_is_found_again_with_other_limits(files, tmp_path):
 def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
   tasks = load_tasks(files["tasks"])
   truth = {t.question: t.answers[0] for t in tasks}
-  samples = [
-    ScriptedBackend(tasks, ScriptedConfig(slip=0.6, premature=0.5, caught=0.1), s)
-    for s in range(3)
-  ]
+  rates = Rates(slip=0.6, premature=0.5, caught=0.1)
+  samples = [ScriptedBackend(tasks, ScriptedConfig(), s, rates) for s in range(3)]
   shown: list[str] = []
 
   def backend(agent, messages):
@@ -258,7 +256,7 @@ def test_garbage_from_a_real_server_is_handled(files, tmp_path):
   flags += ("--max-model-len=2048", "--enable-prefix-caching", "--block-size=32")
   with real_vllm.served(folder, str(tmp_path / "log"), *flags) as client:
     url = str(client.base_url).rstrip("/") + "/v1"
-    config = config_for(files, url, samples=2, select=True, facts=True, max_turns=6)
+    config = config_for(files, url, samples=2, select=True, facts=True)
     config.tasks.limit = 6
     config.chat = dict(base_url=url, model="m", max_tokens=48)
     results = distill.run(config, str(tmp_path / "out"))

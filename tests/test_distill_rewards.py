@@ -89,7 +89,7 @@ def run(config, server, workdir, both: Both):
   server.answer = lambda body: both.answer(body, plain)
   try:
     with config.unlocked():
-      config.chat = dict(base_url=server.url, model="m", backoff_s=0.001)
+      config.chat = dict(base_url=server.url, model="m")
     return distill.run(config, str(workdir))
   finally:
     server.answer = plain

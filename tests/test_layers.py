@@ -107,7 +107,6 @@ PUBLIC = {
 PROCESS = {
   "coa_jax/rollout/vllm/child.py": {"os.environ", "sys.argv"},
   "tools_sandbox/jail/child.py": {"os.environ", "sys.argv"},
-  "tools_sandbox/web/extract.py": {"sys.argv"},
   "tools_sandbox/jail/inside.py": {"sys.argv"},
   "tools_sandbox/jail/keeper.py": {"os.environ", "sys.argv"},
   "tools_sandbox/mcp_relay.py": {"sys.argv"},

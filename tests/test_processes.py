@@ -191,7 +191,7 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
       tools=dict(tools=["code"], sandbox=BACKEND),
       tasks=dict(uri=str(tasks)),
       eval=dict(greedy=True, samples=2),
-      vllm=dict(url=server.url, folder=str(tmp_path / "served"), retries=0),
+      vllm=dict(url=server.url, folder=str(tmp_path / "served")),
     )
     for name, processes in {"one": 1, "two": 2}.items():
       server.requests.clear()

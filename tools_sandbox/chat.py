@@ -8,10 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from tools_sandbox.http_client import BadReply, Fault, Service, read_json, read_key
 from tools_sandbox.text import clean
+
+# The longest pause; if an endpoint asks for a longer one, the request fails.
+MAX_PAUSE_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +30,6 @@ class ChatConfig:
     timeout_s: seconds to wait for one reply.
     retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
       and replies that are not chat completions.
-    backoff_s: seconds before the first retry; doubled for each one after it.
-    max_pause_s: the longest pause; if the endpoint asks for a longer one, the request
-      fails.
     prices: US dollars for a million tokens: prompt, cached prompt, completion; () if
       calls are free.
   """
@@ -41,9 +41,9 @@ class ChatConfig:
   temperature: float = 0.0
   timeout_s: float = 120.0
   retries: int = 3
-  backoff_s: float = 0.25
-  max_pause_s: float = 120.0
   prices: tuple[float, ...] = ()
+  # Seconds before the first retry; doubled for each one after it.
+  backoff_s: ClassVar[float] = 0.25
 
   def __post_init__(self):
     # --- The model's address.
@@ -57,8 +57,8 @@ class ChatConfig:
     # --- How it is asked.
     if self.max_tokens < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf:
       raise ValueError("max_tokens and timeout_s must be positive, retries at least 0")
-    if not min(self.temperature, self.backoff_s, self.max_pause_s) >= 0:
-      raise ValueError("temperature, backoff_s and max_pause_s must be at least 0")
+    if not self.temperature >= 0:
+      raise ValueError("temperature must be at least 0")
     if self.prices and (len(self.prices) != 3 or min(self.prices) < 0):
       raise ValueError(
         f"prices is {self.prices!r}; give three, in US dollars: of a million prompt, "
@@ -104,7 +104,7 @@ class ChatModel:
       {"Authorization": f"Bearer {key}"} if key else {},
       retries=config.retries,
       backoff_s=config.backoff_s,
-      max_pause_s=config.max_pause_s,
+      max_pause_s=MAX_PAUSE_S,
       timeout_s=config.timeout_s,
       use_proxies=use_proxies,
     )

@@ -104,19 +104,12 @@ class Retries:
     faults: of the attempts so far.
   """
 
-  def __init__(
-    self,
-    retries: int,
-    backoff_s: float,
-    max_pause_s: float = math.inf,
-    pause_field: str = "max_pause_s",
-  ):
-    """See `Service` for the arguments; `pause_field` names the third in messages."""
+  def __init__(self, retries: int, backoff_s: float, max_pause_s: float = math.inf):
+    """See `Service` for the arguments."""
     self.faults: list[Fault] = []
     self._retries = retries
     self._backoff_s = backoff_s
     self._max_pause_s = max_pause_s
-    self._pause_field = pause_field
 
   def refused(self, status: int, headers: httpx.Headers, text: str) -> float:
     """Notes a status other than 200; returns seconds to wait before the next attempt.
@@ -141,7 +134,8 @@ class Retries:
       NoReply: no attempt is left, or the service asks to wait for too long.
     """
     if requested_s > self._max_pause_s:
-      wish = f"it asks to wait {requested_s:.0f} s, {self._pause_field} is less"
+      wish = f"it asks to wait {requested_s:.0f} s, "
+      wish += f"the longest pause is {self._max_pause_s:.0f} s"
       fault = Fault(fault.message, f"{fault.detail}; {wish}")
     self.faults.append(fault)
 

@@ -38,13 +38,10 @@ class Truncation:
     top_k: the most likely ones; 0 for all.
     top_p: the smallest set of most likely tokens reaching this probability; 1 for all
       (Holtzman et al. 2019, arXiv 1904.09751).
-    min_p: minimum probability as a share of the most likely token's; 0 for all (Nguyen
-      et al. 2024, arXiv 2407.01082).
   """
 
   top_k: int = bounded(0, least=0)
   top_p: float = bounded(1.0, above=0, most=1)
-  min_p: float = bounded(0.0, least=0, most=1)
 
   def __post_init__(self):
     check_fields(self)
@@ -213,9 +210,6 @@ def _truncation_mask(
       limit = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]
     rest = jax.nn.log_softmax(jnp.where(mask, logp, _NEVER))
     mask &= _most_likely(rest, jnp.exp(rest), limit)
-  # --- By probability relative to the most likely token's.
-  if tr.min_p > 0:
-    mask &= logp >= logp.max(-1, keepdims=True) + jnp.log(tr.min_p)
   return mask
 
 

@@ -50,8 +50,8 @@ def warnings(
     out.append(
       f"exact match compares whole sentences in {len(sentences)} of {len(exact)} "
       f"attempts ({sentences[0]}). Have a model judge them "
-      "(reward.graders={'qa': 'judge'} and reward.judge), grade by reward.match='f1' "
-      "(match_eval in evaluation), or ask for short answers in the questions"
+      "(reward.graders={'qa': 'judge'} and reward.judge), train on reward.match='f1', "
+      "or ask for short answers in the questions"
     )
   return out
 

@@ -95,7 +95,7 @@ RULES = {
   "repeated_share": Rule(
     0.7,
     True,
-    f"it repeats itself: reward.shaping.repetition, rollout.same_calls, {_LOWER_LR}",
+    f"it repeats itself: reward.shaping.repetition, {_LOWER_LR}",
   ),
   "calls_per_trajectory": Rule(
     0.2,

@@ -35,13 +35,13 @@ from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.runtime.fields import bounded, check_fields, choice
 
 GRADERS = ("qa", "math", "math_verify", "code", "judge")
-# How a `|`-joined answer is read, or how near it comes, in training and in evaluation.
-_Match = Callable[[str, Sequence[str]], float]
-MATCHES: dict[str, tuple[_Match, _Match]] = {
-  "every": (qa.every_part, qa.every_part),
-  "first": (qa.first_part, qa.first_part),
-  "f1": (qa.every_part_f1, qa.first_part_f1),
+# How a `|`-joined answer is read, or how near it comes, in training.
+MATCHES: dict[str, Callable[[str, Sequence[str]], float]] = {
+  "every": qa.every_part,
+  "first": qa.first_part,
+  "f1": qa.every_part_f1,
 }
+_MAX_FAILURES = 256  # ungradable trajectories in a row that stop a run
 _log = logging.getLogger(__name__)
 
 
@@ -57,23 +57,20 @@ class RewardConfig:
       `graded.Ungradable`. A source takes precedence over a kind; by default each kind
       has the grader of its name.
     match: the qa rule in training: every (each part of a `|`-joined answer must be
-      right), first (the first part), or f1 (the mean of the parts' token F1).
-    match_eval: the qa rule in evaluation, where f1 is the first part's.
+      right), first (the first part), or f1 (the mean of the parts' token F1). In
+      evaluation the first part counts, and its F1 is recorded.
     shaping: reward terms besides the answer.
     code: limits of hidden tests.
     judge: the endpoint of the judge.
     workers: trajectories graded at once.
-    max_failures: consecutive ungradable trajectories before the run stops.
   """
 
   graders: dict[str, str] = dataclasses.field(default_factory=dict)
   match: str = choice("every", of=tuple(MATCHES))
-  match_eval: str = choice("first", of=tuple(MATCHES))
   shaping: ShapingConfig = dataclasses.field(default_factory=ShapingConfig)
   code: CodeConfig = dataclasses.field(default_factory=CodeConfig)
   judge: JudgeConfig | None = None
   workers: int = bounded(8, least=1)
-  max_failures: int = bounded(256, least=1)
 
   def __post_init__(self):
     check_fields(self)
@@ -227,7 +224,7 @@ class Grader:
       task: the task.
       trajectory: the attempt.
       variant: its expected dialect.
-      evaluation: whether to grade QA by `match_eval`, and to record token F1.
+      evaluation: whether to grade QA by the first part, and to record token F1.
 
     Raises:
       ValueError: a grader of the user's own fails or returns nonsense; or
@@ -277,7 +274,7 @@ class Grader:
 
   def _count_failure(self, why: str) -> None:
     self._failures += 1
-    if self._failures >= self.config.max_failures:
+    if self._failures >= _MAX_FAILURES:
       raise ValueError(
         f"{self._failures} trajectories in a row could not be graded; the last: {why}. "
         "Mend it and start again on the same workdir"
@@ -308,12 +305,11 @@ class Grader:
   def _qa(self, task: Task, answer: str | None, evaluation: bool) -> Graded:
     answer = answer or ""
     if not evaluation:
-      in_training, _ = MATCHES[self.config.match]
-      return Graded(float(in_training(answer, task.answers)))
-    _, in_evaluation = MATCHES[self.config.match_eval]
+      match = MATCHES[self.config.match]
+      return Graded(float(match(answer, task.answers)))
     # How near an answer comes is reported whatever it is judged by.
     f1 = qa.first_part_f1(answer, task.answers)
-    return Graded(float(in_evaluation(answer, task.answers)), parts={"f1": f1})
+    return Graded(float(qa.first_part(answer, task.answers)), parts={"f1": f1})
 
 
 def _math(

@@ -53,6 +53,7 @@ _LABEL = re.compile(
   rf"[\"'*\s]*(?:[:=]|is\b)[\"'*\s]*{_VALUE}",
   re.IGNORECASE | re.MULTILINE,
 )
+_REPLIES = 3  # for one verdict
 _MAX_BRACES = 100  # bounds the work on a hostile reply
 _ALONE = re.compile(rf"\W*{_VALUE}\W*", re.IGNORECASE)
 
@@ -64,7 +65,6 @@ class JudgeConfig:
   Attributes:
     chat: the endpoint: base_url, model, key_file, max_tokens.
     seconds: for one reply, retries and pauses included.
-    replies: the maximum of replies for one verdict.
     workers: requests at once.
     cache: a JSON-lines file of verdicts; with None, a stage stores them in its workdir
       (verdicts.jsonl), any other caller in memory only.
@@ -72,7 +72,6 @@ class JudgeConfig:
 
   chat: ChatConfig
   seconds: float = bounded(120.0, above=0)
-  replies: int = bounded(3, least=1)
   workers: int = bounded(8, least=1)
   cache: str | None = None
 
@@ -234,7 +233,7 @@ class Judge:
     reply = ""
     # `ChatModel` retries failed requests; this loop retries replies without a verdict,
     # since the model may use the right format the next time.
-    for _ in range(self._config.replies):
+    for _ in range(_REPLIES):
       try:
         with self._turn:
           reply = self._chat.ask(_SYSTEM, ask, self._config.seconds)

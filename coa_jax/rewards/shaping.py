@@ -13,9 +13,11 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Trajectory
-from coa_jax.runtime.fields import bounded, check_fields, choice
+from coa_jax.runtime.fields import check_fields, choice
 
 FORMATS = ("product", "weighted", "none")
+# The largest cost of tool calls: below 1, a right answer is worth any number of them.
+MAX_TOOL_COST = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +25,12 @@ class OverlongConfig:
   """Config section `reward.shaping.overlong`: DAPO's soft penalty, in tokens.
 
   Attributes:
-    limit: tokens after the prompt, observations included, at which it is -weight.
+    limit: tokens after the prompt, observations included, at which it is -1.
     buffer: tokens before the limit over which it grows from 0.
-    weight: the largest penalty.
   """
 
   limit: int
   buffer: int
-  weight: float = 1.0
 
   def __post_init__(self):
     if not 0 < self.buffer <= self.limit:
@@ -38,7 +38,6 @@ class OverlongConfig:
         f"buffer={self.buffer} must be from 1 to limit={self.limit}: the penalty "
         "starts at limit - buffer tokens"
       )
-    _check_weight(self.weight, "overlong")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +45,11 @@ class RepetitionConfig:
   """Config section `reward.shaping.repetition`.
 
   Attributes:
-    weight: the largest penalty.
-    ngram: 0: the whole weight if a tool call, think or plan is written twice (the
-      released web agent's term). n: the weight times the share of n-grams of policy
-      tokens seen before.
+    weight: the penalty if a tool call, think or plan is written twice (the released
+      web agent's term).
   """
 
   weight: float = 0.5
-  ngram: int = bounded(0, least=0)
 
   def __post_init__(self):
     _check_weight(self.weight, "repetition")
@@ -65,20 +61,19 @@ class ToolCostConfig:
   """Config section `reward.shaping.tool_cost`.
 
   Attributes:
-    per_call: penalty of one call.
-    free: number of free calls.
-    most: the largest penalty; below 1, a right answer is worth any number of calls.
+    per_call: penalty of one call, at most 0.5; all calls together cost at most 0.5.
   """
 
   per_call: float
-  free: int = bounded(0, least=0)
-  most: float = 0.5
 
   def __post_init__(self):
     _check_weight(self.per_call, "tool_cost", "per_call")
     check_fields(self)
-    if self.most < self.per_call:
-      raise ValueError(f"most is {self.most}; it must be at least per_call")
+    if self.per_call > MAX_TOOL_COST:
+      raise ValueError(
+        f"per_call is {self.per_call}; it must be at most {MAX_TOOL_COST}, the cost of "
+        "all calls"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,31 +162,21 @@ def shape(
 
 
 def overlong(config: OverlongConfig, trajectory: Trajectory) -> float:
-  """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), times its weight.
+  """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-  0 up to limit - buffer tokens, then linear down to -weight at the limit and beyond.
+  0 up to limit - buffer tokens, then linear down to -1 at the limit and beyond.
   """
   # The prompt is not the policy's doing; observations of its calls are.
   length = trajectory.usage.generated + trajectory.usage.observation
   over = (length - (config.limit - config.buffer)) / config.buffer
-  return -config.weight * min(max(over, 0.0), 1.0)
+  return -min(max(over, 0.0), 1.0)
 
 
 def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
   """The repetition term; see `RepetitionConfig`."""
   own = [s for s in trajectory.segments if s.author == Author.POLICY]
-  if config.ngram:
-    # --- By tokens: the share of repeated n-grams.
-    n = config.ngram
-    ids: list[int] = []
-    for segment in own:
-      ids += segment.ids
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    if not grams:
-      return 0.0
-    return -config.weight * (1 - len(set(grams)) / len(grams))
-  # --- By spans: a repeated call, thought or plan, ignoring blanks. No other span
-  # counts: giving the same score twice is not repetition.
+  # A repeated call, thought or plan, ignoring blanks. No other span counts: giving the
+  # same score twice is not repetition.
   spans = [(call.name, call.arguments) for call in trajectory.calls]
   spans += [(s.role, s.text) for s in own if s.role in (roles.THINK, roles.PLAN)]
   seen: set[tuple[str, str]] = set()
@@ -204,6 +189,5 @@ def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
 
 
 def tool_cost(config: ToolCostConfig, trajectory: Trajectory) -> float:
-  """The cost of the calls beyond the free ones."""
-  calls = max(len(trajectory.calls) - config.free, 0)
-  return -min(config.per_call * calls, config.most)
+  """The cost of the calls."""
+  return -min(config.per_call * len(trajectory.calls), MAX_TOOL_COST)

@@ -81,11 +81,12 @@ class DeviceLoop:
     self.config = config
     self.timings = Timings()
     self._partitioner = partitioner
-    # A CPU computes on Python's own cores: it gains nothing, and a stopped slot would
-    # miss a window.
     self._on = partitioner.platform
     on_cpu = self._on == "cpu"
-    self._most_in_flight = config.in_flight or (1 if on_cpu else 2)
+    # Windows dispatched before the first is read: with 2 the device need not wait for
+    # the host, but a stopped slot misses a window. A CPU computes on Python's own cores
+    # and gains nothing.
+    self._most_in_flight = 1 if on_cpu else 2
     # A CPU's cache grows: few of the programs for all its sizes are used.
     self.compiles_ahead = not on_cpu
     self._page_counts: list[int] = []

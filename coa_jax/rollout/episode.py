@@ -35,7 +35,6 @@ class EpisodeConfig:
     max_calls: maximum tool calls per trajectory.
     tool_seconds: maximum tool time per trajectory, seconds.
     observation_tokens: maximum tokens per observation, tags included.
-    same_calls: maximum repetitions of one call; 0 for any number.
   """
 
   variant: Variant
@@ -43,7 +42,6 @@ class EpisodeConfig:
   max_calls: int
   tool_seconds: float
   observation_tokens: int = RolloutConfig.observation_tokens
-  same_calls: int = RolloutConfig.same_calls
 
 
 class CoAEpisode(Episode):
@@ -134,20 +132,8 @@ class CoAEpisode(Episode):
     if not opening:
       return _refused(name, before, f"{tag} closes nothing")
     content = content[: content.index(tag)].removeprefix(" ")
-    if self._made_before(name, content):
-      reason = "the same call was made before; see its observation, or ask another way"
-      return _refused(name, content, reason)
     left = self.config.tool_seconds - self._tool_seconds
     return self.toolbox.submit(name, content, left, self._code_session)
-
-  def _made_before(self, name: str, content: str) -> bool:
-    """Whether the call reached its limit; tool failures do not count."""
-    times = 0
-    for call in self.trajectory.calls:
-      is_same = call.name == name and call.arguments.strip() == content.strip()
-      if is_same and call.status != CallStatus.TOOL:
-        times += 1
-    return 0 < self.config.same_calls <= times
 
   def observed(self, result: ToolCall) -> list[int] | None:
     """Appends the observation of a finished call. See `Episode`."""

@@ -95,7 +95,6 @@ def make_worker(
     max_calls=config.max_calls,
     tool_seconds=config.tool_seconds,
     observation_tokens=config.observation_tokens,
-    same_calls=config.same_calls,
   )
   return RolloutWorker(engine, tokenizer, episode_config, grader, journal, constraint)
 

@@ -36,8 +36,6 @@ class RolloutConfig:
     tensor: devices splitting one replica's matrices, within one process; training may
       split them otherwise. 0 for mesh.tensor.
     window: tokens sampled between two checks of the tools.
-    in_flight: windows dispatched before the first is read. With 2 the device need not
-      wait for the host, but a stopped slot misses a window. 0: 2, on a CPU 1.
     max_len: maximum tokens per trajectory; at most the model's positions.
     max_prompt: maximum tokens per task's prompt; tasks with longer ones are dropped and
       counted before a run (verl: filter_overlong_prompts). 0: the most that leaves room
@@ -50,14 +48,11 @@ class RolloutConfig:
       trajectory without room waits, or is paused and resumes later.
     observation_tokens: maximum tokens per observation, tags included; longer ones keep
       head and tail.
-    same_calls: times a trajectory may make one and the same call (its tag and its
-      content); more are answered by an error and not run. 0 for any number.
     inject_rows: maximum slots prefilled in one device call; with fewer, it has 1, 4 or
       16 rows, and so on. On a CPU it always has the maximum, up to 256 tokens.
     constrain: sample only within the variant's grammar.
     top_k: sample from the most likely tokens; 0 for all.
     top_p: sample from the most likely tokens of this probability in all; 1 for all.
-    min_p: sample from tokens at least this share as likely as the likeliest.
     seed: of all sampling; below 2**32, the limit of JAX's keys.
   """
 
@@ -66,19 +61,16 @@ class RolloutConfig:
   slots: int = bounded(64, least=1)
   tensor: int = bounded(0, least=0)
   window: int = bounded(8, least=1)
-  in_flight: int = bounded(0, least=0)
   max_len: int = bounded(320, least=1)
   max_prompt: int = bounded(0, least=0)
   memory: float = bounded(0.0, least=0)
   max_calls: int = bounded(8, least=0)
   tool_seconds: float = bounded(60.0, above=0)
   observation_tokens: int = bounded(512, least=tokens.MIN_OBSERVATION)
-  same_calls: int = bounded(0, least=0)
   inject_rows: int = bounded(16, least=1)
   constrain: bool = False
   top_k: int = 0
   top_p: float = 1.0
-  min_p: float = 0.0
   seed: int = bounded(0, least=0, below=2**32)
 
   def __post_init__(self):
@@ -95,7 +87,7 @@ class RolloutConfig:
   @property
   def truncation(self) -> Truncation:
     """Returns the truncation of the sampling distribution."""
-    return Truncation(self.top_k, self.top_p, self.min_p)
+    return Truncation(self.top_k, self.top_p)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import NoJail
 from tools_sandbox.mcp_client import McpTool
 
+MAX_HUNG = 64  # abandoned calls still running at which the tools count as down
 _CODE = "code"  # the tool that uses cores: its calls need permits
 _CLOSE_S = 2.0  # seconds that `close` waits for calls the sandbox does not end
 _log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Toolbox(Tools):
     """
     self.config = config
     needs = {}
-    for field in ("workers", "max_hung", "max_sessions"):
+    for field in ("workers", "max_sessions"):
       count = getattr(config, field)
       needs[f"tools.{field}={count}"] = count * capacity.THREAD
     capacity.check_host(needs)
@@ -209,7 +210,7 @@ class Toolbox(Tools):
     for call in waiting:
       if self._closed:
         call.finish(CallStatus.INFRASTRUCTURE, "error: the tools are closed")
-      elif self._hung >= self.config.max_hung:
+      elif self._hung >= MAX_HUNG:
         call.finish(CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
       elif call.name == _CODE and not self._get_permit(call):
         self._waiting.append(call)
@@ -331,7 +332,7 @@ def _open_sandbox(config: ToolsConfig) -> Sandbox:
     backend = config.sandbox
     remote = config.remote
   # A slot starts its process on first use; slots for hung calls cost nothing.
-  slots = config.workers + config.max_hung
+  slots = config.workers + MAX_HUNG
   if config.session:
     slots += config.max_sessions
   try:

@@ -65,7 +65,6 @@ class ToolsConfig:
     memory_mb: memory one program may use, in MiB.
     workers: programs running at once; other tools run without a limit. A sleeping
       program keeps its place, so use more than the number of cores.
-    max_hung: abandoned calls still running at which the tools count as down.
     max_chars: the maximum of characters of a result (head and tail are kept);
       `rollout.observation_tokens` limits the part read by the policy.
     enabled: False answers every call with "tools are off", to measure the model alone.
@@ -91,7 +90,6 @@ class ToolsConfig:
   max_sessions: int = bounded(32, least=1)
   memory_mb: int = 1024
   workers: int = bounded(2, least=1)
-  max_hung: int = bounded(64, least=1)
   max_chars: int = bounded(16384, least=64)
   enabled: bool = True
   blocked: tuple[str, ...] = BLOCKED

@@ -463,7 +463,7 @@ def test_a_sandbox_that_is_down_is_no_answer(worker):
     assert response.json()["error"]["code"] == "infrastructure"
     last = service.post("2 + 3", stream=True).text.split("\n\n")[-2]
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
-    config = TeacherChatConfig(service.url + "/v1", "coa", retries=1, backoff_s=0.001)
+    config = TeacherChatConfig(service.url + "/v1", "coa", retries=1)
     with ChatBackend(config) as backend, pytest.raises(InfrastructureError):
       backend("solver", [Message("user", "2 + 3")])
 

@@ -9,9 +9,11 @@ import toy
 
 from coa_jax.data.importers.importers import Importer
 from coa_jax.data.importers.pipeline import CHUNK, ImportJob, RowPipeline
+from coa_jax.data.teacher import filters
 from coa_jax.data.teacher.convert import ConvertConfig
 from coa_jax.data.teacher.filters import FiltersConfig, load_benchmarks
 from coa_jax.data.teacher.tool_augmentation import ToolAugmentation
+from coa_jax.protocol import roles
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.runtime.shard import Shard
@@ -114,10 +116,13 @@ def test_a_fault_in_a_worker_is_raised_here():
     list(ImportJob(broken, 1).lines(records(3)))
 
 
-def test_copies_are_numbered_and_every_row_is_told():
-  config = FiltersConfig(
-    min_activations=2, keep_unreflected=1.0, reflected_copies=3, corrected_copies=2
-  )
+def has_reflection(spans) -> bool:
+  return any(span.role == roles.REFLECTION for span in spans)
+
+
+def test_copies_are_numbered_and_every_row_is_told(monkeypatch):
+  monkeypatch.setattr(filters, "was_corrected", has_reflection)
+  config = FiltersConfig(min_activations=2, keep_unreflected=1.0, corrected_copies=3)
   importer = Importer("oagents", get_variant("unified"), convert=CONVERT)
   critique = " ".join(
     f"{c} : Good" for c in ("information_conflict", "tool_effectiveness")

@@ -96,7 +96,7 @@ def test_a_draw_depends_on_its_own_key_alone(rows: int):
   assert token_B[-1] == alone[0]
 
 
-def truncated(p: np.ndarray, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+def truncated(p: np.ndarray, top_k=0, top_p=1.0) -> np.ndarray:
   """By definition, one token after the other; no two equally likely."""
   order = np.argsort(-p)
   kept = list(order[:top_k] if top_k else order)
@@ -108,7 +108,6 @@ def truncated(p: np.ndarray, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
       few.append(token)
       mass += p[token]
     kept = few
-  kept = [token for token in kept if p[token] >= min_p * p.max()]
   out = np.zeros_like(p)
   out[kept] = p[kept]
   return out / out.sum()
@@ -122,9 +121,7 @@ def truncated(p: np.ndarray, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     {"top_k": 99},
     {"top_p": 0.3},
     {"top_p": 0.9},
-    {"min_p": 0.2},
-    {"min_p": 1.0},
-    {"top_k": 6, "top_p": 0.8, "min_p": 0.1},
+    {"top_k": 6, "top_p": 0.8},
   ],
 )
 @pytest.mark.parametrize("t", [0.5, 1.0])
@@ -139,7 +136,7 @@ def test_truncation_leaves_what_its_definition_says(changes: dict, t: float):
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_k": 6, "min_p": 0.1}])
+@pytest.mark.parametrize("changes", [{}, {"top_k": 6}])
 def test_a_row_may_have_a_top_p_of_its_own(changes: dict):
   logits = jnp.asarray(np.random.default_rng(3).normal(size=(4, 9)) * 2)
   others = distribution.Truncation(**changes)
@@ -155,7 +152,7 @@ def test_a_row_may_have_a_top_p_of_its_own(changes: dict):
 
 
 @pytest.mark.parametrize("t", [0.7, 1.0])
-@pytest.mark.parametrize("changes", [{}, {"top_k": 4}, {"top_p": 0.8, "min_p": 0.01}])
+@pytest.mark.parametrize("changes", [{}, {"top_k": 4}, {"top_p": 0.8}])
 @pytest.mark.parametrize("limited", [False, True])
 def test_taken_tokens_have_the_log_probs_of_the_whole_distribution(t, changes, limited):
   """Value, gradient and entropy; what is drawn has a probability."""
@@ -255,7 +252,7 @@ def test_truncation_of_a_row_depends_on_no_other_row():
 
 def test_neither_sampler_nor_learner_sorts():
   logits = jnp.zeros((2, 100))
-  cut = distribution.Truncation(top_k=5, top_p=0.9, min_p=0.1)
+  cut = distribution.Truncation(top_k=5, top_p=0.9)
 
   def learner(logits):
     taken = distribution.taken_log_probs(logits, jnp.zeros(2, int), 1.0, cut)
@@ -277,7 +274,7 @@ def test_a_drawn_token_is_never_truncated():
   )
 
 
-@pytest.mark.parametrize("field", ["top_k", "top_p", "min_p"])
+@pytest.mark.parametrize("field", ["top_k", "top_p"])
 def test_a_truncation_that_leaves_nothing_is_refused(field: str):
   for value in (-1, 2.5) if field != "top_k" else (-1,):
     with pytest.raises(ValueError, match=field):

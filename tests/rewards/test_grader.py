@@ -41,10 +41,10 @@ def test_training_and_evaluation_read_answers_in_their_own_way():
 
 
 def test_f1_can_be_trained_on():
-  with Grader(config(match="f1", match_eval="f1")) as grader:
+  with Grader(config(match="f1")) as grader:
     assert graded(grader, "Paris, France").reward == pytest.approx(2 / 3)
     t = graded(grader, "Paris, France", evaluation=True)
-    assert t.reward == t.reward_parts["f1"] == pytest.approx(2 / 3)
+    assert t.reward == 0.0 and t.reward_parts["f1"] == pytest.approx(2 / 3)
     # Training looks at every part, evaluation at the first.
     assert graded(grader, "Paris|Rome").reward == 0.5
     t = graded(grader, "Paris|Rome", evaluation=True)
@@ -126,8 +126,9 @@ def test_a_function_that_does_not_work_stops_the_run(path, message):
     graded(grader, "Paris")
 
 
-def test_what_cannot_be_graded_leaves_its_group_and_at_last_stops_the_run():
-  with Grader(config(graders={"qa": "my_rewards:down"}, max_failures=3)) as grader:
+def test_what_cannot_be_graded_leaves_its_group_and_at_last_stops_the_run(monkeypatch):
+  monkeypatch.setattr("coa_jax.rewards.grader._MAX_FAILURES", 3)
+  with Grader(config(graders={"qa": "my_rewards:down"})) as grader:
     for _ in range(2):
       t = graded(grader, "Paris")
       assert t.status == Status.INFRASTRUCTURE

@@ -52,7 +52,7 @@ class JudgeServer(ChatServer):
   @contextlib.contextmanager
   def judge(self, model: str = "judge-1", **changes) -> Iterator[Judge]:
     """A judge that asks this server."""
-    chat = ChatConfig(self.url, model, backoff_s=0.001)
+    chat = ChatConfig(self.url, model)
     judge = Judge(JudgeConfig(**{"chat": chat, "seconds": 60.0, **changes}))
     yield judge
     judge.close()
@@ -133,7 +133,7 @@ def test_a_judge_that_is_slow_or_away_is_no_wrong_answer(server):
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
-  judge = Judge(JudgeConfig(ChatConfig(url, "m", backoff_s=0.001), seconds=60.0))
+  judge = Judge(JudgeConfig(ChatConfig(url, "m"), seconds=60.0))
   with pytest.raises(Ungradable, match="ConnectError"):
     verdict(judge, "Bacon")
   judge.close()

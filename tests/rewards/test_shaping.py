@@ -50,10 +50,9 @@ def test_the_base_joins_answer_and_format(config, by_hand, answer, text):
 )
 def test_overlong_is_daps_soft_punishment_in_tokens(tokens, penalty):
   """The points of afm.md 4.4 (M = 8192, buffer M / 8); the prompt does not count."""
-  for weight in (1.0, 2.0):
-    config = OverlongConfig(limit=8192, buffer=1024, weight=weight)
-    term = shaping.overlong(config, trajectory_of(tokens=tokens))
-    assert term == pytest.approx(weight * penalty)
+  config = OverlongConfig(limit=8192, buffer=1024)
+  term = shaping.overlong(config, trajectory_of(tokens=tokens))
+  assert term == pytest.approx(penalty)
 
 
 def test_repetition_of_whole_spans():
@@ -71,21 +70,10 @@ def test_repetition_of_whole_spans():
   assert term(spans=[check, check]) == 0  # the same score twice is no repetition
 
 
-def test_repetition_of_ngrams_is_the_share_that_came_before():
-  def term(ids, n):
-    config = RepetitionConfig(0.8, ngram=n)
-    return shaping.repetition(config, trajectory_of(spans=[("", "", ids)]))
-
-  assert term([1, 2, 3, 4], 2) == 0
-  assert term([1, 2, 1, 2, 1, 2], 2) == pytest.approx(-0.8 * 3 / 5)
-  assert term([7] * 5, 1) == pytest.approx(-0.8 * 4 / 5)
-  assert term([1], 2) == term([], 1) == 0
-
-
 def test_tool_cost():
-  config = ToolCostConfig(0.1, free=2, most=0.25)
-  costs = [shaping.tool_cost(config, trajectory_of(calls=["x"] * n)) for n in range(7)]
-  assert costs == pytest.approx([0, 0, 0, -0.1, -0.2, -0.25, -0.25])
+  config = ToolCostConfig(0.2)
+  costs = [shaping.tool_cost(config, trajectory_of(calls=["x"] * n)) for n in range(5)]
+  assert costs == pytest.approx([0, -0.2, -0.4, -0.5, -0.5])
 
 
 def test_any_terms_together_are_the_sum_of_their_parts():
@@ -111,10 +99,9 @@ def test_any_terms_together_are_the_sum_of_their_parts():
     (lambda: ShapingConfig(format_weight=0.1), "would count twice or not at all"),
     (lambda: ShapingConfig("weighted"), "needs a format_weight between 0 and 1"),
     (lambda: OverlongConfig(8, 9), "buffer=9 must be from 1 to limit=8"),
-    (lambda: OverlongConfig(8, 4, 0.0), "weight=0 must be above 0"),
     (lambda: RepetitionConfig(-0.5), "must be above 0 .it is subtracted.; leave rep"),
     (lambda: ToolCostConfig(0.0), "per_call=0 must be above 0"),
-    (lambda: ToolCostConfig(0.6), "most is 0.5; it must be at least per_call"),
+    (lambda: ToolCostConfig(0.6), "per_call is 0.6; it must be at most 0.5"),
   ],
 )
 def test_sums_that_cannot_be_meant_are_refused(make, message):

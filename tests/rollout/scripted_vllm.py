@@ -26,6 +26,8 @@ from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
 
 CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
+# Faults are many here: no test waits a second for each.
+VllmConfig.backoff_s = 0.001
 PAST = 7  # what it goes on with after the end of a script's turn
 
 
@@ -62,8 +64,8 @@ class ScriptedVllm(Server):
     self.disturbed: list[int] = []
 
   def config(self, folder: str, **changes) -> VllmConfig:
-    """A config that asks this server and does not wait long."""
-    fields = dict(folder=folder, url=self.url, backoff_s=0.001, timeout_s=300.0)
+    """A config that asks this server."""
+    fields = dict(folder=folder, url=self.url, timeout_s=300.0)
     return VllmConfig(**{**fields, **changes})
 
   def completions(self) -> list[dict]:

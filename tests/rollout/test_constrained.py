@@ -73,7 +73,7 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
     assert len(ended) >= 2 and sum(t.usage.tool_calls for t in played) >= 2
 
 
-@pytest.mark.parametrize("truncation", [{}, {"top_k": 40, "top_p": 0.7, "min_p": 0.1}])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 40, "top_p": 0.7}])
 def test_the_learner_has_the_samplers_log_probs(truncation: dict):
   length = LENGTH // 4 if truncation else LENGTH  # nothing here needs an end
   worker, params, played = play(toy.tokenizer(), length, **truncation)

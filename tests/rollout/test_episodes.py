@@ -10,7 +10,7 @@ import toy
 
 from coa_jax.data.tasks.task import Kind
 from coa_jax.learner import batch as batching
-from coa_jax.protocol import roles, tool_bodies
+from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
@@ -62,42 +62,6 @@ def test_too_many_seconds_of_tools_end_it():
   assert toolbox.seconds == [10.0, 6.0, 2.0]  # a call gets what is left
   assert t.status == Status.TOOL_FAILED and t.reward == 0.0
   assert len(t.calls) == 3 and authors(t).count(Author.TOOL) == 2
-
-
-def test_a_call_made_before_is_not_made_again():
-  toolbox = toy.TableToolbox()
-  spaced = CALL.replace("<code> ", "<code>  ").replace("</code>", "\n</code>")
-  other = toy.code("print(7)")
-  turns = [CALL, spaced, other, CALL, END]
-  t = toy.drive(toy.episode(TASK, toolbox, same_calls=1), turns)
-  assert [b for _, b in toolbox.calls] == [
-    tool_bodies.render_code(p) for p in ("print(2+3)", "print(7)")
-  ]
-  assert [c.status for c in t.calls] == [
-    *(CallStatus.OK, CallStatus.MODEL, CallStatus.OK, CallStatus.MODEL)
-  ]
-  assert t.calls[1].result.startswith("error: the same call was made before")
-  assert t.calls[1].seconds == 0.0 and t.usage.tool_calls == 4
-  assert t.status == Status.ENDED and t.reward == 1.0
-  # Twice is allowed with 2, and any number by default.
-  for fields, num_calls in (({"same_calls": 2}, 2), ({}, 4)):
-    toolbox = toy.TableToolbox()
-    toy.drive(toy.episode(TASK, toolbox, **fields), [CALL] * 4 + [END])
-    assert len(toolbox.calls) == num_calls
-
-
-def test_what_a_tool_failed_at_may_be_asked_again():
-  results = iter([CallStatus.TOOL, CallStatus.OK])
-
-  def reply(name: str, body: str) -> ToolCall:
-    return ToolCall(name, body, "5", next(results))
-
-  toolbox = toy.TableToolbox(reply)
-  t = toy.drive(toy.episode(TASK, toolbox, same_calls=1), [CALL, CALL, CALL, END])
-  assert len(toolbox.calls) == 2
-  assert [c.status for c in t.calls] == [
-    *(CallStatus.TOOL, CallStatus.OK, CallStatus.MODEL)
-  ]
 
 
 def test_an_observation_has_no_more_tokens_than_it_may():

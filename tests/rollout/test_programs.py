@@ -96,8 +96,9 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
   pages = 4
   cfg = dataclasses.replace(CFG, layers=1)
   params = jax.device_put(toy.params(layers=1))
-  pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN, in_flight=2)
+  pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
   (lane,) = pool._lanes
+  lane.replica.device._most_in_flight = 2
   lane.replica.device.compiles_ahead = True
   listed = len(device_calls(pool.config, "cpu", [4]))
   for function in (sampler.extend, sampler.window):

@@ -26,8 +26,15 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import programs, sampler, scheduler, slot_cache
+from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Episode
+
+
+def set_in_flight(pool: ReplicaPool, windows: int) -> None:
+  """Makes a CPU dispatch as many windows before it reads one as this."""
+  for lane in pool._lanes:
+    lane.replica.device._most_in_flight = windows
 
 
 class GreedyTurn(Episode):
@@ -71,7 +78,8 @@ def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(
 ):
   """Decode-shaped: the same program over the same tokens, in half precision too."""
   cfg = dataclasses.replace(CFG, dtype=dtype)
-  worker = toy_worker(cfg, dataclasses.replace(CONFIG, in_flight=in_flight))
+  worker = toy_worker(cfg, CONFIG)
+  set_in_flight(worker.engine, in_flight)
   tools = toy.TableToolbox()
   groups = worker.generate_groups(novice, toy.TASKS, tools, 4, temperature, seed=3)
   played = [t for group in groups for t in group]
@@ -220,7 +228,8 @@ def test_windows_in_flight_change_nothing(novice, monkeypatch, in_flight, pages)
     return real(self)
 
   monkeypatch.setattr(scheduler.Scheduler, "_hand_out", spy)
-  on = engine(window=3, in_flight=in_flight)
+  on = engine(window=3)
+  set_in_flight(on, in_flight)
   for seed in range(3):
     slow = toy.TableToolbox(latency=toy.shuffled_latency(seed))
     assert contents(play(novice, range(16), slow, on=on)) == contents(expected)

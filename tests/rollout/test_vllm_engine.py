@@ -89,11 +89,11 @@ def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
 
 
 def test_requests_say_all_that_decides_what_is_sampled(server, tmp_path):
-  on = vllm_worker(server, tmp_path, top_k=9, min_p=0.02)
+  on = vllm_worker(server, tmp_path, top_k=9)
   play(on, temperature=0.7)
   bodies = server.completions()
   for body in bodies:
-    assert (body["temperature"], body["top_k"], body["min_p"]) == (0.7, 9, 0.02)
+    assert (body["temperature"], body["top_k"], body["min_p"]) == (0.7, 9, 0.0)
     assert body["top_p"] == body["repetition_penalty"] == 1.0
     assert body["ignore_eos"] and not body["skip_special_tokens"]
     assert body["max_tokens"] == 256 - len(body["prompt"])

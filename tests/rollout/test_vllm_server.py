@@ -70,13 +70,6 @@ def test_a_server_without_a_flag_is_refused_by_name(server, tmp_path, says, mess
     vllm_worker(server, tmp_path)
 
 
-def test_what_vllm_can_not_do_is_refused_unasked(server, tmp_path):
-  message = r"min_p and rollout\.top_p do not go together"
-  with pytest.raises(ValueError, match=message):
-    vllm_worker(server, tmp_path, min_p=0.1, top_p=0.9)
-  assert server.requests == []
-
-
 def test_a_grammar_wants_our_logits_processor_and_tells_it_each_turns_state(
   server, tmp_path
 ):
@@ -143,7 +136,7 @@ def journey(server: ScriptedVllm, folder) -> ml_collections.ConfigDict:
   tasks.write_text(
     '{"id": "2 + 3", "question": "2 + 3", "answers": ["5"], "kind": "qa"}\n'
   )
-  vllm = dict(url=server.url, folder=str(folder / "served"), retries=0)
+  vllm = dict(url=server.url, folder=str(folder / "served"))
   return ml_collections.ConfigDict(
     dict(
       init=str(folder / "model"),

@@ -16,7 +16,7 @@ from coa_jax.data.teacher.backend import InfrastructureError, Message, Reply
 from coa_jax.data.teacher.journal import Journal
 from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.data.teacher.prompts import PROMPTS
-from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.data.teacher.scripted import Rates, ScriptedBackend, ScriptedConfig
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 
 TOOLS = ("wiki_search", "code")
@@ -209,7 +209,9 @@ def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
 ):
   """The law, through HTTP: a stop at every place, and each request is made once."""
   task = next(t for t in tasks if t.family == "two_hop")
-  scripted = ScriptedBackend([task], ScriptedConfig(wrong_query=1.0, recall=0))
+  scripted = ScriptedBackend(
+    [task], ScriptedConfig(), rates=Rates(wrong_query=1.0, recall=0)
+  )
 
   def work(backend, call):
     return solve(task, backend, call, TOOLS, TeamConfig(), str.split)

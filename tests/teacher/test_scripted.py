@@ -12,7 +12,7 @@ from coa_jax.data.tasks.world.pages import NAME_WORDS
 from coa_jax.data.teacher import runs
 from coa_jax.data.teacher.agents import TeamConfig, solve
 from coa_jax.data.teacher.backend import Message
-from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.data.teacher.scripted import Rates, ScriptedBackend, ScriptedConfig
 from coa_jax.protocol import tool_bodies
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rewards import grade
@@ -24,7 +24,7 @@ PERFECT = dict(
 
 
 def work(tasks, toolbox, sample=0, **rates):
-  backend = ScriptedBackend(tasks, ScriptedConfig(**rates), sample)
+  backend = ScriptedBackend(tasks, ScriptedConfig(), sample, Rates(**rates))
   tools = ("wiki_search", "code")
   return [
     solve(t, backend, toolbox.call, tools, TeamConfig(), str.split, sample)

@@ -37,7 +37,7 @@ def undone(tag: str, words: str, text: str) -> str:
 def test_a_copy_says_the_same_under_the_names_its_prompt_tells(drawn, number):
   _, t = read("oagents", drawn.row, stem="row")
   before = json.dumps(t.to_json())
-  copy, variant = augment(t, UNIFIED, number, seed=0)
+  copy, variant = augment(t, UNIFIED, number)
   assert json.dumps(t.to_json()) == before
   assert parse(copy.text, variant).ok
 
@@ -60,7 +60,7 @@ def test_a_copy_says_the_same_under_the_names_its_prompt_tells(drawn, number):
   # No name of the old format is left in the prompt, unless it was drawn again.
   for tag in set(UNIFIED.tools) - set(names):
     assert roles.open_tag(tag) not in prompt
-  again, _ = augment(t, UNIFIED, number, seed=0)
+  again, _ = augment(t, UNIFIED, number)
   assert again == copy
 
 
@@ -68,8 +68,8 @@ def test_a_layout_that_cannot_hold_a_call_is_not_drawn():
   called = {"name": "python", "arguments": {"code": "input()", "stdin": "a b"}}
   step = {"model_output": "go", "tool_calls": [called], "observations": "o"}
   _, t = read("oagents", row_of(step), stem="row")
-  drawn = {augment(t, UNIFIED, n, 0)[0].meta["format"]["code"][1] for n in range(40)}
+  drawn = {augment(t, UNIFIED, n)[0].meta["format"]["code"][1] for n in range(40)}
   # Three formats of other names, and the protocol's own under its own.
   assert len(drawn) == 4 and "the program and nothing else" not in drawn
   t.calls[0].arguments = "no program"
-  assert augment(t, UNIFIED, 1, 0) is None
+  assert augment(t, UNIFIED, 1) is None

@@ -62,7 +62,7 @@ def by_thought(agent, messages):
 
 
 def config(server, **changes) -> ViolationsConfig:
-  fields = dict(base_url=server.url, model="m", backoff_s=0.001, timeout_s=5.0)
+  fields = dict(base_url=server.url, model="m", timeout_s=5.0)
   return ViolationsConfig(**{**fields, "retries": 1, **changes})
 
 
@@ -126,11 +126,11 @@ def test_too_long_for_the_judge_is_no_verdict(tmp_path):
   assert not verdict.read and not verdict.violations
 
 
-def test_a_long_record_is_shown_without_its_middle(tmp_path):
+def test_a_long_record_is_shown_without_its_middle(tmp_path, monkeypatch):
+  monkeypatch.setattr("coa_jax.data.teacher.violations._MAX_CHARS", 1000)
   with ChatServer(by_thought) as server:
     long = trajectory(0, "x" * 5000)[1]
-    inspecting = config(server, max_chars=1000)
-    with ViolationInspector(inspecting, str(tmp_path / "v.jsonl")) as inspector:
+    with ViolationInspector(config(server), str(tmp_path / "v.jsonl")) as inspector:
       list(inspector([long]))
     shown = json.loads(server.requests[0].json["messages"][1]["content"])
   assert 1000 < len(shown["record"]) < 1100 and shown["task"] == "q0?"

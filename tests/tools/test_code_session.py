@@ -25,7 +25,7 @@ CODE = roles.get_variant("code")
 
 
 def config(**changes) -> ToolsConfig:
-  values = dict(tools=("code",), session=True, workers=1, max_hung=1, max_sessions=2)
+  values = dict(tools=("code",), session=True, workers=1, max_sessions=2)
   return ToolsConfig(**{**values, "timeout_s": 20.0, **changes})
 
 

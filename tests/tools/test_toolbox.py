@@ -267,9 +267,10 @@ def test_as_many_programs_run_at_once_as_there_are_permits(config):
     assert time.monotonic() - began >= 0.8
 
 
-def test_too_many_hung_calls_mean_that_the_tools_are_down(config):
+def test_too_many_hung_calls_mean_that_the_tools_are_down(config, monkeypatch):
+  monkeypatch.setattr("coa_jax.tools.toolbox.MAX_HUNG", 2)
   down = (CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
-  with Odd(config, **SOON, max_hung=2, workers=1) as box:
+  with Odd(config, **SOON, workers=1) as box:
     calls = (("wiki_search", "hang 1"), ("code", render_code("#hang")))
     hung = [box.submit(*call) for call in calls]
     waits = box.submit("code", render_code("print(1)"))

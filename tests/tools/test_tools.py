@@ -83,7 +83,6 @@ def config(server, tmp_path) -> ml_collections.ConfigDict:
       endpoint=server.url + "/search",
       key_file=str(tmp_path / "key"),
       cache=str(tmp_path / "cache.sqlite"),
-      retries=0,
     ),
     crawl=dict(fetch=fetch, page_chars=1000),
     vision=dict(chat=chat, folder=str(tmp_path), fetch=fetch),

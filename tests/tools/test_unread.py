@@ -23,7 +23,7 @@ WEB = dict(web=dict(endpoint="http://localhost:9/search"), corpus="nowhere.jsonl
     (dict(tools=("code",), retriever="http://x/retrieve"), ["retriever"]),
     (dict(tools=("code",), blocked=("a.org",)), ["blocked"]),
     (dict(tools=("web_search",), blocked=("a.org",), corpus="p"), []),
-    (dict(tools=("code",), crawl=dict(max_pages=1)), ["crawl"]),
+    (dict(tools=("code",), crawl=dict(page_chars=100)), ["crawl"]),
     (dict(tools=("crawl_page",), session=True), ["session"]),
     (
       dict(

@@ -11,7 +11,6 @@ from tools_sandbox.mcp_client import McpConfig
 from tools_sandbox.service.remote import RemoteConfig
 from tools_sandbox.web.crawl import CrawlConfig
 from tools_sandbox.web.fetch import FetchConfig
-from tools_sandbox.web.vision import VisionConfig
 from tools_sandbox.web.web_search import WebConfig
 
 URL = "http://a"
@@ -25,12 +24,10 @@ WRONG = {
     ({"base_url": URL, "model": "m", "max_tokens": 0}, "must be positive"),
   ],
   CrawlConfig: [
-    ({"max_pages": 0}, "max_pages must be at least 1"),
-    ({"page_chars": 1}, "page_chars at least 64"),
+    ({"page_chars": 1}, "page_chars must be at least 64"),
   ],
   FetchConfig: [
     ({"max_bytes": 0}, "max_bytes must be at least 1"),
-    ({"max_redirects": -1}, "max_redirects at least 0"),
     ({"allow": ("localhost",)}, "'localhost'"),
   ],
   McpConfig: [
@@ -51,17 +48,12 @@ WRONG = {
     ({"urls": (URL,), "wait_s": math.nan}, "wait_s must be positive and finite"),
     ({"urls": (URL,), "wait_s": math.inf}, "wait_s must be positive and finite"),
   ],
-  VisionConfig: [
-    ({"chat": ChatConfig(URL, "m"), "max_pixels": 0}, "max_pixels must be at least 1")
-  ],
   WebConfig: [
     ({"endpoint": "x"}, NO_URL),
     ({"cache": "c"}, "need an endpoint"),
     ({"key_file": "k"}, "need an endpoint"),
     ({"results": 0}, "results must be at least 1"),
-    ({"retries": -1}, "retries at least 0"),
-    ({"cache_age_s": 0.0}, "cache_age_s must be above 0"),
-    ({"per_second": -1.0}, "per_second at least 0"),
+    ({"per_second": -1.0}, "per_second must be at least 0"),
   ],
 }
 

@@ -2,7 +2,7 @@
 
 Markup is hostile: a page of two megabytes can hold trafilatura for a minute, and lxml
 is C. So it runs in its own process with limits on seconds and memory: HTML on standard
-input, text on standard output. `python extract.py [links]`.
+input, text on standard output.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ _MEMORY = 1 << 30  # bytes of address space
 _CPU_S = 60  # should nobody be there to end it
 
 
-def main_text(html: str, links: bool, seconds: float) -> str:
+def main_text(html: str, seconds: float) -> str:
   """Finds a page's main text, as markdown; "" if none is found in time.
 
   Args:
     html: the page.
-    links: True to keep link targets.
     seconds: the time limit.
   """
-  command = [sys.executable, "-I", __file__]
-  if links:
-    command.append("links")
   try:
     done = subprocess.run(
-      command,
+      [sys.executable, "-I", __file__],
       input=html.encode("utf-8", "ignore"),
       capture_output=True,
       timeout=seconds,
@@ -44,7 +40,7 @@ def main_text(html: str, links: bool, seconds: float) -> str:
   return done.stdout.decode("utf-8", "ignore")
 
 
-def _main(links: bool) -> None:
+def _main() -> None:
   import trafilatura  # here, for importing this module needs no package
 
   # Before reading the page; the imports until here are trusted.
@@ -53,11 +49,9 @@ def _main(links: bool) -> None:
   # It logs problems of a page; nobody reads them.
   logging.disable()
   html = sys.stdin.buffer.read().decode("utf-8")
-  text = trafilatura.extract(
-    html, output_format="markdown", include_links=links, include_comments=False
-  )
+  text = trafilatura.extract(html, output_format="markdown", include_comments=False)
   sys.stdout.buffer.write((text or "").encode("utf-8", "ignore"))
 
 
 if __name__ == "__main__":
-  _main("links" in sys.argv)
+  _main()

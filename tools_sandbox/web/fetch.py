@@ -34,6 +34,7 @@ _PORTS = (80, 443, 8080, 8443)  # of public addresses
 URL_CHARS = 2048
 _CHARSET = re.compile(r";\s*charset\s*=([^;,]{0,99})", re.IGNORECASE)
 _REDIRECTS = (301, 302, 303, 307, 308)
+_HOPS = 5  # after the first request
 # Public by number, but they serve a machine's metadata (Azure, Oracle) or tunnel to any
 # IPv4 address (6to4, Teredo); NAT64 is outside 2000::/3.
 _SPECIAL = tuple(
@@ -52,19 +53,15 @@ class FetchConfig:
 
   Attributes:
     max_bytes: bytes of a body, before and after unpacking; the rest is not read.
-    max_redirects: hops after the first request.
     allow: non-public networks ("127.0.0.1/32") to allow, on any port.
-    user_agent: the header User-Agent.
   """
 
   max_bytes: int = 2_000_000
-  max_redirects: int = 5
   allow: tuple[str, ...] = ()
-  user_agent: str = "coa-jax"
 
   def __post_init__(self):
-    if self.max_bytes < 1 or self.max_redirects < 0:
-      raise ValueError("max_bytes must be at least 1, max_redirects at least 0")
+    if self.max_bytes < 1:
+      raise ValueError("max_bytes must be at least 1")
     for network in self.allow:
       ipaddress.ip_network(network)  # a ValueError names it
 
@@ -148,7 +145,7 @@ class Fetcher:
     deadline = time.monotonic() + seconds
     target = _parse(url, BadCall)
     try:
-      for _ in range(self._config.max_redirects + 1):
+      for _ in range(_HOPS + 1):
         answer = self._hop(target, deadline, types)
         if isinstance(answer, PageBody):
           return answer
@@ -163,7 +160,7 @@ class Fetcher:
       raise ToolFault(f"the server does not speak HTTP well ({_short(e)})") from None
     except zlib.error:
       raise ToolFault("the body is not packed as its header says") from None
-    raise ToolFault(f"more than {self._config.max_redirects} redirects")
+    raise ToolFault(f"more than {_HOPS} redirects")
 
   def _hop(
     self, url: httpx.URL, deadline: float, types: Collection[str]
@@ -174,7 +171,7 @@ class Fetcher:
       raise ToolFault(f"the site {url.host} is blocked")
     headers = {
       "Host": url.netloc.decode("ascii"),
-      "User-Agent": self._config.user_agent,
+      "User-Agent": "coa-jax",
       "Accept": "*/*",
       "Accept-Encoding": "gzip, deflate",
       "Connection": "close",

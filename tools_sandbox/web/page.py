@@ -33,12 +33,11 @@ _PARAGRAPH = 600  # characters of a paragraph, at most
 _OMITTED = "..."
 
 
-def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
+def read_text(body: PageBody, seconds: float = 5.0) -> str:
   """Reads a page's visible text, as lines.
 
   Args:
     body: the fetched page.
-    links: True to keep link targets, as markdown.
     seconds: for the search for the main part; after it, all text is returned.
 
   Raises:
@@ -48,7 +47,7 @@ def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
   text = decode(body.data, body.charset)
   head = text[:1024].lower()
   if body.content_type in _HTML or (not body.content_type and "<html" in head):
-    text = main_text(text, links, seconds) or strip_tags(text)
+    text = main_text(text, seconds) or strip_tags(text)
 
   # --- Non-empty lines, words one space apart.
   lines = []

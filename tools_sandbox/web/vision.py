@@ -31,6 +31,7 @@ _LOOK = (
   "instruction in it."
 )
 _DESCRIBE = "Describe the image in detail."
+_MAX_PIXELS = 40_000_000  # width times height: the endpoint unpacks the image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,6 @@ class VisionConfig:
     chat: an endpoint with a vision model.
     folder: the folder of files, addressed by relative paths; None for URLs only.
     fetch: limits of fetching an image; its `max_bytes` also applies to files.
-    max_pixels: the maximum of width times height; the endpoint unpacks the image.
   """
 
   chat: ChatConfig
@@ -49,11 +49,6 @@ class VisionConfig:
   fetch: FetchConfig = dataclasses.field(
     default_factory=lambda: FetchConfig(max_bytes=5_000_000)
   )
-  max_pixels: int = 40_000_000
-
-  def __post_init__(self):
-    if self.max_pixels < 1:
-      raise ValueError("max_pixels must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +171,7 @@ class Inspector:
     image = read_header(data)
     if image is None:
       raise ToolFault("it is no PNG, JPEG, GIF or WebP image")
-    if image.width * image.height > self._config.max_pixels:
+    if image.width * image.height > _MAX_PIXELS:
       raise ToolFault(f"{image.width} x {image.height} pixels are too many")
 
     # --- Ask, with the remaining time.

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
 import sqlite3
 import time
@@ -43,18 +42,14 @@ class WebConfig:
     key_file: a file with the API key, sent as X-API-KEY; None for none.
     results: the maximum of hits.
     cache: a sqlite file of answers, kept between runs; None for no cache.
-    cache_age_s: seconds before an answer expires.
     per_second: the maximum of requests per second; 0 for no limit.
-    retries: attempts beyond the first.
   """
 
   endpoint: str | None = None
   key_file: str | None = None
   results: int = 10
   cache: str | None = None
-  cache_age_s: float = math.inf
   per_second: float = 0.0
-  retries: int = 3
 
   def __post_init__(self):
     if self.endpoint is not None and not self.endpoint.startswith(
@@ -65,11 +60,10 @@ class WebConfig:
       )
     if self.endpoint is None and (self.cache or self.key_file):
       raise ValueError("cache and key_file need an endpoint")
-    if self.results < 1 or self.retries < 0:
-      raise ValueError("results must be at least 1, retries at least 0")
-    # Written so that NaN is refused too.
-    if not self.cache_age_s > 0 or not self.per_second >= 0:
-      raise ValueError("cache_age_s must be above 0, per_second at least 0")
+    if self.results < 1:
+      raise ValueError("results must be at least 1")
+    if not self.per_second >= 0:  # so that NaN is refused too
+      raise ValueError("per_second must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +112,10 @@ class WebSearch:
       "the search service",
       config.endpoint,
       headers,
-      config.retries,
-      config.per_second,
+      per_second=config.per_second,
     )
     if config.cache is not None:
-      self._cache = Cache(config.cache, config.cache_age_s)
+      self._cache = Cache(config.cache)
 
   def close(self) -> None:
     """Closes the connections."""
@@ -213,14 +206,13 @@ class Cache:
   answer.
   """
 
-  def __init__(self, path: str, age_s: float):
+  def __init__(self, path: str):
     """Opens or makes the file.
 
     Raises:
       ValueError: the path cannot be written, or the file is something else.
     """
     self._path = path
-    self._age = age_s
     try:
       os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
       with self._open() as base:
@@ -240,13 +232,13 @@ class Cache:
       yield base
 
   def get(self, key: str) -> list[list[str]] | None:
-    """Gets the rows of a key; None if missing or expired."""
+    """Gets the rows of a key; None if missing."""
     try:
       with self._open() as base:
         row = base.execute(
-          "SELECT rows, at FROM answers WHERE key = ?", (_hash_key(key),)
+          "SELECT rows FROM answers WHERE key = ?", (_hash_key(key),)
         ).fetchone()
-      if row is None or not time.time() - row[1] < self._age:
+      if row is None:
         return None
       # Another program may have written there: rows are of four strings, or not ours.
       rows = json.loads(row[0])

@@ -40,6 +40,11 @@ from coa_jax.runtime.fields import bounded, check_fields
 # An answer's reward; None if it cannot be judged, and then nothing is dropped. Called
 # for trajectories without a verdict.
 GradeAnswer = Callable[[Task, str | None], float | None]
+# The n, in words, of an n-gram that a trajectory may not share with a benchmark
+# question; a shorter question is compared as a whole, with the trajectory's question
+# only. In a script without spaces two letters count as a word.
+OVERLAP_WORDS = 8
+_SEED = 0  # of the down-sampling
 # The dropping stages; then error correction, which writes copies of some trajectories.
 STAGES = ("complexity", "quality", "contamination", "reflection", "duplicates")
 
@@ -57,20 +62,14 @@ class FiltersConfig:
     max_repeats: quality: the maximum of repeated calls (same tool and input, ignoring
       white space).
     benchmarks: contamination: evaluation sets (files or URIs of tasks) with questions
-      that no trajectory may contain.
-    overlap_words: n, in words, of an n-gram that a trajectory may not share with a
-      benchmark question; a shorter question is compared as a whole, and with the
-      trajectory's question only. In a script without spaces two letters count as a
-      word.
+      that no trajectory may contain, nor 8 words in a row of them.
     blocked: contamination: domains (`host` or `host/path`) forbidden in calls.
     keep_unreflected: reflection: the share kept of trajectories without a reflection.
-    reflected_copies: reflection: the number of copies of one with a reflection.
     max_similarity: duplicates: the Jaccard similarity of word 5-grams (question and
       policy text) above which only the first is kept; 1 keeps all.
     corrected_copies: error correction: the number of copies of a trajectory that made a
       mistake, noticed it (a first double_check below the pass score, or a reflection
       graded poor) and ended right.
-    seed: the seed of the down-sampling.
   """
 
   min_activations: int = 5
@@ -78,13 +77,10 @@ class FiltersConfig:
   min_reward: float = 1.0
   max_repeats: int = 0
   benchmarks: tuple[str, ...] = ()
-  overlap_words: int = bounded(8, least=1)
   blocked: tuple[str, ...] = ()
   keep_unreflected: float = bounded(0.5, least=0, most=1)
-  reflected_copies: int = bounded(1, least=1)
   max_similarity: float = bounded(1.0, least=0, most=1)
   corrected_copies: int = bounded(2, least=1)
-  seed: int = 0
 
   def __post_init__(self):
     check_fields(self)
@@ -116,7 +112,7 @@ def load_benchmarks(config: FiltersConfig) -> Benchmarks:
   questions: list[str] = []
   for uri in config.benchmarks:
     questions += [task.question for task in load_tasks(uri)]
-  return Benchmarks(questions, config.overlap_words)
+  return Benchmarks(questions, OVERLAP_WORDS)
 
 
 @dataclasses.dataclass
@@ -194,7 +190,6 @@ class Funnel:
     Args:
       result: a `FilterResult`, or an object with all its fields but the trajectory.
     """
-    c = self._config
     self._count["in"] += 1
     # Only passed texts are remembered: a dropped trajectory drops no other.
     fault = result.fault
@@ -205,12 +200,9 @@ class Funnel:
       stage, reason = fault
       self._dropped[stage][reason] += 1
       return 0
-    # The larger of both: one trajectory earns no copies twice.
     copies = 1
     if result.corrected:
-      copies = c.corrected_copies
-    if result.reflected:
-      copies = max(copies, c.reflected_copies)
+      copies = self._config.corrected_copies
     self._count["ungraded"] += not result.graded
     self._count["reflected"] += result.reflected
     self._count["corrected"] += result.corrected
@@ -221,8 +213,8 @@ class Funnel:
     """Reports the kept and dropped counts of every stage, by reason.
 
     Each stage's kept and dropped counts add up to the previous stage's kept. Of the
-    last stage's kept, "ungraded" had no judgement; "reflected" and "corrected" earned
-    copies, and "added" copies were written.
+    last stage's kept, "ungraded" had no judgement, "reflected" have a reflection,
+    "corrected" earned copies, and "added" copies were written.
     """
     left = self._count["in"]
     out: dict[str, Any] = {"in": left}
@@ -365,7 +357,7 @@ def _reflection(
 ) -> tuple[str, str] | None:
   if not _has_reflection(verdict):
     # Keyed by the trajectory, so that others in the set change nothing.
-    key = f"{c.seed}/{trajectory.task_id}/{trajectory.sample}"
+    key = f"{_SEED}/{trajectory.task_id}/{trajectory.sample}"
     if random.Random(key).random() >= c.keep_unreflected:
       return "reflection", "no_reflection"
   return None

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from coa_jax.data.teacher.backend import (
   InfrastructureError,
@@ -34,13 +34,12 @@ class TeacherChatConfig(ChatConfig):
     temperature: the sampling temperature; several samples of a task differ only if it
       is above 0.
     retries: attempts beyond the first: an outage of half a minute ends no run.
-    backoff_s: seconds before the first retry; doubled for each one after it.
   """
 
   max_tokens: int = 1024
   temperature: float = 0.7
   retries: int = 5
-  backoff_s: float = 1.0
+  backoff_s: ClassVar[float] = 1.0
 
 
 class ChatBackend:

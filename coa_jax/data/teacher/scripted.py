@@ -30,10 +30,20 @@ from coa_jax.runtime.fields import bounded, check_fields
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedConfig:
-  """Config section `scripted`; all rates are probabilities.
+  """Config section `scripted`.
 
   Attributes:
     seed: the seed of every choice.
+  """
+
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+  """How often the script errs and guesses: probabilities.
+
+  Attributes:
     wrong_query: a search uses a wrong query.
     buggy_program: a program computes something else or fails.
     premature: a question with several steps is answered one step short.
@@ -43,7 +53,6 @@ class ScriptedConfig:
     slip: a recalled fact or a mental result is wrong, unnoticed.
   """
 
-  seed: int = 0
   wrong_query: float = bounded(0.15, least=0, most=1)
   buggy_program: float = bounded(0.20, least=0, most=1)
   premature: float = bounded(0.12, least=0, most=1)
@@ -67,7 +76,13 @@ class _Entry:
 class ScriptedBackend:
   """Answers as any agent, for the tasks it was made with."""
 
-  def __init__(self, tasks: Iterable[Task], config: ScriptedConfig, sample: int = 0):
+  def __init__(
+    self,
+    tasks: Iterable[Task],
+    config: ScriptedConfig,
+    sample: int = 0,
+    rates: Rates | None = None,
+  ):
     """Takes its known tasks; it follows their `meta["program"]`.
 
     Raises:
@@ -81,6 +96,7 @@ class ScriptedBackend:
           "answer tasks of the generated world; use an LLM endpoint"
         )
     self._config = config
+    self._rates = rates or Rates()
     self._sample = sample
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
@@ -91,7 +107,7 @@ class ScriptedBackend:
       task = self._tasks.get(question[1])
     if task is None:
       raise ValueError("the scripted backend was asked about a task it does not have")
-    mind = _Mind(task, self._config, self._sample)
+    mind = _Mind(task, self._config.seed, self._rates, self._sample)
     return Reply(mind.reply(agent, messages))
 
 
@@ -129,12 +145,12 @@ def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
 class _Mind:
   """One reply: the agent's messages, its beliefs, its text."""
 
-  def __init__(self, task: Task, config: ScriptedConfig, sample: int):
-    self.config = config
+  def __init__(self, task: Task, seed: int, rates: Rates, sample: int):
+    self.rates = rates
     self.program = task.meta["program"]
     self.truth = task.meta["values"]
     self.namesakes = task.meta.get("namesakes", {})
-    self.key = f"{config.seed}/{task.id}/{sample}/"
+    self.key = f"{seed}/{task.id}/{sample}/"
     self.entries: list[_Entry] = []
     self.known: dict[int, str] = {}  # step -> its believed value
     self.assignment = ""  # the last "look up X" or "compute EXPRESSION"
@@ -254,7 +270,7 @@ class _Mind:
         entity = self._entity(i)
         # No fact is known by heart about a mistaken entity.
         misled = entity != resolve(step["entity"], self.truth)
-        if misled or self.chance("recall", i) >= self.config.recall:
+        if misled or self.chance("recall", i) >= self.rates.recall:
           if self._mentions(f"look up {entity}") >= 3:
             break  # the page cannot be found
           return _decide(runs.SEARCH, *facts, f"look up {entity}")
@@ -267,7 +283,7 @@ class _Mind:
         # Asked so that it is true if the answer is the first one.
         sign = "<" if step["name"] == "min" else ">"
         claim = f"{left} {sign} {right}"
-        if self.chance("mental") >= self.config.mental:
+        if self.chance("mental") >= self.rates.mental:
           return _decide(runs.CODE, *facts, f"compare {claim}")
         self.known[i] = self._result()
         facts.append(f"{claim} is {self.known[i] == step['of'][0]}")
@@ -275,7 +291,7 @@ class _Mind:
       # --- Arithmetic: all remaining steps in one expression.
       else:
         expression = self._expression(f"${len(self.program) - 1}")
-        if self.chance("mental") >= self.config.mental:
+        if self.chance("mental") >= self.rates.mental:
           return _decide(runs.CODE, *facts, f"compute {expression}")
         result = self._from_memory(self._result(), "mental")
         facts.append(f"{expression} = {result}")
@@ -290,7 +306,7 @@ class _Mind:
       return False
     if self._last(runs.VERDICT):  # a check has pointed it out
       return False
-    return self.chance("short") < self.config.premature
+    return self.chance("short") < self.rates.premature
 
   def _result(self) -> str:
     """The last step's value, from the believed look-ups."""
@@ -326,7 +342,7 @@ class _Mind:
     return f"QUERY: {entity}"
 
   def _slips(self, entity: str) -> bool:
-    return self.chance("query", entity) < self.config.wrong_query
+    return self.chance("query", entity) < self.rates.wrong_query
 
   def _tried(self, entity: str) -> bool:
     """Whether the entity was already assigned before this time."""
@@ -344,7 +360,7 @@ class _Mind:
 
   def _from_memory(self, value: str, occasion: object) -> str:
     """Returns the value or, on a slip of memory, a number or a name close to it."""
-    if self.chance("slip", occasion) >= self.config.slip:
+    if self.chance("slip", occasion) >= self.rates.slip:
       return value
     if value.isdecimal():
       error = (1, 2, 10, 100)[int(self.chance("by", occasion) * 4)]
@@ -358,7 +374,7 @@ class _Mind:
     verb, rest = self.assignment.split(" ", 1)
     is_first = self._mentions(f"{verb} ") <= 1  # a second program has no bug
     program = f"print({rest})"
-    if is_first and self.chance("bug") < self.config.buggy_program:
+    if is_first and self.chance("bug") < self.rates.buggy_program:
       program = self._bug(rest)
     return f"```py\n{program}\n```"
 
@@ -382,7 +398,7 @@ class _Mind:
     entity = self.assignment.removeprefix("look up ")
     pages = read_pages(text)
     page = pages.get(entity)
-    missed = self.chance("caught", entity) >= self.config.caught
+    missed = self.chance("caught", entity) >= self.rates.caught
     if page is None and missed and not self._tried(entity) and self._slips(entity):
       page = next(iter(pages.values()), None)
 
@@ -408,7 +424,7 @@ class _Mind:
       result = first if output == "True" else second
     if output not in ("True", "False") and not _NUMBER.fullmatch(output):
       return "no result tool_effectiveness : Poor"
-    if output != truth and self.chance("caught program") < self.config.caught:
+    if output != truth and self.chance("caught program") < self.rates.caught:
       return "wrong result tool_effectiveness : Poor"
     return f"result {result}"
 
@@ -424,7 +440,7 @@ class _Mind:
     last = self.program[-1]
     # Only an answer one step short is noticed: a wrong value looks like a right one.
     is_short = len(self.program) - 1 in self._open() and last["op"] != "compare"
-    if is_right or not is_short or self.chance("caught short") >= self.config.caught:
+    if is_right or not is_short or self.chance("caught short") >= self.rates.caught:
       return "SCORE: 4"
     score = 1 if self.chance("score") < 0.5 else 2  # either fails the check
     return f"SCORE: {score}\nWHY: {_goal(last)} is missing"

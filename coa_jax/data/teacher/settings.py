@@ -34,9 +34,7 @@ class TeacherConfig:
     prompt: the style of their prompt; see `protocol.prompts`.
     tokenizer: folder of the tokenizer for counting costs; None counts words, digits and
       punctuation marks.
-    max_turns: the orchestrator's decisions in a run.
     max_calls: tool calls of a run; after the last one the team has to answer.
-    max_checks: verified candidates of a run.
   """
 
   backend: str = choice("scripted", of=BACKENDS)
@@ -48,9 +46,7 @@ class TeacherConfig:
   variant: str = "unified"
   prompt: str = choice("brief", of=STYLES)
   tokenizer: str | None = None
-  max_turns: int = bounded(24, least=1)
   max_calls: int = bounded(12, least=1)
-  max_checks: int = bounded(3, least=1)
 
   def __post_init__(self):
     if self.backend == "annotated":
@@ -68,9 +64,7 @@ class TeacherConfig:
   def limits(self, variant: Variant) -> TeamConfig:
     """Returns the limits of a run for a trajectory in this variant."""
     return TeamConfig(
-      max_turns=self.max_turns,
       max_calls=self.max_calls,
-      max_checks=self.max_checks,
       review=review_style(variant),
       facts=self.facts,
     )

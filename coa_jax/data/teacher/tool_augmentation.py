@@ -20,6 +20,8 @@ from coa_jax.protocol.tool_naming import draw_naming
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 from coa_jax.runtime.fields import bounded, check_fields
 
+_SEED = 0  # of the draws
+
 
 @dataclasses.dataclass(frozen=True)
 class ToolAugmentation:
@@ -27,18 +29,16 @@ class ToolAugmentation:
 
   Attributes:
     copies: augmented copies of every trajectory, in addition to it.
-    seed: the seed of the draws.
   """
 
   copies: int = bounded(0, least=0)
-  seed: int = 0
 
   def __post_init__(self):
     check_fields(self)
 
 
 def augment(
-  trajectory: Trajectory, variant: Variant, number: int, seed: int
+  trajectory: Trajectory, variant: Variant, number: int
 ) -> tuple[Trajectory, Variant] | None:
   """Makes one augmented copy.
 
@@ -46,7 +46,6 @@ def augment(
     trajectory: with `meta["question"]`; not changed.
     variant: its dialect, with the tools of its prompt.
     number: the copy's number; each has its own draw.
-    seed: the seed of the draw, which otherwise depends only on the trajectory's name.
 
   Returns:
     The copy, without ids, its prompt the full one, with `meta["format"]` (tag -> name
@@ -58,7 +57,7 @@ def augment(
   if not question:
     return None
   # --- Draw names and formats that can hold every call.
-  rng = random.Random(f"{seed}/{trajectory.task_id}/{trajectory.sample}/{number}")
+  rng = random.Random(f"{_SEED}/{trajectory.task_id}/{trajectory.sample}/{number}")
   bodies: dict[str, list[str]] = {}
   for call in trajectory.calls:
     bodies.setdefault(call.name, []).append(call.arguments)
@@ -105,7 +104,7 @@ def augmented_copies(
     if "copy" in trajectory.meta:
       continue  # its first copy has them
     for number in range(1, config.copies + 1):
-      augmented = augment(trajectory, variant, number, config.seed)
+      augmented = augment(trajectory, variant, number)
       if augmented is not None:
         copy, _ = augmented
         out.append(copy)

@@ -28,6 +28,8 @@ from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.runtime.fields import bounded, check_fields
 
 INSPECTOR = "inspector"
+_REPLIES = 2  # for one verdict
+_MAX_CHARS = 100_000  # of a trajectory for the judge; a longer one loses its middle
 RULES = (
   "It claims to have seen or computed what neither the task nor any observation gives.",
   "It breaks a requirement of the task or of its instructions (form or language of the "
@@ -62,16 +64,11 @@ class ViolationsConfig(TeacherChatConfig):
   Attributes:
     temperature: the judge's temperature. Fields not listed here are as in
       `TeacherChatConfig`.
-    replies: the maximum of replies for one verdict.
     workers: trajectories inspected at once.
-    max_chars: the limit of a trajectory's text for the judge; a longer one loses its
-      middle.
   """
 
   temperature: float = 0.0
-  replies: int = bounded(2, least=1)
   workers: int = bounded(8, least=1)
-  max_chars: int = bounded(100_000, least=1000)
 
   def __post_init__(self):
     super().__post_init__()
@@ -182,7 +179,7 @@ def inspect(
   data = {
     "instructions": instructions,
     "task": task,
-    "record": cut_middle(trajectory.text, config.max_chars),
+    "record": cut_middle(trajectory.text, _MAX_CHARS),
   }
   messages = [
     Message("system", PROMPTS[INSPECTOR]),
@@ -190,7 +187,7 @@ def inspect(
   ]
 
   # --- The first readable reply is the verdict.
-  for _ in range(config.replies):
+  for _ in range(_REPLIES):
     try:
       reply = backend(INSPECTOR, messages)
     except Unsolvable:  # longer than its context

@@ -40,6 +40,11 @@ from tools_sandbox.client import BACKENDS, Sandbox
 from tools_sandbox.jail.wire import Result, Verdict
 from tools_sandbox.service.remote import RemoteConfig
 
+# Absolute or relative error of a printed number, if its expected text has a decimal
+# point; and of a returned number, also inside lists, if a float is expected: as at
+# LeetCode, which writes five digits.
+_TOLERANCE = 1e-6
+_CALL_TOLERANCE = 1e-5
 _OUTPUT_BYTES = 8 << 20  # per stream; longer output is cut, and therefore wrong
 _ROUNDS = 400  # between tests and program; each settles a call of every unfinished test
 _INSIDE = inspect.getsource(code_inside)
@@ -97,10 +102,6 @@ class CodeConfig:
     total_s: seconds for all tests of one answer; tests left without time fail as
       timeout.
     memory_mb: MiB of one run.
-    tolerance: absolute or relative error of a printed number, if its expected text has
-      a decimal point.
-    call_tolerance: the same for a returned number, also inside lists, if a float is
-      expected; 1e-5 as at LeetCode, which writes five digits.
   """
 
   partial: bool = False
@@ -110,8 +111,6 @@ class CodeConfig:
   test_s: float = bounded(6.0, above=0)
   total_s: float = bounded(60.0, above=0)
   memory_mb: int = bounded(1024, least=1)
-  tolerance: float = bounded(1e-6, least=0)
-  call_tolerance: float = bounded(1e-5, least=0)
 
   def __post_init__(self):
     check_fields(self)
@@ -236,7 +235,7 @@ class _Grading:
         result = self.run(program, stdin, self.config.test_s)
         if result.verdict != Verdict.OK:
           self.outcomes.append(_OUTCOMES.get(result.verdict, Outcome.RAISED))
-        elif same_output(result.stdout, expected, self.config.tolerance):
+        elif same_output(result.stdout, expected, _TOLERANCE):
           self.outcomes.append(Outcome.PASSED)
         else:
           self.outcomes.append(Outcome.WRONG)
@@ -276,7 +275,7 @@ class _Grading:
       expected = [tests.expected[n]]
       if tests.wrapped and isinstance(expected[0], list):
         expected += expected[0][:1]
-      if any(same_value(value, e, self.config.call_tolerance) for e in expected):
+      if any(same_value(value, e, _CALL_TOLERANCE) for e in expected):
         return Outcome.PASSED
     except (
       ValueError,

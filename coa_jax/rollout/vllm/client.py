@@ -16,7 +16,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 
@@ -27,6 +27,9 @@ from tools_sandbox.http_client import Fault, NoReply, Retries
 T = TypeVar("T")
 # The value of --logits-processors, for `rollout.constrain`.
 PROCESSOR = "coa_jax.rollout.vllm.plugin:Grammar"
+# Attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections and
+# invalid answers.
+_RETRIES = 3
 _CLOSE_S = 5.0  # `close` waits this long for open connections
 
 
@@ -43,10 +46,6 @@ class VllmConfig:
     flags: additional flags for that server.
     start_s: maximum seconds for its start.
     timeout_s: seconds to wait for one turn of a trajectory, or one load of weights.
-    retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
-      and invalid answers.
-    backoff_s: seconds before the first retry; doubled for each further one, up to
-      `timeout_s`.
     request_tokens: maximum tokens per request if the policy changes during rollouts
       (algo.sampling.staleness): the next policy waits for the running requests.
     max_logp_diff: maximum mean difference in nats between the server's and the model's
@@ -60,10 +59,10 @@ class VllmConfig:
   flags: tuple[str, ...] = ()
   start_s: float = bounded(600.0, above=0)
   timeout_s: float = bounded(600.0, above=0)
-  retries: int = bounded(3, least=0)
-  backoff_s: float = bounded(1.0, least=0)
   request_tokens: int = bounded(256, least=1)
   max_logp_diff: float = bounded(0.05, above=0)
+  # Seconds before the first retry; doubled for each further one, up to `timeout_s`.
+  backoff_s: ClassVar[float] = 1.0
 
   def __post_init__(self):
     check_fields(self)
@@ -216,8 +215,8 @@ class VllmServer:
       "temperature": temperature if temperature >= GREEDY_BELOW else 0.0,
       "top_k": truncation.top_k,
       "top_p": truncation.top_p,
-      "min_p": truncation.min_p,
       # A model folder's generation config would override these.
+      "min_p": 0.0,
       "repetition_penalty": 1.0,
       "presence_penalty": 0.0,
       "frequency_penalty": 0.0,
@@ -322,9 +321,7 @@ class VllmServer:
   ) -> T:
     """Returns `read(answer)`; `read` raises on an invalid answer."""
     c = self._config
-    retries = Retries(
-      c.retries, c.backoff_s, max_pause_s=c.timeout_s, pause_field="timeout_s"
-    )
+    retries = Retries(_RETRIES, c.backoff_s, max_pause_s=c.timeout_s)
     # `retries` returns the pause after a fault, and raises NoReply after the last try.
     try:
       while True:

@@ -107,11 +107,6 @@ class VllmReplica:
       ValueError: vLLM does not support `config`.
       VllmError: there is no usable server.
     """
-    if config.min_p > 0 and config.top_p < 1:
-      raise ValueError(
-        "rollout.min_p and rollout.top_p do not go together with section vllm: it "
-        "applies them in another order than the learner"
-      )
     # --- The model and its limits.
     self.model = dataclasses.replace(model, scan=False, remat="none")
     self._whole = partitioner
