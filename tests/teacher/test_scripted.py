@@ -23,8 +23,8 @@ PERFECT = dict(
 )
 
 
-def work(tasks, toolbox, sample=0, **rates):
-  backend = ScriptedBackend(tasks, ScriptedConfig(), sample, Rates(**rates))
+def work(tasks, toolbox, sample=0, seed=0, **rates):
+  backend = ScriptedBackend(tasks, ScriptedConfig(seed), sample, Rates(**rates))
   tools = ("wiki_search", "code")
   return [
     solve(t, backend, toolbox.call, tools, TeamConfig(), str.split, sample)
