@@ -305,14 +305,16 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
       for after in row[np.sort(firsts)].tolist():
         if after < 0:
           continue
+        to_after_X = row == after
         earned = content.earns_S[after]
         if earned is None:
-          state = ("in", place, role, after)
+          out[to_after_X] = index(("in", place, role, after))
+          continue
+        then = place.closed(earned)
+        if role == ANSWER or role in variant.tools:
+          out[to_after_X] = index(("stop", then))
         else:
-          then = place.closed(earned)
-          ends_turn = role == ANSWER or role in variant.tools
-          state = ("stop", then) if ends_turn else ("open", then, "", 0)
-        out[row == after] = index(state)
+          out[to_after_X] = index(("open", then, "", 0))
 
   # --- The states after a tool's closing tag, and the trajectory's ends.
   resume = np.full(len(states), -1)
