@@ -144,8 +144,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   settings = read_config(config, RLConfig)
   algo = settings.algo
   tasks = _Tasks.read(settings)
-  _, tokenizer = open_folder(settings.init, settings.model)
   plan = plan_rl(settings)
+  _, tokenizer = open_folder(settings.init, settings.model)
   worker = _make_worker(plan, tokenizer, workdir)
   tasks = tasks.admitted(worker)
   monitor = HealthMonitor(settings.watch)

@@ -104,12 +104,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   settings = read_config(config, SFTConfig)
   data = settings.data
   init = settings.init or ""
-  sources = read_sources(data.trajectories)
-  num_rows = check_sources(sources)
+  plan = plan_sft(settings)
   tokenizer = None
   if isinstance(settings.model, LoadConfig):
     _, tokenizer = open_folder(init, settings.model)
-  plan = plan_sft(settings)
+  sources = read_sources(data.trajectories)
+  num_rows = check_sources(sources)
   own_dir = process_dir(workdir)
   _claim(settings, sources, own_dir)
 

@@ -128,7 +128,7 @@ def test_the_verdict_says_by_how_much_and_what_to_change():
       ("--slice=v6e:4x4", "--config.rollout.tensor=8", "--config.algo.batch.rows=16"),
       "several processes",
     ),
-    (("--slice=v6e:4x4", "--config.algo.batch.rows=24"), "B=24 over"),
+    (("--slice=v6e:4x4", "--config.algo.batch.rows=24"), "algo.batch.rows=24 over"),
     (("--slice=v9:4x4",), "v5e, v5p, v6e, tpu7x"),
     (("--slice=v6e:4x5",), "--slice=v6e:4x5: there is no such slice"),
     (("--slice=v6e:4x4", "--slices=2"), "mesh.data=1 must be a multiple of the 2 slic"),

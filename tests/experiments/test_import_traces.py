@@ -154,6 +154,7 @@ def filtering(source: pathlib.Path, held_out: pathlib.Path) -> tuple[str, ...]:
     "--convert.score_right",
     "--filter",
     f"--filters.benchmarks={held_out}",
+    "--filters.overlap_words=13",
     "--filters.keep_unreflected=1.0",
   )
 

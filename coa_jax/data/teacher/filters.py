@@ -40,10 +40,6 @@ from coa_jax.runtime.fields import bounded, check_fields
 # An answer's reward; None if it cannot be judged, and then nothing is dropped. Called
 # for trajectories without a verdict.
 GradeAnswer = Callable[[Task, str | None], float | None]
-# The n, in words, of an n-gram that a trajectory may not share with a benchmark
-# question; a shorter question is compared as a whole, with the trajectory's question
-# only. In a script without spaces two letters count as a word.
-OVERLAP_WORDS = 8
 _SEED = 0  # of the down-sampling
 # The dropping stages; then error correction, which writes copies of some trajectories.
 STAGES = ("complexity", "quality", "contamination", "reflection", "duplicates")
@@ -62,7 +58,11 @@ class FiltersConfig:
     max_repeats: quality: the maximum of repeated calls (same tool and input, ignoring
       white space).
     benchmarks: contamination: evaluation sets (files or URIs of tasks) with questions
-      that no trajectory may contain, nor 8 words in a row of them.
+      that no trajectory may contain.
+    overlap_words: n, in words, of an n-gram that a trajectory may not share with a
+      benchmark question; a shorter question is compared as a whole, and with the
+      trajectory's question only. In a script without spaces two letters count as a
+      word.
     blocked: contamination: domains (`host` or `host/path`) forbidden in calls.
     keep_unreflected: reflection: the share kept of trajectories without a reflection.
     max_similarity: duplicates: the Jaccard similarity of word 5-grams (question and
@@ -77,6 +77,7 @@ class FiltersConfig:
   min_reward: float = 1.0
   max_repeats: int = 0
   benchmarks: tuple[str, ...] = ()
+  overlap_words: int = bounded(8, least=1)
   blocked: tuple[str, ...] = ()
   keep_unreflected: float = bounded(0.5, least=0, most=1)
   max_similarity: float = bounded(1.0, least=0, most=1)
@@ -112,7 +113,7 @@ def load_benchmarks(config: FiltersConfig) -> Benchmarks:
   questions: list[str] = []
   for uri in config.benchmarks:
     questions += [task.question for task in load_tasks(uri)]
-  return Benchmarks(questions, OVERLAP_WORDS)
+  return Benchmarks(questions, config.overlap_words)
 
 
 @dataclasses.dataclass
