@@ -282,8 +282,7 @@ def test_a_documented_command_prints_a_run_whose_mesh_fits(command, tmp_path):
     if f"--{field}" in [word.partition("=")[0] for word in words]:
       path = tmp_path if field == "config.init" else tasks
       words.append(f"--{field}={path}")
-  lacks = "not a model folder" if program == "experiments.rl" else "No such file"
-  for fault, more in ((lacks, []), ("needs 3 devices", _OTHER_MESH)):
+  for fault, more in (("not a model folder", []), ("needs 3 devices", _OTHER_MESH)):
     if more and command[3] != "--slurm":  # once is enough
       continue
     launched = forked.run(program, *words, f"--workdir={tmp_path}/run", *more)
