@@ -16,6 +16,7 @@ from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.model.distribution import NO_TRUNCATION
 from coa_jax.model.lora import LoraConfig
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 CFG = toy.MODEL
@@ -46,7 +47,7 @@ def build(lora: LoraConfig | None = None, lr: float = 0.003, **changes):
     dataclasses.replace(BATCH, **shape),
     optim,
     lora,
-    None,
+    ONE_DEVICE,
     NO_TRUNCATION,
     steps=8,
     prompts=2,
