@@ -20,7 +20,7 @@ from coa_jax.model import transformer
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf import io as weights
 from coa_jax.model.hf.stored import StoredArray
-from coa_jax.model.sharding import MeshConfig, make_partitioner
+from coa_jax.model.sharding import ONE_DEVICE, MeshConfig, make_partitioner
 
 READ: dict[str, list[int]] = {}
 
@@ -46,11 +46,11 @@ def main(folder: str) -> None:
   cases = []
   for scan in (False, True):
     whole = None
-    for partitioner in (None, mesh):
+    for partitioner in (ONE_DEVICE, mesh):
       READ.clear()
       cfg, params = weights.load_model(folder, LoadConfig(scan=scan), partitioner)
       devices = 1
-      if partitioner:
+      if partitioner is mesh:
         devices = 8
         shardings = jax.tree.map(lambda x: x.sharding, params)
         assert shardings == partitioner.tree(transformer.param_shapes(cfg))
