@@ -60,7 +60,10 @@ def init_state(
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
   # Made in place: no device ever holds the moments of all.
-  shardings = state_shardings(jax.eval_shape(fresh, params), partitioner, offload)
+  shapes = jax.eval_shape(fresh, params)
+  shardings = partitioner.out_shardings(shapes)
+  if offload:
+    shardings = state_shardings(shapes, partitioner, offload)
   return jax.jit(fresh, out_shardings=shardings)(params)
 
 

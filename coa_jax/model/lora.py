@@ -97,7 +97,7 @@ def init_adapters(
     return out
 
   key = jax.random.key(seed)
-  shardings = partitioner.tree(jax.eval_shape(init, key))
+  shardings = partitioner.out_shardings(jax.eval_shape(init, key))
   return jax.jit(init, out_shardings=shardings)(key)
 
 

@@ -144,6 +144,11 @@ class Partitioner:
     return list(self.mesh.devices.flat)
 
   @property
+  def is_default(self) -> bool:
+    """Whether this is `ONE_DEVICE`: its arrays may be used on any mesh."""
+    return self.mesh.size == 1 and isinstance(self.mesh, AbstractMesh)
+
+  @property
   def platform(self) -> str:
     """Returns the devices' platform: cpu, gpu or tpu."""
     return self.devices[0].platform
@@ -162,7 +167,7 @@ class Partitioner:
 
   def sharding(self, letters: str) -> Sharding:
     """Puts `spec` on this mesh."""
-    if self.mesh == ONE_DEVICE.mesh:
+    if self.is_default:
       return SingleDeviceSharding(self.devices[0])
     return NamedSharding(self.mesh, self.spec(letters))
 
@@ -213,12 +218,18 @@ class Partitioner:
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
+  def out_shardings(self, tree: Any) -> Any:
+    """Returns `tree`'s result for a jit's outputs; None for `ONE_DEVICE`."""
+    return None if self.is_default else self.tree(tree)
+
   def put(self, tree: Any) -> Any:
     """Puts host arrays of axes [..., B, T] onto the mesh, each process its own rows.
 
     Args:
       tree: arrays of axes [..., b, T]: all `rows` of this process, in their order.
     """
+    if self.is_default:
+      return tree
     # B / b is how many parts of the batch there are to each of this process.
     parts = self.ways("B")
     own_parts = int(self.rows(parts).sum())

@@ -350,7 +350,7 @@ def init_params(
 
   Every device draws its own part; values do not depend on the mesh.
   """
-  shardings = partitioner.tree(param_shapes(cfg))
+  shardings = partitioner.out_shardings(param_shapes(cfg))
   init = jax.jit(lambda key: _init(cfg, key), out_shardings=shardings)
   return init(jax.random.key(seed))
 
