@@ -116,12 +116,12 @@ def test_each_kind_has_its_grader(config, tmp_path):
 @NEEDS_JAIL
 def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
   with ChatServer(team) as server:
-    judge = dict(chat=dict(base_url=server.url, model="j"), replies=1)
+    judge = dict(chat=dict(base_url=server.url, model="j"))
     with config.unlocked():
       config.reward = dict(graders=dict(qa="judge"), judge=judge)
     down, up = Both(down=True), Both()
     results = run(config, server, tmp_path / "w", down)
-    assert results["infrastructure"] == 1 and down.judged == 1
+    assert results["infrastructure"] == 1 and down.judged == 3
     assert "the playwright" not in rewards(tmp_path / "w")
     paid = results["calls"]["calls"]
     results = run(config, server, tmp_path / "w", up)  # only that run is gone on with
@@ -135,7 +135,7 @@ def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
 
 def test_a_judge_that_stays_down_stops_the_run(config, tmp_path):
   with ChatServer(team) as server:
-    judge = dict(chat=dict(base_url=server.url, model="j"), replies=1)
+    judge = dict(chat=dict(base_url=server.url, model="j"))
     graders = dict(qa="judge", code="judge", math="judge")
     with config.unlocked():
       config.reward = dict(graders=graders, judge=judge)
