@@ -9,7 +9,7 @@ import sys
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from programs import finish
+from forked import finish
 from toy import eventually
 
 from experiments.bench import peers, program
