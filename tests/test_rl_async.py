@@ -13,6 +13,7 @@ from guessing import RIGHT, STEPS
 from coa_jax import rl
 from coa_jax.data.tasks.sampling import TaskSampler
 from coa_jax.data.tasks.task import Task
+from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.report.metrics import read_metrics
 
@@ -102,7 +103,7 @@ def test_a_broken_tool_service_ends_the_run(ahead, tmp_path, monkeypatch):
 def test_what_several_processes_can_not_do_is_refused(
   ahead, tmp_path, monkeypatch, section, changes, message
 ):
-  monkeypatch.setattr(rl.jax, "process_count", lambda: 2)
+  monkeypatch.setattr(Partitioner, "num_processes", 2)
   with ahead.unlocked():
     if section not in ahead:
       ahead[section] = {}

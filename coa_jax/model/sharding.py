@@ -144,6 +144,11 @@ class Partitioner:
     return list(self.mesh.devices.flat)
 
   @property
+  def num_processes(self) -> int:
+    """Counts the processes that drive the devices."""
+    return len({device.process_index for device in self.devices})
+
+  @property
   def is_default(self) -> bool:
     """Whether this is `ONE_DEVICE`: its arrays may be used on any mesh."""
     return self.mesh.size == 1 and isinstance(self.mesh, AbstractMesh)

@@ -303,8 +303,7 @@ def plan_rl(
       replica.check(decoder.axes)
 
   # --- Settings that would need processes to wait for each other.
-  processes = len({device.process_index for device in learner.devices})
-  if sampling.staleness and processes > 1:
+  if sampling.staleness and learner.num_processes > 1:
     beside = "several processes and"
     if settings.vllm:
       raise ValueError(_hindrance(sampling, f"{beside} section vllm"))
