@@ -57,7 +57,7 @@ def with_steps(config, steps: int, **optim) -> ml_collections.ConfigDict:
   return out
 
 
-@pytest.mark.parametrize("name", ["sft", "rl"])
+@pytest.mark.parametrize("name", ["sft", pytest.param("rl", marks=pytest.mark.soak)])
 def test_an_extended_run_equals_one_begun_with_all_steps(
   name, sft_config, rl_config, tmp_path
 ):

@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import toy
+import virtual_devices
 
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.protocol.trajectory import write_jsonl
@@ -129,7 +130,11 @@ def lives(
     json.dump({**job, "ends": [*ends, ("", 0, 0)]}, f)
   done = subprocess.run(
     [sys.executable, os.path.join(ROOT, "tests", "killed.py"), path],
-    env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
+    env={
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join([ROOT, *sys.path]),
+      "XLA_FLAGS": virtual_devices.QUICK,  # of both runs
+    },
     capture_output=True,
     text=True,
     timeout=900,

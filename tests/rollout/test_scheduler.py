@@ -213,8 +213,7 @@ def test_pages_change_nothing(novice, monkeypatch, short):
   assert content(other[3]) != content(expected[3])
 
 
-@pytest.mark.parametrize("in_flight", [2, 3])
-@pytest.mark.parametrize("pages", [8, 40])
+@pytest.mark.parametrize(("pages", "in_flight"), [(8, 2), (40, 3)])
 def test_windows_in_flight_change_nothing(novice, monkeypatch, in_flight, pages):
   """Whoever stops, waits for a tool, is paused or starts beside them."""
   monkeypatch.setattr(caching, "PAGE_SIZE", 16)
