@@ -59,7 +59,7 @@ def attend_packed(
   if kernel == "auto":
     kernel = choose(partitioner.devices[0], q_BTNH.dtype, H, _queries(partitioner, T))
   attend_last = _KERNELS[kernel]
-  if partitioner.mesh.size == 1:
+  if partitioner.is_default:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
 
   # --- On a mesh every device runs it on its own rows and heads.

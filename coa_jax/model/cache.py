@@ -205,9 +205,10 @@ class KVCache:
     else:
       places_last = self.layout == "places_last"
       return paged.attend(q_BTNH, *pools, rows, position_BT, places_last)
-    # --- XLA can not split a kernel: each device runs it on its own heads.
+    # --- XLA can not split a kernel: each device runs it on its own heads. On a mesh of
+    # one, too: a kernel asks the mesh for its kind of device.
     args = (q_BTNH, *pools, rows.table_BC, position_BT)
-    if partitioner.mesh.size == 1:
+    if partitioner.is_default:
       return kernel(*args)
     axes = ["..N.", *[letters(self.layout)] * len(pools), "..", ".."]
     specs = [partitioner.spec(x) for x in axes]
