@@ -74,7 +74,14 @@ def test_our_worker_is_measured(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["rates", "window", "train", "compile"])
+@pytest.mark.parametrize(
+  "stage",
+  [
+    "rates",
+    *(pytest.param(s, marks=pytest.mark.soak) for s in ("window", "train")),
+    "compile",
+  ],
+)
 def test_a_stage_of_the_gpu_benchmark_writes_its_figures(stage, tmp_path, monkeypatch):
   monkeypatch.setattr(peers, "available", lambda pythons: {})
   figures = gpu_work.Figures(stage, str(tmp_path))
