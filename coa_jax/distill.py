@@ -174,7 +174,7 @@ def run(
 ) -> dict[str, Any]:
   """Distils a team's work on the configured tasks into a training set.
 
-  budget: a journey is one page.
+  budget: a stage is one page.
 
   Args:
     config: as `DistillConfig` says.

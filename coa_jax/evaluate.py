@@ -1,6 +1,6 @@
 """Evaluation of a model on tasks with real tools, greedy and sampled.
 
-budget: a journey is one page.
+budget: a stage is one page.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def run(
 ) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
 
-  budget: a journey is one page.
+  budget: a stage is one page.
 
   Args:
     config: as `EvaluateConfig` says.

@@ -108,6 +108,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tokenizer = None
   if isinstance(settings.model, LoadConfig):
     _, tokenizer = open_folder(init, settings.model)
+    plan = plan.fitted(tokenizer)
   sources = read_sources(data.trajectories)
   num_rows = check_sources(sources)
   own_dir = process_dir(workdir)
@@ -116,7 +117,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # --- Tokenize the data; it stays on disk.
   if tokenizer is None:
     tokenizer = _trained_tokenizer(data, sources, own_dir)
-  plan = plan.fitted(tokenizer)
+    plan = plan.fitted(tokenizer)
   cfg = plan.cfg
   dataset, num_of_source = _dataset(
     data, sources, tokenizer, cfg.vocab_size, own_dir, num_rows

@@ -369,7 +369,11 @@ def _define_flags() -> None:
 def main(paths: list[str]) -> None:
   """Compares the command line's workdirs, or the costs of two files."""
   values = flags.FLAGS
-  if values.multi and values.single:
+  if values.multi or values.single:
+    if paths or not (values.multi and values.single):
+      raise ConfigError(
+        "costs are compared between two files: give --multi and --single, no workdirs"
+      )
     print_costs(values.multi, values.single, values.json)
     return
   if not paths:

@@ -11,6 +11,13 @@ from collections.abc import Iterator
 from absl import logging
 
 _VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
+# Parameters of mallopt, by glibc's malloc.h.
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_MAX = -4
+_ARENA_MAX = -8
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE = 2 << 20  # bytes; of x86 and most others
 
 
 def check_devices(cpu_devices: int = 1) -> None:
@@ -104,7 +111,6 @@ def keep_freed_memory() -> None:
   to about nine tenths of that. glibc's mapping threshold can not exceed 32 MiB, so
   mapping is turned off instead, and one arena keeps the memory for all threads.
   """
-  trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # malloc.h
   try:
     libc = ctypes.CDLL(None, use_errno=True)
     mallopt = libc.mallopt
@@ -114,17 +120,16 @@ def keep_freed_memory() -> None:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
   except (OSError, AttributeError):  # not glibc
     return
-  mallopt(mmap_max, 0)
-  mallopt(arena_max, 1)
-  mallopt(trim_threshold, -1)
-  mallopt(top_pad, 1 << 28)
+  mallopt(_MMAP_MAX, 0)
+  mallopt(_ARENA_MAX, 1)
+  mallopt(_TRIM_THRESHOLD, -1)
+  mallopt(_TOP_PAD, 1 << 28)
   # The heap grows once; its size costs nothing until it is used: madvise does not apply
   # to later extensions.
   room = min(8 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
   block = libc.malloc(room)
   if not block:
     return
-  huge, page = 14, 2 << 20  # MADV_HUGEPAGE; huge page of x86 and most others
-  start = -(-block // page) * page
-  libc.madvise(start, room - (start - block), huge)
+  start = -(-block // _HUGE_PAGE) * _HUGE_PAGE
+  libc.madvise(start, room - (start - block), _MADV_HUGEPAGE)
   libc.free(block)

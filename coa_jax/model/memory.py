@@ -4,8 +4,6 @@ Minimum needs are compared with the devices' memory before any allocation; see
 `capacity.check`. A cache's budget counts the arrays kept during rollouts, also for
 devices that are not at hand. Programs' temporaries are unknown before compilation: a
 share of the memory is reserved for them.
-
-budget: all counts of device memory are in this file.
 """
 
 from __future__ import annotations

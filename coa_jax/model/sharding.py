@@ -427,7 +427,7 @@ def make_partitioner(
   if config.rollout:
     raise ValueError(
       f"mesh.rollout={config.rollout} gives devices to the rollouts of RL; no other "
-      "journey has two kinds of work for them: take 0"
+      "stage has two kinds of work for them: take 0"
     )
   return _over(config, _used(config, devices), rollout_tensor)
 

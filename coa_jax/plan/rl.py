@@ -1,7 +1,7 @@
 """The plan of an RL run: its config, meshes, architectures and refusals.
 
-Making one allocates nothing: `experiments.bench.compile_check` plans for devices that
-are not at hand.
+A plan allocates nothing, so `experiments.bench.compile_check` makes one for absent
+devices.
 """
 
 from __future__ import annotations
@@ -228,7 +228,12 @@ class RLPlan:
     )
 
   def cache_budget(self, state: Any, total: int) -> memory.CacheBudget:
-    """Counts the bytes of a decoding device beside `state`, of `total`."""
+    """Counts a decoding device's bytes by use.
+
+    Args:
+      state: arrays, or shapes with shardings, kept during rollouts.
+      total: bytes of the device.
+    """
     rollout = self.settings.rollout
     on = self.rollouts.decoding(rollout.tensor)
     weights = decode_params.decoding_shapes(self.decoder, on)
@@ -266,7 +271,7 @@ def plan_rl(
   Args:
     settings: its config.
     cfg: an architecture in place of the folder's.
-    devices: all of the run, if they are not at hand; None for this machine's.
+    devices: the run's, known to the compiler alone; None for this machine's.
 
   Raises:
     ValueError, FileNotFoundError: the config does not fit the model, the devices, the

@@ -1,6 +1,6 @@
 """The plan of an SFT run: its config, mesh, architecture and refusals.
 
-Making one allocates nothing.
+A plan allocates nothing.
 """
 
 from __future__ import annotations
@@ -140,16 +140,11 @@ class SFTPlan:
     """Returns the plan with the tokenizer's vocabulary.
 
     Raises:
-      ValueError: the model has fewer ids, or the mesh does not divide the model.
+      ValueError: the mesh does not divide the model or the batch.
     """
     cfg = self.cfg
     if isinstance(self.settings.model, ModelConfig):
       cfg = with_vocabulary(cfg, tokenizer)
-    if tokenizer.vocab_size > cfg.vocab_size:
-      raise ValueError(
-        f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
-        f"{cfg.vocab_size} rows; the folder's config.json and tokenizer.json differ"
-      )
     data = self.settings.data
     self.partitioner.check({**cfg.axes, "B": data.rows, "T": data.length}, "data")
     return dataclasses.replace(self, cfg=cfg)

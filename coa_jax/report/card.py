@@ -26,9 +26,17 @@ _LICENSE = re.compile(
   r"\A---\n.*?^license: *([\w.-]+)$.*?^---$", re.ASCII | re.M | re.S
 )
 # Of results.json; wall times differ between equal runs.
-_FIGURES = ("trajectories", "parameters", "parameters_trained", "loss")
-_FIGURES += ("validation_loss", "reward_first", "reward", "dev_accuracy_first")
-_FIGURES += ("dev_accuracy",)
+_FIGURES = (
+  "trajectories",
+  "parameters",
+  "parameters_trained",
+  "loss",
+  "validation_loss",
+  "reward_first",
+  "reward",
+  "dev_accuracy_first",
+  "dev_accuracy",
+)
 _MODEL = """\
 A [Chain-of-Agents](https://arxiv.org/abs/2508.13167) {name}: one model writes agents'
 spans and tool calls in a single sequence. coa-jax trained it by {stage} for {step}

@@ -11,8 +11,8 @@ With a config: the programs of that run, as `rl.run` builds them, and one replic
 the engine runs it. Its model is the folder `init`, or --model from the table of
 published ones. --list prints all of them and compiles none; else those that decide are
 compiled (the step, the decode parameters, and for the largest cache a window and the
-call that is given most tokens), or those whose name --cases finds. A run that the
-journey would refuse is refused here. Without a config: the runs of `CASES`, of those
+call that is given most tokens), or those whose name --cases finds. A run that
+`rl.run` would refuse is refused here. Without a config: the runs of `CASES`, of those
 that --cases finds. With --quick models have two layers.
 
 What the columns say, per device (a chip; of TPU7x half a chip), and per token of a

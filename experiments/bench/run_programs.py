@@ -1,7 +1,7 @@
 """The device programs of an RL run, made from its config for devices not at hand.
 
-`make_run` builds what `rl.run` builds before its first device call, over devices that
-only the compiler knows; a run that the journey would refuse is refused with its words.
+`make_run` builds the learner of a plan (`coa_jax.plan.rl`) over devices known only to
+the compiler; the plan refuses a run with the words of `rl.run`.
 `programs` lists what that run compiles. To lower one gives every argument its shape and
 sharding, but no array.
 
@@ -148,8 +148,7 @@ def make_run(
     layers: of the model; 0 for all.
 
   Raises:
-    ValueError, FileNotFoundError: the journey would refuse the run, or there is no such
-      model.
+    ValueError, FileNotFoundError: the plan refuses the run, or there is no such model.
   """
   # --- The model, and the plan.
   cfg = None

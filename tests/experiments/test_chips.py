@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import pathlib
 
 import pytest
 
@@ -44,3 +46,18 @@ def test_a_log_is_read_without_its_first_step_evaluation_and_saving():
     StepSeconds.of([row])
   with pytest.raises(ValueError, match="the run was asynchronous"):
     StepSeconds.of([row, {**row, "rollouts_waited": 0.0}])
+
+
+@pytest.mark.parametrize(("tensor", "team"), [(0, 2), (4, 4)])
+def test_a_runs_record_names_its_replicas_devices(
+  tmp_path: pathlib.Path, tensor: int, team: int
+):
+  """rollout.tensor=0, the default, is mesh.tensor."""
+  config = {"rollout": {"tensor": tensor}, "mesh": {"tensor": 2}}
+  (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+  row = {"stage": "rl", "devices": 8.0, "processes": 1.0, "seconds_decode": 2.0}
+  log = [{**row, "step": step, "seconds_learn": 2.0} for step in (1, 2)]
+  text = "".join(json.dumps(row) + "\n" for row in log)
+  (tmp_path / "metrics.jsonl").write_text(text)
+  expected = arrangements.lines(log, team)
+  assert arrangements.describe_run(str(tmp_path)).splitlines() == expected

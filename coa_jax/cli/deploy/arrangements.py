@@ -130,7 +130,8 @@ def describe_run(workdir: str) -> str:
   """
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
   config, _ = read_run(os.path.join(workdir, "config.json"))
+  team = config["rollout"]["tensor"] or config["mesh"]["tensor"]
   try:
-    return "\n".join(lines(log, config["rollout"].get("tensor", 1)))
+    return "\n".join(lines(log, team))
   except ValueError as e:
     raise ValueError(f"{workdir}: {e}") from e

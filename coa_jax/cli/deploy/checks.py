@@ -97,11 +97,13 @@ def _check_mesh(settings: Any, machines: Machines) -> None:
   tensor = rollout.tensor if rollout else 0
   if hasattr(settings, "algo"):
     learner, decoder = make_partitioners(mesh, devices, tensor)
-    section, batch = "algo.batch", settings.algo.batch
+    section = "algo.batch"
+    batch = settings.algo.batch
   else:
     learner = decoder = make_partitioner(mesh, devices, tensor)
-    section, batch = "data", getattr(settings, "data", None)
-  if learner and batch:
+    section = "data"
+    batch = getattr(settings, "data", None)
+  if batch:
     ways = learner.ways("B")
     if batch.rows % ways:
       raise ValueError(
@@ -109,7 +111,7 @@ def _check_mesh(settings: Any, machines: Machines) -> None:
         f"fsdp); accepted: a multiple of {ways}"
       )
     learner.check({"B": batch.rows, "T": batch.length}, section)
-  if decoder and rollout and not settings.vllm:
+  if rollout and not settings.vllm:
     decoder.decoding(tensor).replicas()
 
 
