@@ -3,7 +3,7 @@
 Writes into the workdir:
   config.json          the config, and the commit; written first
   calls.jsonl          with backend "chat": every call of the model and of a tool, as it
-                       came back: the log, and what an interrupted run goes on from
+                       came back; an interrupted run resumes from it
   runs.jsonl           every finished run, appended as it ends; in task order at the end
   selections.jsonl     with teacher.select: which run of each task was taken, and why
   violations.jsonl     with section violations: the calls of its judge, likewise

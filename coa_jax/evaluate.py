@@ -299,7 +299,7 @@ def _play(
       there[places[t.task_id], t.sample] = t
   wanted = set(itertools.product(mine.of(range(len(tasks))), range(samples)))
   # A kill may have left some processes with all of theirs and others without. Then all
-  # go on, for they make the decode parameters together.
+  # continue, for they make the decode parameters together.
   if not any(gather_json(not wanted <= there.keys())):
     return list(there.values())
 

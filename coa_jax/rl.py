@@ -373,7 +373,7 @@ def _extension_fault(settings: RLConfig) -> str:
   if sampling.task_sampler == "curriculum" and sampling.curriculum:
     return (
       "algo.sampling.task_sampler='curriculum' spreads the tasks over the steps; "
-      "only algo.sampling.curriculum=0 and other samplers go on"
+      "only runs with algo.sampling.curriculum=0 or another sampler can be extended"
     )
   return settings.optim.extension_fault
 

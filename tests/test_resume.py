@@ -207,7 +207,7 @@ def test_ended_anywhere_and_run_again_is_uninterrupted(configs, journey, tmp_pat
   assert "was not finished; " in said
   last, before = rows[-2]["steps"][-1], rows[-2]["steps"][-2]
   assert f"checkpoint {last} is damaged (" in said
-  assert f"has other bytes than were written); going on from {before}" in said
+  assert f"has other bytes than were written); resuming from {before}" in said
   assert os.path.isdir(os.path.join(broken, "checkpoints", f"damaged_{last}"))
   if journey == "rl":
     expected, none = unanswered(whole)

@@ -99,7 +99,7 @@ def choose(bucket: Bucket) -> tuple[int, str]:
     bad.append(folder)
   step = step_of(newest)
   if notes:
-    _log.warning("%s: %s; going on from %d", bucket.uri, "; ".join(notes), step)
+    _log.warning("%s: %s; resuming from %d", bucket.uri, "; ".join(notes), step)
   if not newest and damaged:
     return -2, ""
   for folder in bad:

@@ -286,7 +286,7 @@ class Checkpoints:
     return Interrupted(
       number,
       f"stopped after step {int(state.step)}, which is saved in {self._path}; the same "
-      "command goes on from there",
+      "command resumes from there",
     )
 
   def _seal(self, step: int) -> None:
@@ -354,10 +354,10 @@ class Checkpoints:
       else:
         shutil.rmtree(os.path.join(self._path, name))
     if notes:
-      goes_on = "beginning anew"
+      start = "starting at step 0"
       if newest >= 0:
-        goes_on = f"going on from {newest}"
-      _log.warning("%s: %s; %s", self._path, "; ".join(notes), goes_on)
+        start = f"resuming from {newest}"
+      _log.warning("%s: %s; %s", self._path, "; ".join(notes), start)
     return newest
 
   def _set_aside(self, name: str, aside: str) -> None:

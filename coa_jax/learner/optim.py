@@ -54,7 +54,7 @@ class OptimConfig:
       return ""
     return (
       f"optim.schedule={self.schedule!r} has lowered the learning rate to the end of "
-      "the shorter run; only 'constant' goes on"
+      "the shorter run; only a run with 'constant' can be extended"
     )
 
 

@@ -126,7 +126,7 @@ METRICS: tuple[MetricName, ...] = (
       "of all steps so far but compiling; steps that were lost do not count",
       "grows",
     ),
-    ("devices", "that the run uses", "constant, unless it goes on with others"),
+    ("devices", "that the run uses", "constant, unless the run resumes on others"),
     ("processes", "that the run has", "likewise"),
     ("mfu", "share of the accelerator's peak that the learner uses", "0.2 to 0.5"),
   ),

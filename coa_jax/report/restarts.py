@@ -111,7 +111,6 @@ def say_what_changed(
   before = f"{log[-1]['devices']:.0f} devices of {log[-1]['processes']:.0f} processes"
   if now != before:
     say(
-      f"goes on after step {log[-1]['step']} with {now}, before {before}: the "
-      "same data, tasks and seeds; sums are rounded in another order, so last bits may "
-      "differ"
+      f"resumes after step {log[-1]['step']} with {now}, before {before}: the "
+      "same data, tasks and seeds; sums are rounded in another order"
     )

@@ -22,7 +22,7 @@ PHASES = {
   "decode": "the sampler's programs",
   "tools": "waiting for tools",
   "host": "between the sampler's programs: episodes, parsing, grading",
-  "rollout": "waiting for rollouts that go on beside the learner",
+  "rollout": "waiting for rollouts that run beside the learner",
   "learn": "gradients and optimizer",
   "step": "gradients and optimizer",
   "eval": "loss of held-out trajectories",

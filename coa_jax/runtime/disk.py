@@ -183,7 +183,7 @@ def _refusal(error: BaseException | None, where: str, seen: set[int]) -> str:
       where = os.fsdecode(file)
     return (
       f"{where or 'the disk'}: {os.strerror(number)}; {REMEDIES[number]}, and the same "
-      "command goes on: what was saved before stands"
+      "command resumes from what was saved before"
     )
 
   # --- A group's members, its cause, and its context.

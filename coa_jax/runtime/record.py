@@ -190,7 +190,9 @@ def _extend(path: str, grown: Mapping[str, int]) -> None:
     json.dump(record, f, indent=2)
 
 
-_ANOTHER = "without it none can go on there: choose another workdir or delete this one"
+_ANOTHER = (
+  "without it no run can resume there: choose another workdir or delete this one"
+)
 
 
 def _difference_from_record(

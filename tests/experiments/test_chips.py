@@ -56,7 +56,7 @@ def test_a_runs_record_names_its_replicas_devices(
   config = {"rollout": {"tensor": tensor}, "mesh": {"tensor": 2}}
   (tmp_path / "config.json").write_text(json.dumps({"config": config}))
   row = {"stage": "rl", "devices": 8.0, "processes": 1.0, "seconds_decode": 2.0}
-  log = [{**row, "step": step, "seconds_learn": 2.0} for step in (1, 2)]
+  log = [{**row, "step": step, "seconds": 4.0 * step} for step in (1, 2)]
   text = "".join(json.dumps(row) + "\n" for row in log)
   (tmp_path / "metrics.jsonl").write_text(text)
   expected = arrangements.lines(log, team)

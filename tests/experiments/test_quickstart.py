@@ -30,7 +30,7 @@ def test_interrupted_and_run_again_it_tells_everything(tmp_path: pathlib.Path):
   first.send_signal(signal.SIGINT)
   _, errors = first.communicate(timeout=600)
   assert first.returncode == 130, errors
-  assert "the same command goes on from" in errors
+  assert "the same command resumes from" in errors
 
   again = subprocess.run(command, capture_output=True, text=True, timeout=1500)
   assert again.returncode == 0, again.stderr

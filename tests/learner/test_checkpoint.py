@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_is_used(
     assert cursor == {"round": 20}
     (record,) = [r for r in caplog.records if r.name.startswith("coa_jax")]
     assert re.search(rf"checkpoint 3 (is )?{words}", record.getMessage())
-    assert record.getMessage().endswith("; going on from 2")
+    assert record.getMessage().endswith("; resuming from 2")
     aside = tmp_path / "damaged_3"
     assert aside.is_dir() == ("damaged" in words) and not (tmp_path / "3").exists()
     checkpoints.save(tiny(3), {"round": 30})  # its place is free
@@ -157,7 +157,7 @@ def test_without_a_proven_one_a_run_begins_anew_and_nothing_is_deleted(
   with Checkpoints(tmp_path) as checkpoints:
     assert checkpoints.restore(tiny(0)) is None
   assert caplog.text.count("was not finished") == 3
-  assert "beginning anew" in caplog.text
+  assert "starting at step 0" in caplog.text
   assert sorted(os.listdir(tmp_path)) == ["unfinished_1", "unfinished_2"]
   (tmp_path / "unfinished_2").rename(tmp_path / "2")
   checkpoint.write_manifest(tmp_path / "2")
@@ -269,7 +269,7 @@ def test_a_state_that_is_not_finite_takes_the_place_of_none(where, bad, tmp_path
 def test_a_signal_saves_and_leaves_at_the_next_boundary(number, tmp_path, capfd):
   before = signal.getsignal(number)
   with (
-    pytest.raises(Interrupted, match=r"stopped after step 7, .* goes on") as caught,
+    pytest.raises(Interrupted, match=r"stopped after step 7, .* resumes") as caught,
     Checkpoints(tmp_path, CheckpointConfig(every=100)) as checkpoints,
   ):
     checkpoints.reached(tiny(6), {})

@@ -153,7 +153,7 @@ class Journal:
   def stop(self) -> None:
     """Lets no further call begin: each raises InfrastructureError.
 
-    Runs on their way end at their next call instead of going on to be thrown away.
+    Runs on their way end at their next call instead of running to be thrown away.
     """
     self._stopped = True
 

@@ -87,8 +87,8 @@ def compile_constraint(
   stuck = (next_SC < 0).all(axis=1) & (grammar.resume_S < 0) & ~grammar.ends_S
   if stuck.any():
     raise ValueError(
-      "the tokenizer has no tokens for some bytes, so the grammar could not go on in "
-      f"{int(stuck.sum())} of {len(stuck)} states; a byte-level one has all 256"
+      "the tokenizer has no tokens for some bytes, so the grammar could not continue "
+      f"in {int(stuck.sum())} of {len(stuck)} states; a byte-level one has all 256"
     )
   # The table is stored on a device next to the model: half the bytes if they suffice.
   small = np.int16 if len(stuck) < 2**15 else np.int32

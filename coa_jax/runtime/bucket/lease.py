@@ -180,7 +180,7 @@ def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> No
   if newest_of(names) != number:
     raise InUseError(
       f"{bucket.uri}: another run took over, since this one was silent for "
-      f"{SILENT_S:g} s; it goes on from the last checkpoint there"
+      f"{SILENT_S:g} s; it resumes from the last checkpoint there"
     )
 
 
