@@ -7,6 +7,7 @@ import importlib.util
 import math
 import socket
 import struct
+import time
 import urllib.error
 import urllib.request
 
@@ -138,7 +139,14 @@ def test_wandb_offline_keeps_one_run_over_a_resumption(tmp_path, monkeypatch):
         metrics.log(step, {"loss": step})
   run = (tmp_path / "wandb_id").read_text()
   files = list(tmp_path.glob(f"wandb/offline-run-*-{run}/run-{run}.wandb"))
-  assert files and all(b"loss" in f.read_bytes() for f in files)
+  assert len(files) == 2
+  # A process of wandb's writes the files, at times after `finish` has returned.
+  deadline = time.monotonic() + 30
+  while time.monotonic() < deadline:
+    if all(b"loss" in file.read_bytes() for file in files):
+      return
+    time.sleep(0.1)
+  pytest.fail(f"no loss in {[file.read_bytes() for file in files]}")
 
 
 def test_the_last_step_can_be_scraped_while_the_stage_runs(tmp_path):
