@@ -83,7 +83,7 @@ def greedy(
   cache = sampler.extend(
     cfg,
     params,
-    KVCache.empty(cfg, B, longest + new),
+    KVCache.empty(cfg, B, longest + new, slots=B),
     table_BC,
     batch.tokens_BT,
     np.zeros(B, np.int32),
