@@ -12,8 +12,7 @@ from coa_jax import distill
 from coa_jax.data.teacher.backend import InfrastructureError, Reply
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.runtime.config import ConfigError
-from tests.backend import BACKEND
-from tools_sandbox.jail import keeper as jail
+from tests.backend import BACKEND, needs_jail
 
 RIGHT, WRONG = "print(int(input())*2)", "print(int(input())+2)"
 TESTS = {"stdin": ["2", "5"], "expected_output": ["4", "10"]}
@@ -33,7 +32,6 @@ LINES = {
   "verifier": "SCORE: 4\nWHY: as observed",
 }
 NEXT = ("planner", "code", "solver")
-NEEDS_JAIL = pytest.mark.skipif(bool(jail.check()), reason="; ".join(jail.check()))
 
 
 def team(agent, messages):
@@ -99,7 +97,7 @@ def rewards(workdir) -> dict[str, float]:
   return {t.task_id: t.reward for t in read_trajectories(workdir / distill.TEACHER)}
 
 
-@NEEDS_JAIL
+@needs_jail
 def test_each_kind_has_its_grader(config, tmp_path):
   workdir = tmp_path / "w"
   with ChatServer(team) as server:
@@ -113,7 +111,7 @@ def test_each_kind_has_its_grader(config, tmp_path):
   assert results["right"] == 0.5
 
 
-@NEEDS_JAIL
+@needs_jail
 def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
   with ChatServer(team) as server:
     judge = dict(chat=dict(base_url=server.url, model="j"))
