@@ -48,19 +48,20 @@ from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant
 from coa_jax.protocol.trajectory import Trajectory
 
-FORMATS = (
-  "trajectories",
-  "runs",
-  "alpaca",
-  "oagents",
-  "chat",
-  "sharegpt",
-  "atif",
-  "verifiers",
-  "responses",
-  "react",
-  "search_r1",
-)
+# A format -> the fields that tell it.
+FORMATS: Mapping[str, str] = {
+  "trajectories": "task_id, segments",
+  "runs": "task_id, events, calls",
+  "alpaca": "instruction, output",
+  "oagents": "steps or intermediate_steps",
+  "chat": "messages or conversation",
+  "sharegpt": "conversations",
+  "atif": "steps with a source",
+  "verifiers": "prompt and completion, lists of messages",
+  "responses": "output, a list of items",
+  "react": "a text of 'Thought:', 'Action:' lines",
+  "search_r1": "a text of <search> and <information> spans",
+}
 RL = "rl"  # the result of `detect` for task rows
 
 
@@ -96,14 +97,10 @@ def detect(row: Mapping[str, Any]) -> str:
   if name:
     return name
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
+  accepted = {**FORMATS, RL: "prompt, reward_model"}
   raise ValueError(
-    f"its fields ({names}) are those of no format; accepted: trajectories (task_id, "
-    "segments), runs (task_id, events, calls), rl (prompt, reward_model), alpaca "
-    "(instruction, output), oagents (steps or intermediate_steps), chat (messages or "
-    "conversation), sharegpt (conversations), atif (steps with a source), verifiers "
-    "(prompt and completion, lists of messages), responses (output, a list of items), "
-    "react (a text of 'Thought:', 'Action:' lines), search_r1 (a text of <search> and "
-    "<information> spans)"
+    f"its fields ({names}) are those of no format; accepted: "
+    f"{', '.join(f'{name} ({told})' for name, told in accepted.items())}"
   )
 
 

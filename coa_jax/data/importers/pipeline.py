@@ -62,45 +62,31 @@ class ImportedRow:
     stats: its length and spans.
     lost: the row's unmapped fields.
     augmented: lines of the copies with other tool names and formats.
-    fault: as in `filters.FilterResult`, and likewise the next four.
+    verdict: the filters' verdict.
   """
 
   task_id: str
   line: str
   stats: TrajectoryStats
-  lost: tuple[str, ...]
-  augmented: tuple[str, ...]
-  fault: tuple[str, str] | None
-  reflected: bool
-  corrected: bool
-  graded: bool
-  signature: np.ndarray | None
+  lost: Sequence[str]
+  augmented: Sequence[str]
+  verdict: FilterResult
 
   def to_json(self) -> dict[str, Any]:
     """Returns it as JSON values."""
     value = dataclasses.asdict(self)
-    if self.signature is not None:
-      value["signature"] = self.signature.tolist()
+    if self.verdict.signature is not None:
+      value["verdict"]["signature"] = self.verdict.signature.tolist()
     return value
 
   @classmethod
   def from_json(cls, value: dict[str, Any]) -> ImportedRow:
     """Reads the output of `to_json`."""
-    signature = value["signature"]
-    if signature is not None:
-      signature = np.array(signature, np.uint32)
-    return cls(
-      task_id=value["task_id"],
-      line=value["line"],
-      stats=TrajectoryStats(**value["stats"]),
-      lost=tuple(value["lost"]),
-      augmented=tuple(value["augmented"]),
-      fault=tuple(value["fault"]) if value["fault"] else None,
-      reflected=value["reflected"],
-      corrected=value["corrected"],
-      graded=value["graded"],
-      signature=signature,
-    )
+    verdict = FilterResult(**value["verdict"])
+    if verdict.signature is not None:
+      verdict.signature = np.array(verdict.signature, np.uint32)
+    stats = TrajectoryStats(**value["stats"])
+    return cls(**{**value, "stats": stats, "verdict": verdict})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,13 +122,13 @@ class RowPipeline:
     variant = self.importer.variant
 
     # --- Filter. A row dropped here needs no copies, but is counted.
-    result = FilterResult(trajectory, None)
+    verdict = FilterResult()
     if self.filters is not None and self.benchmarks is not None:
-      result = examine(
+      verdict = examine(
         task, trajectory, variant, grade_known, self.filters, self.benchmarks
       )
     copies = []
-    if result.fault is None:
+    if verdict.fault is None:
       copies = augmented_copies([trajectory], variant, self.formats)
 
     # --- Write ids and lines.
@@ -150,15 +136,11 @@ class RowPipeline:
       _tokenizer(self.tokenizer).encode_trajectories([trajectory, *copies])
     return ImportedRow(
       task_id=trajectory.task_id,
-      line="" if result.fault else json.dumps(trajectory.to_json()),
+      line="" if verdict.fault else json.dumps(trajectory.to_json()),
       stats=trajectory_stats(trajectory),
-      lost=tuple(trajectory.meta.get("lost", ())),
-      augmented=tuple(json.dumps(copy.to_json()) for copy in copies),
-      fault=result.fault,
-      reflected=result.reflected,
-      corrected=result.corrected,
-      graded=result.graded,
-      signature=result.signature,
+      lost=trajectory.meta.get("lost", ()),
+      augmented=[json.dumps(copy.to_json()) for copy in copies],
+      verdict=verdict,
     )
 
 
@@ -280,7 +262,7 @@ class ImportJob:
       self._lossy += bool(result.lost)
       copies = 1
       if self._funnel:
-        copies = self._funnel.admit(result)
+        copies = self._funnel.admit(result.verdict)
       on_imported(result, copies)
       if not copies:
         continue

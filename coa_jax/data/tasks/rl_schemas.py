@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from coa_jax.data.tasks.code_schemas import are_strings, count_tests
-from coa_jax.data.tasks.task import Kind, Row, Task, first_of, is_absent
+from coa_jax.data.tasks.task import Kind, Row, first_of, is_absent
 from coa_jax.runtime.json_io import shown
 
 # The start of the question in a released prompt: after the last rule of its head.
@@ -32,7 +32,7 @@ _TESTS = (
 )
 
 
-def released(row: Row, where: str, default_id: str) -> Task:
+def released(row: Row, where: str, default_id: str) -> Row:
   """A row of the released RL schema, as written for verl."""
   # --- The ground truth of the answer.
   truth = None
@@ -86,7 +86,7 @@ def released(row: Row, where: str, default_id: str) -> Task:
       f"{where}: field 'reward_model.ground_truth' has {fields}; accepted: a string, a "
       f"number or a list of them (math), 'target' (qa), or tests: {accepted} (code)"
     )
-  return Task.from_json(task, where)
+  return task
 
 
 def _has_tests(truth: Row) -> bool:

@@ -174,16 +174,12 @@ def said_in_words(number: fractions.Fraction | int, question: str) -> bool:
 
 
 def _needed(lines: Sequence[Line]) -> list[Line]:
-  """Returns the lines that the last one depends on, renumbered."""
+  """Returns the lines that the last one depends on."""
   needed = {len(lines) - 1}
   for i in range(len(lines) - 1, -1, -1):
     if i in needed:
       needed |= lines[i].needs
-  places = {old: new for new, old in enumerate(sorted(needed))}
-  return [
-    dataclasses.replace(lines[i], needs=frozenset(places[j] for j in lines[i].needs))
-    for i in places
-  ]
+  return _in_order(lines, sorted(needed))
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
@@ -210,6 +206,11 @@ def reordered(lines: Sequence[Line], rng: random.Random) -> list[Line]:
     chosen = rng.choice(ready)
     left.remove(chosen)
     order.append(chosen)
+  return _in_order(lines, order)
+
+
+def _in_order(lines: Sequence[Line], order: Sequence[int]) -> list[Line]:
+  """Returns the lines with these indices, renumbered."""
   places = {old: new for new, old in enumerate(order)}
   return [
     dataclasses.replace(lines[i], needs=frozenset(places[j] for j in lines[i].needs))

@@ -21,6 +21,7 @@ from coa_jax.data.teacher.backend import Message, ModelBackend, Reply, Unsolvabl
 from coa_jax.data.teacher.journal import Journal
 from coa_jax.data.teacher.prompts import PROMPTS
 from coa_jax.data.teacher.runs import Event, Run, render
+from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.rewards.votes import vote_key
 
 SAMPLE = -1  # the selector's run number in a journal
@@ -230,15 +231,8 @@ def _shown(task: Task, answered: Sequence[Run], max_chars: int) -> str:
     parts.append(f"\n[candidate {number} of {len(answered)}]")
     for event in run.events:
       if event.kind in _SHOWN:
-        content = _middle_cut(event.content, max_chars)
+        content = cut_middle(event.content, max_chars)
         parts.append(render(dataclasses.replace(event, content=content)))
-    answer = _middle_cut(run.prediction or "", max_chars)
+    answer = cut_middle(run.prediction or "", max_chars)
     parts.append(render(Event(runs.SOLVER, "answer", answer)))
   return "\n".join(parts)
-
-
-def _middle_cut(text: str, limit: int) -> str:
-  if len(text) <= limit:
-    return text
-  half = (limit - 5) // 2
-  return f"{text[:half]} ... {text[-half:]}"
