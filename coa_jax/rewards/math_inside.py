@@ -30,8 +30,7 @@ _AND = re.compile(r"\\text\s*\{\s*and\s*\}|\band\b|\\land\b|\\wedge\b|\\cap\b")
 def serve(bare: bool = False) -> None:
   """Answers each line [prediction, gold, CPU seconds] with one boolean.
 
-  Args:
-    bare: True for the verdicts of math-verify as published.
+  With `bare`, by the verdicts of math-verify as published.
   """
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   compare = same_bare

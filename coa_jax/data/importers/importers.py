@@ -274,19 +274,15 @@ def _task(trajectory: Trajectory) -> Task:
 
 
 def records(uri: str, chosen: str = "") -> tuple[str, Iterator[Record]]:
-  """The format of a source, and all its rows, numbered from 0.
+  """Returns the format of a source, the first row's by default, and all rows from 0.
 
   A conversation is a row for each question, all with the same number. A row of an
   earlier row's task, without `sample`, gets its number among the task's rows: draws by
   task and sample must distinguish attempts.
 
-  Args:
-    uri: a file or source for `tasks.rows.read_rows`.
-    chosen: the format; "" for the first row's.
-
   Raises:
-    FileNotFoundError, ValueError: as `read_rows`; or there are no rows, or the first
-      one's format is unknown.
+    FileNotFoundError, ValueError: as `tasks.rows.read_rows`; or there are no rows, or
+      the first one's format is unknown.
   """
   rows = _numbered(uri)
   first = next(rows, None)

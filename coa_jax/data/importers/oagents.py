@@ -84,12 +84,7 @@ _DONE = fields("tool_calls model_output observations error action_output")
 def read_oagents(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
 ) -> ImportedRun:
-  """Reads one row as a run.
-
-  Args:
-    row: a row in the form above.
-    task_id: the task's id.
-    table: tool names that extend `calls.TOOLS`.
+  """Reads one row in the form above as a run; `table` extends `calls.TOOLS`.
 
   Raises:
     RowRefused: the steps do not have this form, a call cannot be translated, several

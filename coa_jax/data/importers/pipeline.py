@@ -183,26 +183,15 @@ class ImportJob:
   ) -> Iterator[str]:
     """Yields every trajectory to write, as a line of JSON, in the rows' order.
 
-    Args:
-      records: rows, as from `importers.records`; read as they are needed.
-      on_dropped: called with why a row gives no trajectory, and the row.
-      on_imported: called with every other, and how often it is written.
+    Rows are read as they are needed. `on_dropped` is called with the reason of a row
+    without a trajectory and the row; `on_imported` with any other and its copies.
     """
     return self._admitted(self._results(records), on_dropped, on_imported)
 
   def write_part(
     self, path: str | os.PathLike[str], records: Iterable[Record], shard: Shard
   ) -> int:
-    """Imports a shard's rows, each alone, and writes the results to a file.
-
-    Args:
-      path: the file; the files of all shards are read one after the other.
-      records: all rows.
-      shard: the shard.
-
-    Returns:
-      The number of its rows.
-    """
+    """Imports a shard's rows, each alone, into a file; returns their number."""
     own = itertools.islice(records, shard.index, None, shard.count)
 
     def values() -> Iterator[dict[str, Any]]:
@@ -224,15 +213,12 @@ class ImportJob:
     on_dropped: Callable[[Dropped, Record], None] = lambda *_: None,
     on_imported: Callable[[ImportedRow, int], None] = lambda *_: None,
   ) -> Iterator[str]:
-    """Yields the lines of `lines`, from all shards' files.
+    """Yields the lines of `lines` from the joined files of all shards.
 
-    Args:
-      path: their files, one after the other.
-      on_dropped: as in `lines`; a record is empty unless its reason is new.
-      on_imported: as in `lines`.
+    `on_dropped` gets an empty record unless its reason is new.
 
     Raises:
-      ValueError: it is not all of the parts.
+      ValueError: a part is missing.
     """
 
     def results() -> Iterator[tuple[Record, Dropped | ImportedRow]]:

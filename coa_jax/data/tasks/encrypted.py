@@ -36,17 +36,10 @@ def browsecomp(row: Row, where: str, default_id: str) -> Row:
 def opened(
   question: Any, answers: Any, canary: Any, where: str, names: tuple[str, str]
 ) -> tuple[Any, Any]:
-  """Decrypts a question and its answers by the row's canary.
+  """Decrypts a question and its answers, one or a list, by the row's canary.
 
-  Args:
-    question: the row's question.
-    answers: the row's answers: a text or a list of texts.
-    canary: the row's canary; None if it has none.
-    where: the row's name in messages.
-    names: the names of the question's and answers' fields in messages.
-
-  Returns:
-    Question and answers; unchanged if the question is not base64.
+  `where` and `names` (of the two fields) are for messages. A question that is not
+  base64, and its answers, are returned unchanged.
 
   Raises:
     ValueError: the question is encrypted, and the canary does not open both.

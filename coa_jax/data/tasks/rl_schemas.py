@@ -140,12 +140,8 @@ def _messages(prompt: Any) -> list[Any]:
 def last_question(messages: list[Any], where: str, question: str | None = None) -> str:
   """Returns the question in a prompt's messages, without earlier turns.
 
-  If a message does not mark its question, the whole message is the question.
-
-  Args:
-    messages: the prompt's messages; the last one is the user's.
-    where: the row's name in errors.
-    question: the last message's question, if the row stores it.
+  The last message is the user's. If the row does not store its `question` and the
+  message does not mark it, the whole message is the question.
 
   Raises:
     ValueError: there is none, or a message has another role or no text.

@@ -88,12 +88,7 @@ class Reading:
 
 
 def read_task(row: Row, where: str, default_id: str) -> Task:
-  """One row of any accepted schema as a task.
-
-  Args:
-    row: the row.
-    where: the row's name in errors.
-    default_id: the task's id if the row has none.
+  """Reads one row of any accepted schema as a task.
 
   Raises:
     ValueError: the row fits no schema.

@@ -187,15 +187,8 @@ def solve(
 ) -> Run:
   """Has the team work on one task until it is answered or out of turns.
 
-  Args:
-    task: the task.
-    backend: answers every agent's messages.
-    call: runs a tool.
-    tools: the tools' tags; `code` belongs to the code agent, all others to the search
-      agent.
-    config: limits.
-    encode: text -> token ids, for the token meter only.
-    sample: the run's number for this task.
+  The tool `code` belongs to the code agent, all others to the search agent; `encode`
+  counts tokens only. `sample` is the run's number for this task.
   """
   team = _Team(task, backend, tools, config, encode, sample)
   run = team.run

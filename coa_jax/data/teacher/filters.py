@@ -145,13 +145,7 @@ def examine(
 ) -> FilterResult:
   """Examines one trajectory, up to its first fault.
 
-  Args:
-    task: its task.
-    trajectory: its reward is written here.
-    variant: its required dialect.
-    grade: (task, prediction) -> reward.
-    config: thresholds and ratios.
-    benchmarks: the result of `load_benchmarks`.
+  `grade` gives an answer's reward, which is written to the trajectory.
   """
   # --- The stages in the order of STAGES; the first fault ends it.
   verdict = parse(trajectory.text, variant)
@@ -240,14 +234,8 @@ def filter_trajectories(
 ) -> tuple[list[Trajectory], dict[str, Any]]:
   """Applies the filters in order.
 
-  Args:
-    pairs: each trajectory with its task.
-    variant: the trajectories' required dialect.
-    grade: (task, prediction) -> reward; it is written to the trajectory.
-    config: thresholds and ratios.
-    inspect: checks for instruction violations, a part of quality; None skips it.
-      Because it costs money, it gets only trajectories that passed all filters of a
-      single trajectory.
+  `inspect` checks for instruction violations, a part of quality. Because it costs
+  money, it gets only trajectories that passed all filters of a single trajectory.
 
   Returns:
     The trajectories kept, in input order, copies side by side (`meta["copy"]` numbers

@@ -55,15 +55,10 @@ def read_reply(
   review: str,
   facts: bool,
 ) -> Parsed:
-  """Reads an agent's reply.
+  """Reads a reply of one of the agents of `runs`.
 
-  Args:
-    agent: the replying agent; one of `runs`.
-    text: the reply.
-    legal: the orchestrator's allowed choices.
-    tools: the tools' tags.
-    review: see `agents.TeamConfig`, and likewise the next.
-    facts: whether a plan begins with facts.
+  `legal` are the orchestrator's choices; `review` and `facts` are as in
+  `agents.TeamConfig`.
 
   Raises:
     MalformedReply: it does not have the format in the agent's prompt.

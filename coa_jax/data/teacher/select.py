@@ -88,14 +88,10 @@ def select_all(
 def select(
   task: Task, done: Sequence[Run], backend: ModelBackend, max_chars: int = 600
 ) -> Selection:
-  """Chooses among a task's runs.
+  """Chooses among a task's finished runs; the task's answers are not used.
 
-  Args:
-    task: the task; its answers are not used.
-    done: its finished runs.
-    backend: answers as the agent `selector`.
-    max_chars: the limit of an event's text for the selector; a longer one loses its
-      middle.
+  The backend answers as the agent `selector`. An event's text of more than `max_chars`
+  loses its middle.
 
   Raises:
     InfrastructureError: the backend can not answer.
@@ -169,12 +165,7 @@ def figures(
   selections: Mapping[str, Selection],
   rewards: Mapping[tuple[str, int], float],
 ) -> dict[str, Any]:
-  """Summarises the selections.
-
-  Args:
-    tasks: the tasks.
-    selections: task id -> selection.
-    rewards: the rewards of all finished runs, by task id and sample.
+  """Summarises the selections, by task id, and the rewards, by task id and sample.
 
   Returns:
     `right` (mean reward of the runs taken, over the tasks that have a finished run; a

@@ -79,12 +79,7 @@ class ViolationInspector:
   """Inspects trajectories and counts the verdicts. Use `with`, or close it."""
 
   def __init__(self, config: ViolationsConfig, path: str, api_key: str | None = None):
-    """Opens the journal; sends nothing yet.
-
-    Args:
-      config: the endpoint.
-      path: the journal of its calls.
-      api_key: the endpoint's key, if required.
+    """Opens the journal of the judge's calls; sends nothing yet.
 
     Raises:
       ValueError: as `Journal`.
@@ -130,13 +125,7 @@ def inspect_all(
   journal: Journal,
   config: ViolationsConfig,
 ) -> Iterator[Inspection]:
-  """Gives a verdict on each, in order; calls go through the journal.
-
-  Args:
-    trajectories: task id and sample name one each.
-    backend: answers as the agent `inspector`.
-    journal: of these calls.
-    config: how they are made.
+  """Gives a verdict on each trajectory, in order; calls go through the journal.
 
   Raises:
     InfrastructureError, RefusedError: the judge cannot be reached or refuses; there is

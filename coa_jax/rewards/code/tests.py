@@ -160,15 +160,11 @@ def long_integer(digits: str) -> decimal.Decimal:
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-  """Whether a call returned the expected value.
+  """Whether a call returned the expected value; both are JSON.
 
-  Numbers are equal in value (True is 1, as in Python), or within the tolerance if a
-  float is expected. Text, lists and objects are equal item by item.
-
-  Args:
-    value: returned, as JSON has it.
-    expected: JSON.
-    tolerance: absolute or relative.
+  Numbers are equal in value (True is 1, as in Python), or within the tolerance,
+  absolute or relative, if a float is expected. Text, lists and objects are equal item
+  by item.
   """
   if isinstance(expected, list):
     if not isinstance(value, list) or len(value) != len(expected):
