@@ -133,8 +133,7 @@ def _equal(prediction: str, gold: str) -> bool:
 
 
 class _Verifier:
-  """One child process for comparisons; started on first use, replaced after its
-  death."""
+  """One child process for comparisons, started on first use, replaced if it dies."""
 
   def __init__(self, bare: bool) -> None:
     self._bare = bare

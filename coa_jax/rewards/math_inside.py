@@ -52,8 +52,7 @@ def serve(bare: bool = False) -> None:
 
 
 def same(prediction: str, gold: str) -> bool:
-  """math-verify's verdict with exact numbers, or whether both have the same
-  solutions."""
+  """math-verify's verdict with exact numbers, or whether the solutions are the same."""
   # math-verify finds a bare formula only with an anchor; a box provides one. In prose,
   # math-verify finds the formula itself.
   if notation.is_prose(prediction):

@@ -67,8 +67,7 @@ _CURRENCY = re.compile("[\u20ac\u00a3\u00a5\u20b9]")
 
 
 def _ascii(text: str) -> str:
-  """Replaces signs by LaTeX, and other characters (full-width digits) by their NFKC
-  form."""
+  """Replaces signs by LaTeX, and other characters (full-width digits) by NFKC."""
   if text.isascii():
     return text
   text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
@@ -287,7 +286,7 @@ _NUMBER = re.compile(
 def number(text: str) -> fractions.Fraction | None:
   """The exact value of a plain number; None otherwise.
 
-  Accepts an integer, decimal, fraction, mixed number, repeating decimal, or scientific
+  Plain is an integer, decimal, fraction, mixed number, repeating decimal, or scientific
   notation.
   """
   if len(text) > MAX_CHARS:
@@ -395,8 +394,7 @@ _WRAPPING = re.compile(
 
 
 def without_words(text: str) -> str:
-  """Reads `18 dollars` as `18` and `5 million` as `5000000`; returns other text
-  unchanged."""
+  """Reads `18 dollars` as `18`, `5 million` as `5000000`, and other text as it is."""
   text = _written_out(text)
   plain = unwrapped(text)
   unit = _WITH_CJK_UNIT.fullmatch(plain)

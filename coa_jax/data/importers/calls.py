@@ -114,8 +114,7 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
 
 
 def _main_argument(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
-  """Returns the first of these names among the arguments; a single argument under any
-  name."""
+  """Returns the first of these names among the arguments, or a single argument's."""
   for name in names:
     if fields.get(name) is not None:
       return name

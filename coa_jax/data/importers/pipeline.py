@@ -40,12 +40,7 @@ CHUNK = 16  # rows in one chunk
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryStats:
-  """A trajectory's data for statistics.
-
-  Attributes:
-    length: its tokens if it has ids, else its characters without the prompt.
-    roles: number of spans by role.
-  """
+  """A trajectory's tokens, or else characters, without the prompt; spans by role."""
 
   length: int
   roles: dict[str, int]

@@ -43,12 +43,9 @@ _PASSAGES = ("article", "passage", "context")
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-  """Options of a row.
+  """The options of a row, under its labels or letters.
 
-  Attributes:
-    labels: the row's labels, or letters.
-    texts: the options.
-    numeric: whether the options are numbers, so that a value can select one.
+  A value can select an option by number only if the options are not `numeric`.
   """
 
   labels: list[str]

@@ -97,8 +97,7 @@ _CODE_META = ("starter_code", "platform", "contest_id", "contest_date", "metadat
 
 
 def _structured(truth: Any) -> Any:
-  """Decodes a JSON string of an object or of a list of strings; returns other values
-  unchanged.
+  """Decodes a JSON string of an object or of texts; returns other values unchanged.
 
   `[0,1]` is a mathematical answer, so a list of anything but strings stays text.
   """

@@ -148,8 +148,7 @@ class Curriculum(_WeightedTaskSampler):
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int, steps: float):
-    """Takes the arguments of `TaskSampler`, and T, the step from which on all tasks are
-    used.
+    """Takes T, the step from which on all tasks are used; see `TaskSampler`.
 
     Raises:
       ValueError: a task has no pass rate on record.

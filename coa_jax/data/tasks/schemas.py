@@ -97,8 +97,7 @@ def read_task(row: Row, where: str, default_id: str) -> Task:
 
 
 def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
-  """Reads a row of any accepted schema as a task; also returns whether it gives its
-  kind.
+  """Reads a row of any accepted schema as a task, and whether it gives its kind.
 
   Raises:
     ValueError: the row fits no schema, or lacks a column of `reading.fields`.
@@ -169,8 +168,7 @@ def _mapped(row: Row, where: str, fields: Mapping[str, str]) -> Row:
 
 
 def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
-  """Reads a row with the reader of the data set identified by its fields; None if
-  unknown."""
+  """Reads a row as its fields' data set has it; None if they are of none."""
   for name, needed, reader in _SCHEMAS:
     if needed <= set(row):
       # The file is untrusted: an exception in its reader is the row's fault.
@@ -194,7 +192,7 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
     return None
   if set(row) == {"question", "answer"}:
     default_id = f"gsm8k-{default_id}"
-  rest = {name: value for name, value in row.items() if not _is_empty(value)}
+  rest = {name: row[name] for name in row if first_of(row, name) != ""}
   del rest["question"], rest["answer"]
   plain = {
     "id": default_id,
@@ -346,13 +344,8 @@ def misspelt(row: Row, task: Task) -> dict[str, str]:
   return found
 
 
-def _is_empty(value: Any) -> bool:
-  return is_absent(value) or value == ""
-
-
 def _is_json(value: Any) -> bool:
-  """Whether JSON can represent it: a picture of `datasets` is left out, a text is
-  not."""
+  """Whether JSON can represent it: a text, but no picture of `datasets`."""
   try:
     json.dumps(value)
   except (TypeError, ValueError, RecursionError):

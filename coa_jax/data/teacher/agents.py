@@ -266,8 +266,7 @@ def _propose(team: _Team) -> Event | None:
 
 
 def _legal_agents(run: Run, tools: Sequence[str]) -> list[str]:
-  """Returns the agents allowed next by the protocol's order rules; the last is the
-  safest.
+  """Returns the agents allowed next by the protocol's order rules, the safest last.
 
   A poor grade requires a new plan, and after a failed check another action has to
   precede a new candidate.

@@ -34,14 +34,7 @@ from coa_jax.rewards import grade_known
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-  """A run without a trajectory.
-
-  Attributes:
-    task_id: the task.
-    sample: the run's number.
-    reason: a short name for counting.
-    detail: the exact problem.
-  """
+  """A run without a trajectory: a short reason, and the exact problem."""
 
   task_id: str
   sample: int

@@ -63,13 +63,9 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """One line of a program.
+  """One line of a program: its result's name, a Python expression, its note.
 
-  Attributes:
-    name: its result's name.
-    expression: a Python expression, with earlier results' names.
-    needs: indices of the lines it depends on.
-    step: its note.
+  `needs` has the indices of the lines with the earlier results in its expression.
   """
 
   name: str
@@ -82,19 +78,14 @@ class Gsm8kPrograms(Gsm8kReplay):
   """Answers as any agent, for its tasks; see `backend.ModelBackend`."""
 
   def __init__(self, tasks: Iterable[Task], sample: int):
-    """Takes the tasks, and the numbers of each task's runs.
-
-    Raises:
-      ValueError: as `Gsm8kReplay`.
-    """
+    """Takes the tasks, and the number of the runs that it plays; see `Gsm8kReplay`."""
     super().__init__(tasks)
     self._sample = sample
 
   def _reply(
     self, agent: str, question: str, solution: Solution, replies: int, output: str
   ) -> str:
-    """Returns an agent's next reply, from its number of earlier replies and the
-    program's output."""
+    """Returns an agent's next reply, by its earlier ones and the program's output."""
     last = solution.steps[-1]
     if agent == runs.REFLECTOR:
       check_output(last, output)

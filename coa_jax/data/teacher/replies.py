@@ -32,14 +32,7 @@ class MalformedReply(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-  """A parsed reply.
-
-  Attributes:
-    kind: the kind of its event (`runs`).
-    content: see `runs.Event`.
-    detail: see `runs.Event`.
-    facts: a planner's facts before its plan; "" if not requested.
-  """
+  """A parsed reply: its event's kind, content and detail; a planner's facts."""
 
   kind: str
   content: str

@@ -104,8 +104,7 @@ def _text(row: dict[str, Any], name: str, where: str) -> str:
 
 
 def _lines(value: Any) -> str:
-  """Converts a value to text; a list becomes one line per item, the input format of
-  lists."""
+  """Converts a value to text; a list becomes one line per item."""
   if isinstance(value, list):
     return "\n".join(map(str, value))
   return str(value)
