@@ -131,11 +131,8 @@ def keep_tasks(
     chosen = _balanced(fitting, strata, config.limit, config.seed)
     left["limit"] = len(fitting) - len(chosen)
   # --- The statistics of all tasks.
-  chosen_rates: collections.Counter[str] = collections.Counter()
-  chosen_strata: collections.Counter[str] = collections.Counter()
-  for task in chosen:
-    chosen_rates[_name(attempts[task.id])] += 1
-    chosen_strata["/".join(strata[task.id])] += 1
+  chosen_rates = collections.Counter(_name(attempts[task.id]) for task in chosen)
+  chosen_strata = collections.Counter("/".join(strata[task.id]) for task in chosen)
   funnel = {
     "in": len(tasks),
     **_sorted(left),

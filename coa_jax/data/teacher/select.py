@@ -8,7 +8,6 @@ right answer. Runs that agree need no selector: the first of them is selected.
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import random
 import re
@@ -75,14 +74,7 @@ def select_all(
     task, runs_of_task = item
     return select(task, runs_of_task, journal.backend(backend, (task.id, SAMPLE)))
 
-  pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="select")
-  try:
-    yield from pool.map(work, done)
-  except BaseException:
-    journal.stop()
-    raise
-  finally:
-    pool.shutdown(cancel_futures=True)
+  return journal.in_order(work, done, workers)
 
 
 def select(

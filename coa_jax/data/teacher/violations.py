@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import collections
-import concurrent.futures
 import dataclasses
 import json
 import re
@@ -135,22 +134,7 @@ def inspect_all(
   def work(t: Trajectory) -> Inspection:
     return inspect(t, journal.backend(backend, (t.task_id, t.sample)), config)
 
-  # A few more than the workers: trajectories are not generated far ahead.
-  waiting: collections.deque[concurrent.futures.Future[Inspection]]
-  waiting = collections.deque()
-  pool = concurrent.futures.ThreadPoolExecutor(config.workers, "inspect")
-  try:
-    for t in trajectories:
-      waiting.append(pool.submit(work, t))
-      if len(waiting) > 2 * config.workers:
-        yield waiting.popleft().result()
-    while waiting:
-      yield waiting.popleft().result()
-  except BaseException:
-    journal.stop()
-    raise
-  finally:
-    pool.shutdown(cancel_futures=True)
+  return journal.in_order(work, trajectories, config.workers)
 
 
 def inspect(
