@@ -117,12 +117,14 @@ def _slots(value):
       yield from _slots(inner)
 
 
-DROPPED = pathlib.Path(__file__).parents[1] / "fixtures" / "dropped_rows.jsonl"
+FILE = pathlib.Path(__file__).parents[1] / "fixtures" / "dropped_rows.jsonl"
+DROPPED = [json.loads(line) for line in FILE.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("line", DROPPED.read_text().splitlines())
-def test_a_row_that_cannot_be_mapped_is_dropped_with_the_reason(line):
-  case = json.loads(line)
+@pytest.mark.parametrize(
+  "case", DROPPED, ids=[f"{case['format']}: {case['detail'][:60]}" for case in DROPPED]
+)
+def test_a_row_that_cannot_be_mapped_is_dropped_with_the_reason(case):
   for keep_illegal in (False, True):
     result = read(case["format"], case["row"], keep_illegal=keep_illegal)
     assert isinstance(result, Dropped), result
