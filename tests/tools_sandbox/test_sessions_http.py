@@ -42,17 +42,6 @@ def idle(server):
   soon(lambda: server.health()["busy"] == 0)
 
 
-def test_cells_over_http_share_their_variables(server, remote):
-  with remote.session() as s:
-    assert s.run("x = 41").verdict == Verdict.OK
-    assert s.run("print(x + int(input()))", "1").stdout == "42\n"
-    failed = s.run("1 / 0")
-    assert failed.verdict == Verdict.ERROR and "ZeroDivision" in failed.stderr
-    assert s.alive and server.health()["busy"] == 1
-  idle(server)
-  assert remote.run("print('x' in globals())").stdout == "False\n"
-
-
 def test_seed_and_clock_go_over_http(remote):
   program = "import random, time\nprint(random.random(), time.time())"
   fixed = {"seed": 7, "clock_s": 1e9}
@@ -60,15 +49,6 @@ def test_seed_and_clock_go_over_http(remote):
   assert one == two and one.endswith(" 1000000000.0\n")
   with remote.session(**fixed) as s:
     assert s.run(program).stdout == one
-
-
-def test_a_cell_that_ends_the_session_frees_the_slot(server, remote):
-  s = remote.session()
-  lost = s.run("import os\nos._exit(3)")
-  assert lost.verdict == Verdict.ERROR and "has ended" in lost.stderr and not s.alive
-  with pytest.raises(SessionEnded):
-    s.run("1")
-  idle(server)
 
 
 def test_a_session_that_nobody_closes_ends_with_its_lease(server, remote):
