@@ -21,6 +21,7 @@ from starlette.routing import Route
 from tools_sandbox import http_server
 
 SHORT = 0.3
+MOST = 1 << 20  # bytes of a body
 PAGE = b"GET /page HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -33,7 +34,7 @@ def running() -> Iterator[tuple[str, int]]:
     return PlainTextResponse("xxxx")
 
   async def echo(request: Request) -> JSONResponse:
-    return JSONResponse(await http_server.read_object(request, 1 << 20))
+    return JSONResponse(await http_server.read_object(request, MOST))
 
   app = Starlette(
     routes=[Route("/page", page), Route("/echo", echo, methods=["POST"])],
@@ -96,6 +97,31 @@ def test_a_client_that_hangs_up_in_its_body_is_nobodys_fault(connect, caplog):
     reply = httpx.get("http://{}:{}/page".format(*address), timeout=LONG)
     assert reply.text == "xxxx"
   assert not caplog.records
+
+
+@pytest.mark.parametrize(
+  ("changes", "body", "status", "words"),
+  [
+    ({}, b'{"a": 1}', 200, '{"a":1}'),
+    ({}, b"", 400, "not JSON"),
+    ({}, b"\xff\xfe", 400, "not JSON"),
+    ({}, b"[" * 100_000, 400, "not JSON"),
+    ({}, b"[]", 400, "not an object"),
+    ({"host": "rebound.example"}, b"{}", 400, "Invalid host"),
+    ({}, b" " * (MOST + 1), 413, f"at most {MOST} bytes"),
+    # What a form or fetch sends to another site without asking: text, or no type.
+    ({"content-type": "text/plain"}, b"{}", 415, "must be application/json"),
+    ({"content-type": ""}, b"{}", 415, "must be application/json"),
+  ],
+)
+def test_only_json_of_bounded_size_to_a_known_name_is_read(
+  changes, body, status, words
+):
+  with running() as address:
+    url = "http://{}:{}/echo".format(*address)
+    headers = {"content-type": "application/json"} | changes
+    reply = httpx.post(url, content=body, headers=headers, timeout=LONG)
+    assert reply.status_code == status and words in reply.text
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import NoJail
 from tools_sandbox.host import pool
-from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.jail import keeper
-from tools_sandbox.jail.wire import Limits, Verdict
+from tools_sandbox.jail.wire import Verdict
 
 pytestmark = needs_jail
 
@@ -168,21 +167,6 @@ def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
   own = {os.path.dirname(keeper.__file__), os.path.realpath(sys.base_prefix)}
   others = set(mounts) - own - set(keeper._SYSTEM)
   assert others == {os.path.realpath(installed)}
-
-
-@pytest.mark.parametrize(
-  ("program", "changed"),
-  [
-    ("while True: open('f', 'ab').write(b'x' * (1 << 20))", {"disk_mb": 4}),
-    ("for i in range(99): open(str(i), 'w')", {"inodes": 20}),
-  ],
-)
-def test_limits_of_all_files_together(program, changed):
-  limits = Limits(**{**Limits(wall_s=60).to_json(), **changed})
-  with SandboxPool(1, limits, (), backend="jail") as jails:
-    result = jails.run(program)
-    assert result.verdict == Verdict.ERROR and "No space left" in result.stderr
-    assert jails.run("print(2)").stdout == "2\n"
 
 
 def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):

@@ -170,14 +170,6 @@ def test_a_zygote_that_cannot_start_is_infrastructure(monkeypatch, python):
   assert result.stderr.startswith("the zygote failed") or python in result.stderr
 
 
-def test_missing_preload_is_skipped_and_present_is_there():
-  with SandboxPool(
-    1, preload=("no_such_module_at_all", "colorsys"), backend="subprocess"
-  ) as pool:
-    result = pool.run("import sys\nprint('colorsys' in sys.modules)")
-  assert result.stdout == "True\n"
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_close_ends_runs_in_flight(own, backend):
   pool = SandboxPool(1, preload=(), backend=backend)
