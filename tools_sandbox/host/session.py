@@ -1,6 +1,7 @@
-"""The host's side of a session: cells share one process in a pool's slot.
+"""The caller's side of a session: cells share one process in a slot.
 
-`jail.session` is the other side, in the jail; `pool` assigns slots and leases.
+`jail.session` is the other side, in the jail. `pool` assigns slots and leases;
+`service.remote` has slots of services.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ CELLS_OF_CPU = 10  # a session's default CPU limit, in cells' wall limits
 
 
 class SessionSlot(Protocol):
-  """The interface to a session's slot in the pool."""
+  """The interface to a session's slot, in a pool or on a service."""
 
   def run(
     self, program: str, stdin: str, cancel: Cancel | None
   ) -> tuple[wire.Result, bool]:
     """Runs a cell; returns whether another can follow. If not, the slot is free
-    again."""
+    again.
+
+    Raises:
+      ValueError: it is refused, and has not run.
+      SessionEnded: the session has ended.
+    """
 
   def close(self) -> None:
     """Ends the session's process and frees the slot."""
@@ -43,7 +49,7 @@ class Session:
   """
 
   def __init__(self, slot: SessionSlot, lease_s: float):
-    """Only `SandboxPool.session` makes one."""
+    """Only the pools' `session` makes one."""
     self._slot = slot
     self.lease_s = lease_s
     self.expires = time.monotonic() + lease_s
@@ -73,7 +79,8 @@ class Session:
 
     Raises:
       TypeError: program is not a string.
-      ValueError: it is longer than wire.MAX_INPUT.
+      ValueError: it is longer than wire.MAX_INPUT, or a service refuses it; the session
+        continues.
       SessionEnded: a cell before this one has ended it, its lease has, or it is closed.
     """
     # Before the lock: an invalid program does not wait and costs no session.
@@ -85,11 +92,14 @@ class Session:
       self.expires = math.inf
       try:
         result, self._alive = self._slot.run(program, stdin, cancel)
-      except BaseException:  # interrupted
+        return result
+      except ValueError:  # refused: it has not run
+        raise
+      except BaseException:  # interrupted, or ended by the service
         self._alive = False
         raise
-      self.expires = time.monotonic() + self.lease_s
-      return result
+      finally:
+        self.expires = time.monotonic() + self.lease_s
 
   def expire(self) -> None:
     """Closes it if its lease is over; the pool's own thread asks."""

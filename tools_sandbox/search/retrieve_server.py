@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
-import sys
 from typing import Any
 
 import pydantic
@@ -141,14 +139,7 @@ def main() -> None:
   add("--port", type=int, default=8000, help="0 for any that is free")
   add("--topk", type=int, default=3)
   add("--allowed_hosts", help="names that clients may call it by, with commas between")
-  args = parser.parse_args()
-  # uvicorn raises the signal again when it is done.
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *unused: sys.exit(0))
-  try:
-    serve(args)
-  except (OSError, ValueError) as e:
-    parser.exit(2, f"{parser.prog}: {e}\n")
+  http_server.run_program(parser, serve)
 
 
 if __name__ == "__main__":
