@@ -14,10 +14,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
-from tools_sandbox.client import Session
 from tools_sandbox.faults import SessionEnded
 from tools_sandbox.jail.wire import Result
+
+
+class SandboxSession(Protocol):
+  """A sandbox's session: see `tools_sandbox.client.Sandbox.session`."""
+
+  @property
+  def alive(self) -> bool:
+    """Whether another program can run."""
+    ...
+
+  def run(self, program: str, stdin: str = "") -> Result:
+    """Runs a program with the variables of earlier ones."""
+    ...
+
+  def close(self) -> None:
+    """Ends it."""
+    ...
 
 
 class CodeSession:
@@ -37,7 +54,7 @@ class CodeSession:
     self.lost = False
     self.seconds = 0.0
     self._ended = ended
-    self._session: Session | None = None
+    self._session: SandboxSession | None = None
     self._closed = False
     self._lock = threading.Lock()
 
@@ -50,7 +67,9 @@ class CodeSession:
     """Whether an open session allows a program more than `seconds`."""
     return self._session is not None and seconds < self.seconds
 
-  def open(self, open_session: Callable[[float], Session], seconds: float) -> None:
+  def open(
+    self, open_session: Callable[[float], SandboxSession], seconds: float
+  ) -> None:
     """Opens a session.
 
     Args:
@@ -106,6 +125,6 @@ class CodeSession:
       target=self._end, args=(session,), name="end of session", daemon=True
     ).start()
 
-  def _end(self, session: Session) -> None:
+  def _end(self, session: SandboxSession) -> None:
     session.close()
     self._ended(self)

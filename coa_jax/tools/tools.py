@@ -18,9 +18,9 @@ from coa_jax.protocol.tool_bodies import FUNCTION_NAME, parse_code
 from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.runtime.fields import bounded, check_fields, choice
-from coa_jax.tools.code_session import CodeSession
+from coa_jax.tools.code_session import CodeSession, SandboxSession
 from coa_jax.tools.functions import Functions, FunctionTool
-from tools_sandbox.client import BACKENDS, Sandbox, Session
+from tools_sandbox.client import BACKENDS, Sandbox
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.jail.wire import Result, Verdict
 from tools_sandbox.mcp_client import McpConfig, McpTool
@@ -293,7 +293,7 @@ class CodeTool(Tool):
       text += _LOST
     return status, note + text
 
-  def _open(self, seconds: float) -> Session:
+  def _open(self, seconds: float) -> SandboxSession:
     options: dict[str, Any] = {"timeout_s": seconds, "memory_mb": self._memory_mb}
     if self._local:  # services have a time of their own for it
       options["wait_s"] = seconds

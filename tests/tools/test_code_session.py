@@ -11,12 +11,13 @@ from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.rollout.types import Attempt
+from coa_jax.tools.code_session import SandboxSession
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.types import CallFuture
 from tests import toy
 from tests.backend import needs_jail
 from tests.tools_sandbox.sandbox_server import serving, soon
-from tools_sandbox.client import Sandbox, Session
+from tools_sandbox.client import Sandbox
 from tools_sandbox.service.remote import RemoteConfig
 
 pytestmark = needs_jail
@@ -29,12 +30,12 @@ def config(**changes) -> ToolsConfig:
 
 
 @pytest.fixture
-def opened(monkeypatch) -> list[Session]:
+def opened(monkeypatch) -> list[SandboxSession]:
   """The sandbox's sessions that are opened during the test."""
   sessions = []
   real = Sandbox.session
 
-  def spy(self, *args, **options) -> Session:
+  def spy(self, *args, **options) -> SandboxSession:
     sessions.append(real(self, *args, **options))
     return sessions[-1]
 
