@@ -9,14 +9,17 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp
 
 from tests.backend import BACKEND, BACKENDS
 from tests.tools_sandbox import proc
+from tools_sandbox import http_server
 from tools_sandbox.host.pool import DEFAULT_PRELOAD, SandboxPool
 from tools_sandbox.jail.wire import Limits
 from tools_sandbox.service.remote import RemoteConfig, RemotePool
@@ -104,6 +107,21 @@ def serving(
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+@contextlib.contextmanager
+def serving_app(app: ASGIApp) -> Iterator[str]:
+  """Serves an application in a thread; its URL."""
+  with http_server.bind("127.0.0.1", 0) as sock:
+    server = http_server.Server(app, grace_s=1)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+      soon(lambda: server.started)
+      yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+      server.should_exit = True
+      thread.join()
 
 
 WHERE = (*BACKENDS, "remote")  # `open_pool`'s

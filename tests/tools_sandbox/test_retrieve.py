@@ -8,14 +8,12 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import httpx
 import pytest
 from http_server import LONG, Server
+from sandbox_server import serving_app
 
-from tools_sandbox import http_server
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import Unavailable
 from tools_sandbox.search import retrieve_server
@@ -37,16 +35,11 @@ def corpus(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def url(corpus: str):
   """A running server of the corpus, in a thread."""
-  with Sandbox(corpus=corpus, backend=None) as sandbox, contextlib.ExitStack() as stack:
-    listener = stack.enter_context(http_server.bind("127.0.0.1", 0))
-    server = http_server.Server(retrieve_server.make_app(sandbox), grace_s=5)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not server.started:
-      time.sleep(0.01)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+  with (
+    Sandbox(corpus=corpus, backend=None) as sandbox,
+    serving_app(retrieve_server.make_app(sandbox)) as url,
+  ):
+    yield url
 
 
 @contextlib.contextmanager

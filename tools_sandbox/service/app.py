@@ -236,12 +236,8 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """Decodes a request of /session; `cpu_s` and the like apply to all its cells
-  together.
-
-  Raises:
-    ValueError: as `read_run`.
-  """
+  """Decodes a request of /session, whose limits apply to all its cells together;
+  raises as `read_run`."""
   # --- A user who mixes up the two routes gets the right one's name.
   if "program" in body:
     raise ValueError("program is a cell's: POST it to /session/NAME")
@@ -262,11 +258,7 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_cell(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """Decodes a request of /session/NAME; only program and stdin are its own.
-
-  Raises:
-    ValueError: as `read_run`.
-  """
+  """Decodes a request of /session/NAME; raises as `read_run`."""
   fields = http_server.read_fields(_CellBody, body)
   return RunRequest(fields.program, fields.stdin, config.limits, math.inf)
 
