@@ -26,9 +26,9 @@ class Sandbox:
   def __init__(
     self,
     slots: int = 4,
-    timeout_s: float = 10.0,
-    memory_mb: int = 1024,
-    output_bytes: int = 65536,
+    timeout_s: float = wire.Limits.wall_s,
+    memory_mb: int = wire.Limits.memory_mb,
+    output_bytes: int = wire.Limits.output_bytes,
     preload: Sequence[str] = pool.DEFAULT_PRELOAD,
     corpus: str | None = None,
     index_cache: str | None = None,

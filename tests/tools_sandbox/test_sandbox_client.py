@@ -1,12 +1,11 @@
 """The one door."""
 
-import inspect
 import os
 
 import pytest
 
 from tools_sandbox.client import Sandbox
-from tools_sandbox.jail.wire import Limits, Verdict
+from tools_sandbox.jail.wire import Verdict
 
 ROWS = '{"id": 1, "title": "Paris", "text": "Capital of France."}\n'
 
@@ -26,14 +25,6 @@ def test_run_with_defaults_and_overrides():
       sandbox.run("1", timeout_s=0)
   with pytest.raises(RuntimeError, match="closed"):
     sandbox.run("1")
-
-
-def test_defaults_are_those_of_limits():
-  signature = inspect.signature(Sandbox).parameters
-  limits = Limits()
-  assert signature["timeout_s"].default == limits.wall_s == limits.cpu_s
-  assert signature["memory_mb"].default == limits.memory_mb
-  assert signature["output_bytes"].default == limits.output_bytes
 
 
 def test_search_and_its_cache(tmp_path):
