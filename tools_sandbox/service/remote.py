@@ -129,12 +129,11 @@ class RemotePool:
     # --- Ask once: a wrong URL or token fails now and not in every run.
     try:
       result = self.run("")
+      if result.verdict == Verdict.INFRASTRUCTURE:
+        raise RuntimeError(result.stderr)
     except BaseException:
       self._client.close()
       raise
-    if result.verdict == Verdict.INFRASTRUCTURE:
-      self._client.close()
-      raise RuntimeError(result.stderr)
 
   def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Result:
     """Runs a program on one of the services; see `SandboxPool.run`.

@@ -110,7 +110,6 @@ def serve(args: argparse.Namespace) -> None:
   most = {"wall_s": args.max_timeout_s, "cpu_s": args.max_timeout_s}
   config = ServiceConfig(
     token=read_key(args.token_file, "--token_file"),
-    limits=base.limits,
     most=dataclasses.replace(base.most, **most, memory_mb=args.max_memory_mb),
     wait_s=args.max_wait_s,
     max_body=args.max_body_mb << 20,
