@@ -18,6 +18,10 @@ from tools_sandbox.jail import wire
 CELLS_OF_CPU = 10  # a session's default CPU limit, in cells' wall limits
 
 
+class CellRefused(ValueError):
+  """A slot does not take this cell. It has not run, and the session continues."""
+
+
 class SessionSlot(Protocol):
   """The interface to a session's slot, in a pool or on a service."""
 
@@ -28,7 +32,7 @@ class SessionSlot(Protocol):
     again.
 
     Raises:
-      ValueError: it is refused, and has not run.
+      CellRefused: it has not run. After any other exception no cell can follow.
       SessionEnded: the session has ended.
     """
 
@@ -71,7 +75,7 @@ class Session:
       program: Python source.
       stdin: the text of `sys.stdin` and `input()`; the process's real stdin stays
         unchanged.
-      cancel: calls it off, and the session ends with it.
+      cancel: calls it off, and the session ends with it; a service does not hear of it.
 
     Returns:
       The cell's result. One that raised, or called sys.exit, is `error` or `ok`
@@ -93,7 +97,7 @@ class Session:
       try:
         result, self._alive = self._slot.run(program, stdin, cancel)
         return result
-      except ValueError:  # refused: it has not run
+      except CellRefused:
         raise
       except BaseException:  # interrupted, or ended by the service
         self._alive = False

@@ -27,7 +27,7 @@ import httpx
 
 from tools_sandbox.faults import SessionEnded, Unavailable
 from tools_sandbox.host.cancel import Cancel
-from tools_sandbox.host.session import Session
+from tools_sandbox.host.session import CellRefused, Session
 from tools_sandbox.http_client import (
   BadReply,
   check_url,
@@ -319,8 +319,10 @@ class _RemoteSlot:
     except _NoAnswer as e:
       self.close()  # it may live on there, and hold its slot
       return wire.failure(f"the session's service fails: {e}"), False
-    except (SessionEnded, ValueError):
+    except SessionEnded:
       raise
+    except ValueError as e:
+      raise CellRefused(str(e)) from e
     except BaseException:  # interrupted: the cell's effects are unknown
       self.close()
       raise
