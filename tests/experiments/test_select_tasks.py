@@ -7,6 +7,7 @@ import json
 import ml_collections
 import pytest
 import toy
+from programs import small_evaluation
 
 from coa_jax.cli import select_tasks
 from coa_jax.data.tasks.sources import load_tasks
@@ -19,28 +20,13 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.runtime.config import ConfigError
-from tests.backend import BACKEND
 
 SAMPLES = 6
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
-  """A policy that knows its scripts half, its tasks, and the corpus they need."""
-  folder = tmp_path_factory.mktemp("select")
-  toy.save_policy(str(folder / "model"), toy.actor(60).params)
-  write_jsonl(folder / "tasks.jsonl", [t.to_json() for t in toy.TASKS])
-  page = {"id": "ur", "title": "Ur", "text": "Ur: its capital is Uruk."}
-  write_jsonl(folder / "pages.jsonl", [page])
-  config = ml_collections.ConfigDict()
-  config.init = str(folder / "model")
-  config.model = dict()
-  config.rollout = dict(
-    variant="unified", style="brief", slots=4, window=16, max_len=toy.MAX_LEN
-  )
-  corpus = str(folder / "pages.jsonl")
-  config.tools = dict(tools=toy.TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND)
-  config.tasks = dict(uri=str(folder / "tasks.jsonl"))
+  config = small_evaluation(tmp_path_factory.mktemp("select"))
   config.eval = dict(greedy=False, samples=SAMPLES, temperature=1.0)
   config.select = dict(all_wrong=True, all_right=True)
   return config
@@ -117,7 +103,7 @@ def test_attempts_made_before_are_enough(config, tmp_path):
   rows += [attempt(odd, 0, Status.INFRASTRUCTURE), attempt(odd, 1), attempt(odd, 0)]
   write_jsonl(tmp_path / "teacher.jsonl", rows)
   config = config.copy_and_resolve_references()
-  for name in ("init", "model", "rollout", "tools", "eval"):
+  for name in ("init", "rollout", "tools", "eval"):
     del config[name]
   config.select = dict(played=(str(tmp_path / "teacher.jsonl"),))
   results = select_tasks.run(config, str(tmp_path / "out"))

@@ -34,8 +34,19 @@ TABLE = [
   (f"{SFT} --config.data..steps=3", "--config.data..steps: names no field"),
   (f"{SFT} --config.data.trajectories=None", "'data' lacks field 'trajectories'"),
   (f"{SFT} --config.data.steps={'7' * 5000}", "data.steps=777"),
-  (f"{SFT} --config.data.stepz=3", "did you mean 'steps'"),
-  (f"{SFT} --config.datum.steps=3", "did you mean 'data'"),
+  ("sft --config.data.steps=4", "--config.data.steps=4 needs a config to change"),
+  ("sft --workdirr=x", "Unknown command line flag 'workdirr'"),
+  (
+    f"{SFT} --config.data.stepz=3",
+    "configs/sft_world.py: config section 'data' has no field 'stepz'; did you mean "
+    "'steps'?",
+  ),
+  (
+    f"{SFT} --config.datum.steps=3",
+    "configs/sft_world.py: config has no section 'datum'; did you mean 'data'?",
+  ),
+  (f"{SFT} --config.optim.lr.x=1", "optim.lr.x: lr is a value and has no fields"),
+  (f"{GOOD} --config.eval.k=fast", "eval.k[0] is 'fast'; it must be of type int"),
   (f"{SFT} --config.data.steps=ten", "data.steps"),
   (f"{SFT} --config.data.steps=1.5", "data.steps"),
   (f"{SFT} --config.data.steps=", "data.steps"),
