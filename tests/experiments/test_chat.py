@@ -15,6 +15,7 @@ import forked
 import httpx
 import pytest
 import toy
+from programs import config_file
 from rich.console import Console
 from rich.style import Style
 
@@ -25,25 +26,6 @@ from tests.backend import BACKEND
 from tools_sandbox import http_server
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-CONFIG = """
-import ml_collections
-
-def get_config(arg=""):
-  config = ml_collections.ConfigDict()
-  config.init = {folder!r} + "/model"
-  config.model = dict(remat="none")
-  config.rollout = dict(
-    variant="unified", style="brief", slots=3, window=4, max_len=128, inject_rows=3
-  )
-  config.tools = dict(
-    tools=("wiki_search", "code"),
-    corpus={folder!r} + "/pages.jsonl",
-    top_k=1,
-    sandbox={sandbox!r},
-  )
-  config.tasks = dict(uri="nothing reads this")
-  return config
-"""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +35,16 @@ def folder(tmp_path_factory) -> pathlib.Path:
   toy.save_policy(str(folder / "model"), toy.actor().params)
   page = {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."}
   (folder / "pages.jsonl").write_text(json.dumps(page))
-  (folder / "config.py").write_text(CONFIG.format(folder=str(folder), sandbox=BACKEND))
+  tools = dict(tools=("wiki_search", "code"), corpus=str(folder / "pages.jsonl"))
+  sizes = dict(slots=3, window=4, max_len=128, inject_rows=3)
+  sections = dict(
+    init=str(folder / "model"),
+    model=dict(remat="none"),
+    rollout=dict(variant="unified", style="brief", **sizes),
+    tools=tools | dict(top_k=1, sandbox=BACKEND),
+    tasks=dict(uri="nothing reads this"),
+  )
+  config_file(folder / "config.py", sections)
   return folder
 
 
