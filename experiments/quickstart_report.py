@@ -1,7 +1,4 @@
-"""Reports a quickstart: results.json, a table, an HTML page.
-
-budget: one page, its tables, figures and words.
-"""
+"""Reports a quickstart: results.json, a table, an HTML page."""
 
 from __future__ import annotations
 

@@ -99,16 +99,6 @@ def measure(
   return rows
 
 
-def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Our trajectories/s over theirs, by name."""
-  rate = "trajectories_per_second"
-  out = {}
-  for row, own in bench.against_ours(rows, "size", "tools"):
-    name = f"{row['size']}, tools of {row['tools']}, over {row['contestant']}"
-    out[name] = own[rate] / row[rate]
-  return out
-
-
 _COLUMNS = {
   "size": "size",
   "tools": "tools",
@@ -128,7 +118,8 @@ def run() -> dict[str, Any]:
   for (size, dtype), latencies in bench.by_model(bench.chosen(CASES)).items():
     model = SIZES[size].model
     rows += measure(size, model, dtype, pythons, latencies, bench.rounds())
-  return {"table": rows, "ratios": ratios(rows)}
+  figures = ("trajectories_per_second",)
+  return {"table": rows, "ratios": bench.ratios(rows, ["size", "tools"], figures)}
 
 
 NOTE = f"Trajectories of {LENGTH} tokens; medians of turns."

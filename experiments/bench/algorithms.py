@@ -12,8 +12,6 @@ RL. An algorithm that fails, or does not raise it with every seed, is named, and
 exit status is 1 (not with --quick, which makes 2 updates from a few rollouts). --long
 makes 500 updates with one algorithm instead, of a quarter of the rollouts each, and
 tests for a collapse; the exit status is 1 if there is one.
-
-budget: the runs and two verdicts from their logs.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 XLA's figures count a loop's body once; here each instruction counts as often as the
 loops around it run.
-
-budget: one reader for one text format.
 """
 
 from __future__ import annotations

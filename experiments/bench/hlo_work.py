@@ -3,8 +3,6 @@
 Each instruction counts as often as the loops around it run. Not counted: kernels'
 arithmetic and repeated reads, which the text lacks, and arrays on the chip (memory
 space 1, VMEM).
-
-budget: one pass over the text, with a rule for each kind of instruction.
 """
 
 from __future__ import annotations

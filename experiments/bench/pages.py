@@ -18,8 +18,6 @@ measurement ends when the last trajectory gets a slot. Contestants are
           trajectory, rounded up to a power of two
 
 so their ratio compares floors, not measured times.
-
-budget: a device, an episode and a clock.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A benchmark keeps one `Worker` per contestant and sends it a JSON line per turn; the
 worker runs `PYTHON -m MODULE NAME FOLDER`, which ends in `serve`, and answers with a
 line. A peer's interpreter imports this file too, so it uses only the standard library.
-
-budget: both ends of one pipe protocol.
 """
 
 from __future__ import annotations
@@ -315,6 +313,16 @@ def median(turns: Sequence[Answer], figure: str = "seconds") -> float:
   return statistics.median(turn[figure] for turn in turns)
 
 
-def cores(turns: Sequence[Answer]) -> float:
-  """A contestant's median ratio of processor to wall time."""
-  return statistics.median(t["cpu_seconds"] / t["seconds"] for t in turns)
+def rates(turns: Sequence[Answer], tokens: int) -> dict[str, float]:
+  """A contestant's tokens per second over its turns of `tokens` tokens, and its costs.
+
+  `cores` is the median ratio of processor to wall time.
+  """
+  seconds = [turn["seconds"] for turn in turns]
+  return {
+    "tokens_per_second": tokens / statistics.median(seconds),
+    "slowest": tokens / max(seconds),
+    "fastest": tokens / min(seconds),
+    "cores": statistics.median(t["cpu_seconds"] / t["seconds"] for t in turns),
+    "peak_mb": turns[-1]["peak_mb"],
+  }

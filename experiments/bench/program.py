@@ -104,6 +104,25 @@ def against_ours(rows: Sequence[Row], *case: str) -> Iterator[tuple[Row, Row]]:
       yield row, ours[key]
 
 
+def ratios(
+  rows: Sequence[Row], case: Sequence[str], figures: Sequence[str]
+) -> dict[str, float]:
+  """Our figures over the peers', by "CASE FIGURE over PEER".
+
+  Args:
+    rows: of a table.
+    case: keys that identify a case.
+    figures: the keys to compare.
+  """
+  out = {}
+  for row, own in against_ours(rows, *case):
+    title = ", ".join(str(row[name]) for name in case)
+    for figure in figures:
+      name = f"{title} {figure} over {row['contestant']}"
+      out[name] = own[figure] / row[figure]
+  return out
+
+
 def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
   """RL's config on a quickstart's world, from its SFT model.
 

@@ -87,10 +87,7 @@ def _our_learner(model: Any, job: dict[str, Any]) -> Any:
 
 
 def ours(folder: str, job: dict[str, Any]) -> Steps:
-  """This project's scheduler and learner, as in `rl.run`.
-
-  budget: a step and its parts, in one place.
-  """
+  """This project's scheduler and learner, as in `rl.run`."""
   import jax
 
   from coa_jax.protocol.trajectory import Author, Segment, Trajectory

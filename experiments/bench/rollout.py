@@ -106,26 +106,12 @@ def measure(
           "dtype": dtype,
           "batch": batch,
           "contestant": who,
-          "tokens_per_second": tokens / peers.median(turns),
-          "slowest": tokens / max(t["seconds"] for t in turns),
-          "fastest": tokens / min(t["seconds"] for t in turns),
-          "cores": peers.cores(turns),
-          "peak_mb": turns[-1]["peak_mb"],
+          **peers.rates(turns, tokens),
         }
         rows.append(row)
         rate = row["tokens_per_second"]
         print(f"{name} {dtype} {batch} {who}: {rate:.0f}", flush=True)
   return rows
-
-
-def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Our tokens/s over theirs, by name."""
-  rate = "tokens_per_second"
-  out = {}
-  for row, own in bench.against_ours(rows, "size", "dtype", "batch"):
-    case = f"{row['size']} {row['dtype']} batch {row['batch']}"
-    out[f"{case} over {row['contestant']}"] = own[rate] / row[rate]
-  return out
 
 
 _COLUMNS = {
@@ -150,7 +136,8 @@ def run() -> dict[str, Any]:
     if "uneven" in size:
       lengths = {"prompt": UNEVEN[0], "new": UNEVEN[1]}
     rows += measure(size, model, dtype, pythons, batches, bench.rounds(), **lengths)
-  return {"table": rows, "ratios": ratios(rows)}
+  case = ("size", "dtype", "batch")
+  return {"table": rows, "ratios": bench.ratios(rows, case, ["tokens_per_second"])}
 
 
 NOTE = f"Prompts of {PROMPT} tokens, or uneven; greedy; medians of turns."

@@ -127,27 +127,20 @@ def measure(
   tokens = size.rows * size.length * size.steps
   rows = []
   for who, answers in turns.items():
+    setting = settings.get(who, settings["ours"])
     row = {
       "size": name,
       "contestant": who,
       "parameters": parameters(size),
       "vocabulary": size.model["vocab_size"],
       "rows": size.rows,
-      "setting": setting_text(settings.get(who, settings["ours"])),
+      "setting": ", ".join(f"{k} {v}" for k, v in setting.items()),
       "first_loss": first[who][0],
-      "tokens_per_second": tokens / peers.median(answers),
-      "slowest": tokens / max(t["seconds"] for t in answers),
-      "fastest": tokens / min(t["seconds"] for t in answers),
-      "cores": peers.cores(answers),
-      "peak_mb": answers[-1]["peak_mb"],
+      **peers.rates(answers, tokens),
     }
     rows.append(row)
     print(f"{name} {who}: {row['tokens_per_second']:,.0f}", flush=True)
   return rows
-
-
-def setting_text(setting: Mapping[str, Any]) -> str:
-  return ", ".join(f"{k} {v}" for k, v in setting.items())
 
 
 def parameters(size: Size) -> int:
@@ -156,18 +149,6 @@ def parameters(size: Size) -> int:
   heads = m["width"] * m["head_dim"] * 2 * (m["heads"] + m["kv_heads"])
   layer = heads + 3 * m["width"] * m["ff"] + 2 * m["width"] + 2 * m["head_dim"]
   return m["vocab_size"] * m["width"] + m["layers"] * layer + m["width"]
-
-
-def ratios(
-  rows: Sequence[Mapping[str, Any]], case: str = "size", memory: str = "peak_mb"
-) -> dict[str, float]:
-  """Ours over theirs, by name; more than 1 is better in speed and worse in memory."""
-  out = {}
-  for row, own in bench.against_ours(rows, case):
-    for figure in ("tokens_per_second", memory):
-      name = f"{row[case]} {figure} over {row['contestant']}"
-      out[name] = own[figure] / row[figure]
-  return out
 
 
 def merged(changes: str) -> dict[str, dict[str, Any]]:
@@ -217,7 +198,8 @@ def run() -> dict[str, Any]:
       rows += measure(name, small, pythons, settings, rounds=2, checked=2)
     else:
       rows += measure(name, size, pythons, settings, bench.ROUNDS.value)
-  return {"table": rows, "ratios": ratios(rows)}
+  figures = ("tokens_per_second", "peak_mb")
+  return {"table": rows, "ratios": bench.ratios(rows, ["size"], figures)}
 
 
 NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
