@@ -104,7 +104,11 @@ def read(path: str) -> Run:
   results = {}
   file = os.path.join(path, "results.json")
   if os.path.exists(file):
-    results = _numbers(read_object(file))
+    results = {
+      name: value
+      for name, value in _flat(read_object(file))
+      if isinstance(value, int | float) and not isinstance(value, bool)
+    }
   log = []
   if os.path.exists(os.path.join(path, METRICS_FILE)):
     log = read_all_metrics(path)
@@ -154,14 +158,6 @@ def _holds_run(folder: str) -> bool:
     return "config" in read_object(path)
   except ValueError:
     return True
-
-
-def by_stage(runs: Sequence[Run]) -> dict[str, list[Run]]:
-  """Groups runs by their stage."""
-  out: dict[str, list[Run]] = collections.defaultdict(list)
-  for run in runs:
-    out[run.stage].append(run)
-  return dict(out)
 
 
 def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -289,7 +285,9 @@ def compare(
   runs = [read(path) for path in find(paths)]
   _check_names("figures", figures, _figures_of(runs), "has")
   _check_names("curves", curves, _metrics_of(runs), "has logged")
-  stages = by_stage(runs)
+  stages: dict[str, list[Run]] = {}
+  for run in runs:
+    stages.setdefault(run.stage, []).append(run)
   if len(stages) > 1:
     print(
       f"runs of {len(stages)} stages, each compared with its own: {', '.join(stages)}"
@@ -318,23 +316,12 @@ def compare(
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-  """Yields a config's fields with their paths."""
+  """Yields the fields of a config, or of results, with their paths."""
   for name, value in config.items():
     if isinstance(value, dict) and value:
       yield from _flat(value, f"{above}{name}.")
     else:
       yield above + name, value
-
-
-def _numbers(results: Mapping[str, Any], above: str = "") -> dict[str, float]:
-  """Returns the finite numbers in results.json, with their paths."""
-  out = {}
-  for name, value in results.items():
-    if isinstance(value, dict):
-      out |= _numbers(value, f"{above}{name}.")
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-      out[above + name] = value
-  return out
 
 
 def _as_json(value: Any) -> str:

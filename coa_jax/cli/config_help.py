@@ -16,14 +16,13 @@ import inspect
 import math
 import shutil
 import textwrap
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import docstring_parser
 
-from coa_jax.runtime.config import ConfigError, Values, nearest
+from coa_jax.runtime.config import ConfigError, Values, kinds_of, nearest
 from coa_jax.runtime.fields import accepted
 
 # Stage -> module and class of its config.
@@ -196,7 +195,7 @@ def _sections(hint: Any) -> Iterator[tuple[str, type]]:
 
   A dict's dataclasses are under the user's names.
   """
-  for kind in _kinds(hint):
+  for kind in kinds_of(hint):
     if dataclasses.is_dataclass(kind):
       yield "", kind
     elif typing.get_origin(kind) is dict:
@@ -204,16 +203,10 @@ def _sections(hint: Any) -> Iterator[tuple[str, type]]:
         yield ".NAME", section
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
-  if isinstance(hint, types.UnionType):
-    return typing.get_args(hint)
-  return (hint,)
-
-
 def _kind(hint: Any, metadata: Mapping[str, Any]) -> str:
   """Returns a field's type and accepted values in words."""
   names = []
-  for kind in _kinds(hint):
+  for kind in kinds_of(hint):
     if dataclasses.is_dataclass(kind):
       names.append("section")
     elif typing.get_origin(kind) is dict and list(_sections(kind)):

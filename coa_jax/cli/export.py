@@ -36,8 +36,6 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   Raises:
     FileNotFoundError: there is no run.
     ValueError: it has no such checkpoint, or the checkpoint is damaged.
-
-  budget: the way from a checkpoint to a model folder.
   """
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora

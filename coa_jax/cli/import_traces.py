@@ -200,8 +200,6 @@ def _write(
 ) -> int:
   """Filters, writes and reports.
 
-  budget: one pass, stage by stage.
-
   Args:
     out: the file to write.
     chosen: the format.

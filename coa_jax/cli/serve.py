@@ -19,8 +19,6 @@ of other requests. A disconnected client frees its slot after the rest of the ru
 window and one more token, or after its question's running tool. Ctrl-C or SIGTERM stop
 the server: requests have GRACE_S seconds left. There is no key and no encryption: on a
 --host reachable by others, they can run programs in the sandbox.
-
-budget: one server: its routes, its streams, and its end.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Failures of agentic RL show first in the entropy of one role, in groups with equal
 rewards, in lengths, in repetition, or in log-probs that differ between sampler and
 learner.
-
-budget: all stops by a run's metrics, in one place.
 """
 
 from __future__ import annotations

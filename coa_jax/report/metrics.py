@@ -1,8 +1,6 @@
 """The record of a run in numbers: `metrics.jsonl`, live progress, `results.json`.
 
 Training stages are tracked as well: see `tracking.py`.
-
-budget: one file defines metrics.jsonl: writing, resuming, showing and reading.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Every figure is a mean over tasks, so the number of a task's samples does not change its
 weight. Attempts ended by infrastructure failures are excluded from all denominators;
 they are counted separately.
-
-budget: every figure next to its interval.
 """
 
 from __future__ import annotations
@@ -159,7 +157,7 @@ def _as_arrays(
 
 
 def proportion_interval(
-  over: Sequence[float], under: Sequence[float] | None = None, seed: int = 0
+  over: Sequence[float], under: Sequence[float] | None = None
 ) -> list[float] | None:
   """Computes the 95 % interval of a proportion sum(over) / sum(under), over tasks.
 
@@ -170,7 +168,6 @@ def proportion_interval(
   Args:
     over: each task's numerator, from 0 to its `under`.
     under: each task's denominator; by default 1 each.
-    seed: the seed of the bootstrap.
 
   Returns:
     [low, high], or None if the sum of `under` is 0.
@@ -185,7 +182,7 @@ def proportion_interval(
   yes_or_no = (under == 1) & np.isin(share, (0, 1))
   if yes_or_no.all() or (share == share[0]).all():
     return wilson(math.fsum(share), len(share))
-  return interval(over, under, seed)
+  return interval(over, under)
 
 
 def wilson(right: float, tasks: int) -> list[float] | None:

@@ -6,8 +6,6 @@ between a trajectory and the browser. All data are one script element of type
 application/json, which no browser runs, with every character that could end it escaped.
 The page's script makes text nodes of the data, never markup. And the content security
 policy forbids every request, and every script but the page's own.
-
-budget: one file decides a page's data of a trajectory and keeps the page inert.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _metadata(job: PodJob) -> dict[str, Any]:
 
 
 def _pod_spec(job: PodJob) -> dict[str, Any]:
-  """Returns a host's pod spec, with all its chips. budget: its fields."""
+  """Returns a host's pod spec, with all its chips."""
   # --- Its disks: the node's own, memory, and the shared one.
   volumes: list[dict[str, Any]] = [
     {"name": "scratch", "emptyDir": {}},

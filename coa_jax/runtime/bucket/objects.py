@@ -4,8 +4,6 @@ An object is written whole or not at all; nothing is ever appended to one (gcsfs
 overwrite it). Transient faults - a 503, a broken connection - are retried;
 lasting ones are a one-line `BucketError`. A store without any answer at first use is
 refused within seconds.
-
-budget: all requests to a store, and their failures.
 """
 
 from __future__ import annotations
