@@ -67,9 +67,7 @@ _SHOWN = 12  # trajectories per model in the report
 def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   """Writes `results.json` and `report.html` and prints the tables.
 
-  Args:
-    workdir: of a quickstart with all stages finished.
-    seconds: per stage, and a flag `NAME_done` for each.
+  `seconds` has each stage's, and a flag `NAME_done`.
 
   Returns:
     The content of `results.json`.

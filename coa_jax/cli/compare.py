@@ -75,11 +75,7 @@ _NAME = 60
 class Run:
   """One finished or running run of a stage.
 
-  Attributes:
-    path: its workdir.
-    config: field -> value, with paths such as "optim.lr".
-    results: figure -> number, from `results.json`; empty while it runs.
-    log: the `metrics.jsonl` rows.
+  `config` has fields by path, "optim.lr"; `results` is empty while it runs.
   """
 
   path: str
@@ -209,12 +205,9 @@ def table(
   figures: Sequence[str] = (),
   title: str = "Runs",
 ) -> Table:
-  """Makes a row for each group: every figure's mean and interval.
+  """Makes a row for each group: the figures' means and intervals.
 
-  Args:
-    groups: the result of `group`.
-    figures: names in results.json; () for FIGURES. Those present in some run are shown.
-    title: the table's title.
+  By default the figures are those of FIGURES that some run has.
   """
   known = _figures_of([run for runs in groups.values() for run in runs])
   shown = [name for name in figures or FIGURES if name in known]

@@ -43,12 +43,8 @@ _WHOLE = "Sections of "
 class Field:
   """One config field, in words.
 
-  Attributes:
-    path: its path, e.g. "algo.loss.clip_low".
-    kind: its type and accepted values.
-    default: in a config's notation; "" if it is required.
-    meaning: its entry in the docstring.
-    section: whether it is a section; its fields follow.
+  `default` is "" if it is required; `meaning` is from the docstring; a section's fields
+  follow it.
   """
 
   path: str
@@ -61,9 +57,7 @@ class Field:
 def list_fields(cls: type, path: str = "") -> list[Field]:
   """Lists a config dataclass's fields, each section before its own sections.
 
-  Args:
-    cls: the dataclass.
-    path: its path, with a final dot; "" for a whole config.
+  Paths begin with `path`.
   """
   hints = typing.get_type_hints(cls)
   meanings = _meanings(cls)
@@ -87,13 +81,9 @@ def list_fields(cls: type, path: str = "") -> list[Field]:
 
 
 def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
-  """Explains a config, one section, or one field, for a terminal.
+  """Explains a config, or the section or field `wanted`, for a terminal.
 
-  Args:
-    cls: the config's dataclass.
-    wanted: a section's or field's path; "" for all.
-    config: the config file's values; {} without one.
-    width: columns; 0 for the terminal's.
+  `config` has the file's values. The width in columns is by default the terminal's.
 
   Raises:
     ConfigError: the path is unknown; the nearest is named.

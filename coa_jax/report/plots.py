@@ -160,9 +160,6 @@ def _smooth(y: np.ndarray) -> np.ndarray:
 def phase_areas(rows: Sequence[Mapping[str, Any]]) -> Figure:
   """Draws the seconds of every step, with its phases stacked.
 
-  Args:
-    rows: `read_metrics`' rows, with `seconds_PHASE` as `timers.StepTimer` gives them.
-
   Raises:
     ValueError: no row has phases.
   """
@@ -236,11 +233,7 @@ def score_bars(
 
 
 def cost_bars(table: Mapping[str, Any]) -> Figure:
-  """Draws tokens of both systems, stacked: prompt, its cacheable part, completion.
-
-  Args:
-    table: `cost.cost`'s result.
-  """
+  """Draws tokens of both systems, stacked: prompt, its cacheable part, completion."""
   figure, axes = _figure(2)
   panels = {"per_task": "tokens per task", "per_solved": "tokens per solved task"}
   systems = {"multi_agent": "multi-agent", "single": "one model"}  # as `cost` has them
@@ -344,8 +337,7 @@ def filter_statistics(before: Statistics, after: Statistics) -> Figure:
 def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
   """Draws each funnel stage's kept and dropped counts, by reason, top to bottom.
 
-  Args:
-    stages: stage -> (kept, {reason: dropped}), in order.
+  `stages`: stage -> (kept, {reason: dropped}).
   """
   figure, (axis,) = _figure(1, width=8.8)
   figure.set_figheight(0.9 + 0.42 * len(stages))

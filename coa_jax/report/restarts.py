@@ -98,13 +98,7 @@ class Goodput:
 def say_what_changed(
   log: Sequence[Mapping[str, Any]], devices: int, processes: int
 ) -> None:
-  """Reports a resumed run's changed devices or processes, and the consequences.
-
-  Args:
-    log: the run's earlier lines of metrics.
-    devices: its present devices.
-    processes: its present processes.
-  """
+  """Reports a resumed run's changed devices or processes, by its earlier metrics."""
   if not log or "devices" not in log[-1]:
     return
   now = f"{devices} devices of {processes} processes"

@@ -357,15 +357,7 @@ def by_group(
   tools: Collection[str] = roles.TOOLS,
   ks: Sequence[int] = KS,
 ) -> dict[str, dict[str, Any]]:
-  """Computes `summary` for each group of tasks, sorted by its name.
-
-  Args:
-    greedy: as in `summary`.
-    sampled: likewise.
-    group: returns the group of an attempt's task.
-    tools: as in `summary`.
-    ks: likewise.
-  """
+  """Computes `summary` for each group of tasks, sorted by the group's name."""
   # Group -> its greedy and its sampled attempts.
   groups: dict[str, tuple[list[Attempt], list[Attempt]]] = {}
   for i, attempts in enumerate((greedy, sampled)):

@@ -188,11 +188,7 @@ def _begins_with_a_trajectory(path: str) -> bool:
 
 
 def open_files(files: Sequence[str]) -> dict[str, Iterable[Trajectory]]:
-  """Opens files as sources of a page, named without their common folders.
-
-  Args:
-    files: JSON lines or parquet of trajectories, read when the page is written.
-  """
+  """Opens files, read when the page is written, named without their common folders."""
   folder = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
   return {os.path.relpath(f, folder): iter_trajectories(f) for f in files}
 

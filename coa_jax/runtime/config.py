@@ -208,12 +208,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _suggestion(name: str, cls: type) -> str:
-  """Names the section containing an unknown field, or the nearest field.
-
-  Args:
-    name: the field missing in `cls`.
-    cls: the section's dataclass; its nested sections are searched.
-  """
+  """Names the section below `cls` with an unknown field, or the nearest field."""
   names = [field.name for field in dataclasses.fields(cls)]
   for path, field in _fields_within(cls):
     if field.name == name:

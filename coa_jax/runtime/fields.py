@@ -39,12 +39,7 @@ def bounded(
 
 
 def choice(default: Any = dataclasses.MISSING, *, of: Sequence[str]) -> Any:
-  """Returns a dataclass field for one of the names in `of`.
-
-  Args:
-    default: the default; without it, the field is required.
-    of: the names.
-  """
+  """Returns a dataclass field for a name in `of`; required without a default."""
   return dataclasses.field(default=default, metadata={"of": tuple(of)})
 
 

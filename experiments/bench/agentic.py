@@ -41,13 +41,7 @@ CASES = {
 
 
 def trajectory_job(model: Mapping[str, Any], dtype: str, new: int) -> dict[str, Any]:
-  """The work of a trajectory in `bench.agentic` and `bench.rl`.
-
-  Args:
-    model: fields of ModelConfig.
-    dtype: of weights and computation.
-    new: tokens per turn.
-  """
+  """The work of a trajectory in `bench.agentic` and `bench.rl`: `new` tokens a turn."""
   return {
     "model": model,
     "dtype": dtype,

@@ -172,11 +172,7 @@ def collapse(
 def train(
   jobs: Sequence[tuple[ml_collections.ConfigDict, str]], steps: int
 ) -> dict[str, str]:
-  """Makes the unfinished runs, with progress.
-
-  Args:
-    jobs: (config, workdir) per run.
-    steps: per run, for the estimate.
+  """Makes the unfinished runs of (config, workdir), with progress.
 
   Returns:
     Workdir -> the error, for failed runs.

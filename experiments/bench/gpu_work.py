@@ -134,10 +134,7 @@ def step_bytes(cfg: ModelConfig, rows: int, length: float) -> float:
 def window_step(cfg: ModelConfig, rows: int, length: int) -> tuple[float, float]:
   """Seconds to compile a sampling window, and seconds per step.
 
-  Args:
-    cfg: the model; weights and cache are random.
-    rows: number of slots, all active.
-    length: cached tokens per slot.
+  All `rows` slots are active, with `length` cached tokens; weights are random.
   """
   # --- The model and a full random cache.
   cfg = decode_params.architecture(dataclasses.replace(cfg, **_HALF))

@@ -147,10 +147,7 @@ def work(
 def operations(text: str, turns: Sequence[int], units: int = 1) -> list[Operation]:
   """Lists operations with estimated cycles or memory traffic, without kernels.
 
-  Args:
-    text: of the compiled HLO module.
-    turns: as in `instructions`.
-    units: divisor of counts, cycles and bytes.
+  `turns` as in `instructions`; counts, cycles and bytes are divided by `units`.
   """
   found: dict[tuple[str, str, bool], Operation] = {}
   for count, around, x, inside in _running(text, turns):

@@ -93,9 +93,6 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
 def available(pythons: Mapping[str, str]) -> dict[str, str]:
   """Returns usable interpreters of peers; prints a remedy for others.
 
-  Args:
-    pythons: every peer's --NAME_python.
-
   Raises:
     ValueError: one is not an interpreter.
   """

@@ -88,12 +88,7 @@ def by_model(cases: Mapping[str, tuple[Any, ...]]) -> dict[tuple, list[Any]]:
 
 
 def against_ours(rows: Sequence[Row], *case: str) -> Iterator[tuple[Row, Row]]:
-  """Yields (peer's row, our row) for each case of a table.
-
-  Args:
-    rows: each with a "contestant".
-    *case: keys that identify a case.
-  """
+  """Yields (peer's row, our row); the keys `case` identify a case."""
   # Ours comes first in every case.
   ours: dict[tuple[Any, ...], Row] = {}
   for row in rows:
@@ -109,10 +104,7 @@ def ratios(
 ) -> dict[str, float]:
   """Our figures over the peers', by "CASE FIGURE over PEER".
 
-  Args:
-    rows: of a table.
-    case: keys that identify a case.
-    figures: the keys to compare.
+  The keys `case` identify a case.
   """
   out = {}
   for row, own in against_ours(rows, *case):
@@ -124,12 +116,7 @@ def ratios(
 
 
 def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
-  """RL's config on a quickstart's world, from its SFT model.
-
-  Args:
-    folder: a finished `experiments.quickstart`.
-    quick: `rl_world`'s tiny settings.
-    seed: the rollouts'.
+  """RL's config on a finished quickstart's world, from its SFT model.
 
   Raises:
     FileNotFoundError: no quickstart is finished there.
@@ -159,11 +146,7 @@ def program(
 ) -> Callable[[], None]:
   """Makes a main that prints `run()`'s table and ratios, and writes --out.
 
-  Args:
-    run: returns "table" (rows), "ratios" (by name) and further fields for the file.
-    title: the table's.
-    columns: row key -> heading.
-    note: printed below the table.
+  `run` returns "table" (rows), "ratios" (by name) and further fields for the file.
   """
 
   def main() -> None:

@@ -47,9 +47,6 @@ _AGREE = 0.9  # fraction of trajectories
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
   """Refuses contestants with other tokens than ours before or after an update.
 
-  Args:
-    first: tokens per trajectory, by contestant.
-
   Raises:
     ValueError: with the peer and its fraction of equal trajectories.
   """

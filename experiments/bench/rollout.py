@@ -42,10 +42,7 @@ CASES |= {f"5M uneven {t} 256": ("5M uneven", t, 256) for t in ("float32", "bflo
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
-  """Refuses contestants with other continuations than ours.
-
-  Args:
-    first: the first new tokens of every sequence, by contestant.
+  """Refuses contestants that continue any sequence differently from ours.
 
   Raises:
     ValueError: with the peer, the sequence and both continuations.

@@ -133,12 +133,8 @@ def make_run(
 ) -> Run:
   """Builds a run on absent devices, by its plan.
 
-  Args:
-    settings: the config.
-    devices: all of the run.
-    hbm: bytes of each.
-    model: a name in `variants.VARIANTS`, in place of the folder `init`.
-    layers: of the model; 0 for all.
+  `hbm` are a device's bytes. `model`, a name in `variants.VARIANTS`, replaces the
+  folder `init`; `layers` is the number of layers, 0 for all.
 
   Raises:
     ValueError, FileNotFoundError: the plan refuses the run, or there is no such model.

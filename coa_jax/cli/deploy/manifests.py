@@ -33,22 +33,14 @@ _PORTS = (8471, 8080)
 class PodJob:
   """A command and the pods to run it.
 
+  Fields are named after the flags of `coa pod`, except:
+
   Attributes:
-    name: the job's name.
     command: the program's words, from `python` on.
     slice: one slice's TPUs; None for none.
     slices: count of slices, or shards.
-    image: the container image.
-    claim: the volume claim of the hosts' shared disk; "" for none.
-    path: its mount point.
-    spot: whether on preemptible machines.
-    restarts: maximum restarts.
-    grace_s: seconds from SIGTERM to the end.
-    namespace: Kubernetes'; "" for kubectl's.
-    service_account: the pods'; "" for the namespace's default.
-    queue: the Kueue queue admitting the job; "" for none.
+    claim, path: the hosts' shared disk, by its volume claim, and its mount point.
     requests: the container's resource requests, as {"cpu": "8", "memory": "64Gi"}.
-    env: environment variables.
     secrets: variable, or absolute path of a file -> (Secret, key).
   """
 

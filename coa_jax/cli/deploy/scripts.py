@@ -15,17 +15,8 @@ NOT_SENT = (".venv", "runs")
 class SlurmJob:
   """A run on hosts with GPUs.
 
-  Attributes:
-    name: the job's name.
-    command: the program's words, from `python` on.
-    nodes: hosts.
-    gpus: GPUs per host.
-    time: limit, in Slurm's format.
-    account: billed account; "" for the user's default.
-    partition: "" for the cluster's default.
-    image: a container for Pyxis to run the program in; "" for none.
-    venv: a virtual environment's folder; "" for none.
-    env: environment variables.
+  Fields are named after the flags of `coa pod`; `command` has the program's words, from
+  `python` on.
   """
 
   name: str

@@ -94,12 +94,7 @@ GENERATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """Interconnected chips of one pod.
-
-  Attributes:
-    generation: a key of `GENERATIONS`.
-    topology: e.g. 4x4x8.
-  """
+  """Interconnected chips of one pod."""
 
   generation: str
   topology: str
