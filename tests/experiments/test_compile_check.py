@@ -160,21 +160,6 @@ def test_a_first_hosts_chips_add_up_among_themselves(name):
   assert "all-reduce" in compiled.as_text()
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_other_hosts_chips_get_another_program():
-  """So replicas on TPUs can not share one, as those on GPUs do (libtpu 0.0.42)."""
-  devices = run_programs.devices_of(read_slice("v5p:2x2x4"))
-  texts = []
-  for host in range(3):
-    chips = [device for device in devices if device.process_index == host]
-    split = NamedSharding(Mesh(np.array(chips), ("tensor",)), PartitionSpec("tensor"))
-    x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=split)
-    texts.append(jax.jit(lambda x: x.T @ x).lower(x).compile().as_text())
-  # The text names no chips: of two hosts that are alike it is the same.
-  assert texts[0] != texts[1] == texts[2]
-
-
 def sent_for_a_matrix(slice_name: str, mesh: MeshConfig) -> dict[str, float]:
   """By kind of collective, what a chip sends to multiply with [1024, 4096] and learn.
 

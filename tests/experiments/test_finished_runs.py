@@ -130,13 +130,6 @@ def test_every_program_runs_on_finished_runs(home):
     check_width(done.stdout)
 
 
-def test_a_stage_that_ends_in_a_table_prints_json_on_demand(home):
-  words = f"experiments.distill --config=configs/distill_world.py:tiny --json {SANDBOX}"
-  done = run(f"{words} --workdir={WORLD}/distill", home)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout == (home / WORLD / "distill" / "results.json").read_text()
-
-
 def test_every_program_of_the_runbook_is_run_here_or_elsewhere():
   rows = re.findall(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", RUNBOOK, re.MULTILINE)
   listed = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}

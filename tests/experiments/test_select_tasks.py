@@ -137,20 +137,8 @@ def test_attempts_made_before_are_enough(config, tmp_path):
     select_tasks.run(config, str(tmp_path / "out"))
 
 
-def test_refusals(config, tmp_path):
+def test_pass_rates_need_samples(config, tmp_path):
   config = config.copy_and_resolve_references()
   config.eval = dict(greedy=True, samples=0)
   with pytest.raises(ConfigError, match=r"eval\.samples must be at least 1"):
-    select_tasks.run(config, str(tmp_path))
-  config.eval.samples = 1
-  config.select.without = ("nowhere.jsonl",)
-  with pytest.raises(FileNotFoundError, match=r"select\.without.*nowhere"):
-    select_tasks.run(config, str(tmp_path))
-  del config.select.without
-  config.select.at_mots = 1.0
-  with pytest.raises(ConfigError, match="did you mean 'at_most'"):
-    select_tasks.run(config, str(tmp_path))
-  del config.select.at_mots
-  config.selects = dict()
-  with pytest.raises(ConfigError, match="no section 'selects'"):
     select_tasks.run(config, str(tmp_path))

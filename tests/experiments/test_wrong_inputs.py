@@ -10,6 +10,7 @@ WORLD = "evaluate --config=configs/evaluate_world.py:tiny"
 GOOD = f"{WORLD} --config.tasks.uri=good.jsonl --config.tools.corpus=pages.jsonl"
 SFT = "sft --config=configs/sft_world.py:tiny"
 RL = "rl --config=configs/rl_world.py:tiny"
+SELECT = "tasks --config=configs/select_world.py:tiny"
 
 # A command, each word of which may name a file of `files`; words of the refusal.
 TABLE = [
@@ -81,6 +82,10 @@ TABLE = [
   (f"{GOOD} --config.eval.greedy=False --config.eval.samples=0", "nothing to play"),
   (f"{GOOD} --config.eval.k=(1,4)", "k has 4; it must be from 1 to samples=3"),
   (f"{GOOD} --config.eval.k=(0,)", "k has 0; it must be from 1 to samples=3"),
+  (f"{GOOD} --config.eval.k=(1,) --config.eval.samples=0", "so no k can be given"),
+  (f"{SELECT} --config.select.at_mots=1.0", "did you mean 'at_most'"),
+  (f"{SELECT} --config.selects.x=1", "config has no section 'selects'"),
+  (f"{SELECT} --config.select.without=nowhere.jsonl", "select.without: there is no"),
   (f"{GOOD} --config.eval.samples=1000000000", "eval.samples=1000000000"),
   (f"{GOOD} --config.rollout.top_p=2", "top_p is 2.0; it must be above 0 and at mos"),
   (f"{GOOD} --config.rollout.variant=webb", "unknown protocol variant 'webb'"),
