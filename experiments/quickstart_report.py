@@ -65,12 +65,9 @@ _SHOWN = 12  # trajectories per model in the report
 
 
 def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
-  """Writes `results.json` and `report.html` and prints the tables.
+  """Writes and returns `results.json`, writes `report.html`, and prints the tables.
 
   `seconds` has each stage's, and a flag `NAME_done`.
-
-  Returns:
-    The content of `results.json`.
   """
   # --- Costs and scores of the team and of the model.
   meters = read_trajectories(os.path.join(workdir, "eval_teacher", distill.TEACHER))

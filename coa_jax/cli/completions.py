@@ -248,11 +248,7 @@ def _request(
 
 
 def _read_body(data: bytes, model: str, kind: type[_B], neutral: dict[str, Any]) -> _B:
-  """Reads the supported fields; null counts as missing.
-
-  Raises:
-    RequestRefused: naming a wrong field or an unsupported value.
-  """
+  """Reads the supported fields; null counts as missing."""
   try:
     body = json.loads(data)
   except (ValueError, RecursionError) as e:

@@ -188,9 +188,7 @@ def proportion_interval(
 def wilson(right: float, tasks: int) -> list[float] | None:
   """Computes Wilson's 95 % score interval of a proportion (1927); None for no tasks.
 
-  Args:
-    right: the number of right tasks; a task with several samples counts by its share.
-    tasks: the number of tasks.
+  A task with several samples counts by its share.
   """
   if not tasks:
     return None

@@ -67,9 +67,6 @@ def measure(
 
   Args as for `rollout.measure`, and whether tools take time, the number of
   trajectories, and tokens per turn.
-
-  Raises:
-    ValueError: continuations differ, or a worker ended.
   """
   job = trajectory_job(model, dtype, new)
   job |= {"trajectories": trajectories, "devices": DEVICES.get(name)}

@@ -224,11 +224,7 @@ def run(
   quick: bool,
   prompts: int | None = None,
 ) -> dict[str, Any]:
-  """Trains all; returns the table, and errors under "failed".
-
-  Raises:
-    FileNotFoundError: there is no finished quickstart.
-  """
+  """Trains all; returns the table, and errors under "failed"."""
   # --- Seed after seed, each with all algorithms: so the table grows.
   workdirs: dict[str, list[str]] = {name: [] for name in names}
   jobs = []

@@ -392,11 +392,7 @@ def _alone(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _devices() -> tuple[Chip, list[jax.Device]]:
-  """Returns the peaks of a device of --slice, and all devices.
-
-  Raises:
-    ValueError: there is no such slice, or its compiler is not installed.
-  """
+  """Returns the peaks of a device of --slice, and all devices."""
   if found := read_gpus(_SLICE.value):
     if _SLICES.value > 1:
       raise ValueError("--slices is of TPUs; give GPUs as h100:16")

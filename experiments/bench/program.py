@@ -43,11 +43,7 @@ def _is_regex(pattern: str) -> bool:
 
 
 def chosen(cases: Mapping[str, T]) -> dict[str, T]:
-  """The cases matching --cases; with --quick the first one.
-
-  Raises:
-    ValueError: none match; the message lists all names.
-  """
+  """The cases matching --cases; with --quick the first one."""
   out = {name: case for name, case in cases.items() if re.search(CASES.value, name)}
   if not out:
     raise ValueError(f"--cases={CASES.value!r} finds none of: {', '.join(cases)}")
@@ -116,11 +112,7 @@ def ratios(
 
 
 def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
-  """RL's config on a finished quickstart's world, from its SFT model.
-
-  Raises:
-    FileNotFoundError: no quickstart is finished there.
-  """
+  """RL's config on a finished quickstart's world, from its SFT model."""
   # --- The SFT model, every run's start.
   model = os.path.join(folder, "sft", "model")
   world = os.path.join(folder, "world")

@@ -45,11 +45,7 @@ _AGREE = 0.9  # fraction of trajectories
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
-  """Refuses contestants with other tokens than ours before or after an update.
-
-  Raises:
-    ValueError: with the peer and its fraction of equal trajectories.
-  """
+  """Refuses contestants with other tokens than ours before or after an update."""
   for name, theirs in first.items():
     pairs = list(zip(first["ours"], theirs, strict=True))
     same = sum(list(a) == list(b) for a, b in pairs)
@@ -71,9 +67,6 @@ def measure(
   """Rows of the table, one per contestant at one size, ours first.
 
   Args as for `agentic.measure`, in float32; `rounds` are steps, `prompts` their groups.
-
-  Raises:
-    ValueError: trajectories differ, or a worker ended.
   """
   job = trajectory_job(model, "float32", new)
   job |= {"prompts": prompts, "samples": SAMPLES}

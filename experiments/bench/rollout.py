@@ -42,11 +42,7 @@ CASES |= {f"5M uneven {t} 256": ("5M uneven", t, 256) for t in ("float32", "bflo
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
-  """Refuses contestants that continue any sequence differently from ours.
-
-  Raises:
-    ValueError: with the peer, the sequence and both continuations.
-  """
+  """Refuses contestants that continue any sequence differently from ours."""
   for name, theirs in first.items():
     for n, (a, b) in enumerate(zip(first["ours"], theirs, strict=True)):
       if list(a) != list(b):
@@ -65,18 +61,8 @@ def measure(
 ) -> list[dict[str, Any]]:
   """Rows of the table, one per contestant at one size and dtype, ours first.
 
-  Args:
-    name: the size's; with "uneven" prompts have lengths up to `prompt`.
-    model: fields of ModelConfig.
-    dtype: of weights and computation.
-    pythons: the peers' interpreters.
-    batches: sequences at once.
-    rounds: turns per contestant.
-    new: tokens per sequence.
-    prompt: tokens per prompt.
-
-  Raises:
-    ValueError: float32 continuations differ, or a worker ended.
+  `batches` are sequences at once, each continued by `new` tokens. Prompts have `prompt`
+  tokens, or up to as many if the name has "uneven".
   """
   job = {
     "model": model,

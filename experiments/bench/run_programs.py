@@ -135,9 +135,6 @@ def make_run(
 
   `hbm` are a device's bytes. `model`, a name in `variants.VARIANTS`, replaces the
   folder `init`; `layers` is the number of layers, 0 for all.
-
-  Raises:
-    ValueError, FileNotFoundError: the plan refuses the run, or there is no such model.
   """
   # --- The model, and the plan.
   cfg = None

@@ -56,9 +56,6 @@ def check_losses(
     losses: the first steps' losses by contestant, with "ours", from equal weights and
       rows.
     tolerance: maximum relative difference from ours.
-
-  Raises:
-    ValueError: with the peer, the step and both losses.
   """
   for name, theirs in losses.items():
     for step, (a, b) in enumerate(zip(losses["ours"], theirs, strict=True), 1):
@@ -79,20 +76,12 @@ def race(
 ) -> tuple[dict[str, list[float]], peers.Turns]:
   """Trains every contestant at one size, interleaved.
 
-  Args:
-    size: the model and work. Half precision may use a GPU.
-    pythons: the peers' interpreters.
-    settings: as `SETTINGS`.
-    rounds: turns per contestant.
-    checked: number of first steps with compared losses.
-    tolerance: see `check_losses`.
+  `settings` are as `SETTINGS`. The losses of the first `checked` steps are compared.
+  Half precision may use a GPU.
 
   Returns:
     The first steps' losses, and every turn's answer (see `peers.serve`), by contestant,
     ours first.
-
-  Raises:
-    ValueError: losses differ (see `check_losses`), or a worker ended.
   """
   module = "experiments.bench.train_work"
   job = {"size": dataclasses.asdict(size), "settings": settings}
@@ -118,9 +107,6 @@ def measure(
   """Rows of the table, one per contestant at one size, ours first.
 
   Args as for `race`, and the size's name.
-
-  Raises:
-    ValueError: losses differ (see `check_losses`), or a worker ended.
   """
   print(name, flush=True)
   first, turns = race(size, pythons, settings, rounds, checked)
@@ -152,11 +138,7 @@ def parameters(size: Size) -> int:
 
 
 def merged(changes: str) -> dict[str, dict[str, Any]]:
-  """`SETTINGS` with --settings over them.
-
-  Raises:
-    ValueError: not JSON, or an unknown contestant or setting.
-  """
+  """`SETTINGS` with --settings over them."""
   try:
     settings = json.loads(changes)
   except json.JSONDecodeError as e:

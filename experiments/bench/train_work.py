@@ -134,11 +134,7 @@ class Work:
   """
 
   def __init__(self, folder: str, setting: Mapping[str, Any]):
-    """Args: the folder from `write_work`; the contestant's setting.
-
-    Raises:
-      ValueError: the setting's rows do not divide a step's rows.
-    """
+    """Args: the folder from `write_work`; the contestant's setting."""
     self.model = os.path.join(folder, _MODEL)
     self.setting = dict(setting)
     with np.load(os.path.join(folder, _ROWS)) as arrays:

@@ -140,7 +140,7 @@ class Bucket:
   def delete(self, name: str, seen: Stored | None = None) -> None:
     """Deletes an object; a missing one is not a fault.
 
-    In any state, unless `seen` has the required one.
+    With `seen` it must be in that state.
 
     Raises:
       FileExistsError: it has changed since `seen`.
