@@ -179,9 +179,7 @@ def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
   out: dict[str, list[Run]] = {}
   for number, members in enumerate(same.values(), 1):
     config = members[0].config
-    parts = []
-    for name in differing:
-      parts.append(f"{name}={_brief(config.get(name), shared[name])}")
+    parts = [f"{name}={_brief(config.get(name), shared[name])}" for name in differing]
     title = ", ".join(parts) or "all"
     if len(members) == 1 and (len(title) > _NAME or not parts):
       title = os.path.basename(os.path.abspath(members[0].path))

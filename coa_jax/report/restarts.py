@@ -27,12 +27,9 @@ class Goodput:
   def __init__(
     self, log: Sequence[Mapping[str, Any]], begun: float | None, devices: int
   ):
-    """Continues the count from the log's end.
+    """Continues the count from the end of the resumed run's log.
 
-    Args:
-      log: the resumed run's earlier lines of metrics.
-      begun: Unix time of the run's first start; None to take it from the log.
-      devices: the run's present devices.
+    `begun` is the Unix time of its first start; None to take it from the log.
     """
     self._devices = devices
     seconds = 0.0

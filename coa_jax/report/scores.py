@@ -261,8 +261,6 @@ def summary(
 ) -> dict[str, Any]:
   """Computes one model's figures on one set of tasks.
 
-  budget: one record, figure by figure.
-
   Args:
     greedy: one attempt per task; several are averaged.
     sampled: several attempts per task.
@@ -291,11 +289,8 @@ def summary(
   tasks = list(by_task([*greedy, *sampled]).values())
 
   # --- Each task's calls: the malformed rate is a share of calls, not of tasks.
-  call_counts: list[float] = []
-  malformed_counts: list[float] = []
-  for attempts in tasks:
-    call_counts.append(sum(t.calls for t in attempts))
-    malformed_counts.append(sum(t.malformed for t in attempts))
+  call_counts = [float(sum(t.calls for t in attempts)) for attempts in tasks]
+  malformed_counts = [float(sum(t.malformed for t in attempts)) for attempts in tasks]
 
   # --- One number for each task; a figure is their mean.
   passes: dict[str, list[float]] = {}

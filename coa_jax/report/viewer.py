@@ -293,9 +293,7 @@ def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
     shown = [s for s in segments if s.text.strip() or s.ids]
     return [ShownSpan(s.role, _inside(s), [s]) for s in shown]
   # --- Each segment belongs to the span of its first non-space character.
-  out = []
-  for span in parsed.spans:
-    out.append(ShownSpan(span.role, span.content.strip("\n"), []))
+  out = [ShownSpan(span.role, span.content.strip("\n"), []) for span in parsed.spans]
   i = 0
   end = 0
   for segment in segments:

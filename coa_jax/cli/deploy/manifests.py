@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from coa_jax.cli.deploy.slices import Slice
+from coa_jax.cli.deploy.slices import GENERATIONS, Slice
 
 # For the TPU's compiler. Libtpu 0.0.42 reorders rings of chips on v6e and v5e, and then
 # cannot compile an all-reduce among only the four chips of a slice's first host.
@@ -179,7 +179,8 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
     resources["requests"] = job.requests
   if job.slice:
     resources["limits"] = {"google.com/tpu": job.slice.chips_per_host}
-    selector["cloud.google.com/gke-tpu-accelerator"] = job.slice.gke_accelerator
+    accelerator = GENERATIONS[job.slice.generation].gke_accelerator
+    selector["cloud.google.com/gke-tpu-accelerator"] = accelerator
     selector["cloud.google.com/gke-tpu-topology"] = job.slice.topology
   if resources:
     container["resources"] = resources

@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 
 from coa_jax.cli.deploy.manifests import LIBTPU_INIT_ARGS, PodJob
+from coa_jax.cli.deploy.slices import GENERATIONS
 
 # The checkout's folders excluded by --vm.
 NOT_SENT = (".venv", "runs")
@@ -97,7 +98,7 @@ def make_vm_commands(job: PodJob, zone: str) -> str:
 # 1. The machines: wait until the state is ACTIVE.
 gcloud compute tpus queued-resources create {node} --node-id={node} {where} \\
   --accelerator-type={job.slice.gcloud_type} \\
-  --runtime-version={job.slice.runtime}{spot}
+  --runtime-version={GENERATIONS[job.slice.generation].runtime}{spot}
 gcloud compute tpus queued-resources describe {node} {where}
 
 # 2. This repository on all of them, and what it needs.

@@ -41,11 +41,8 @@ class Lease:
   ):
     """Takes nothing yet.
 
-    Args:
-      bucket: whose address is held.
-      beat_s: seconds from one sign of life to the next.
-      silent_s: seconds of silence after which another owner counts as dead; several
-        times `beat_s`.
+    After `silent_s` seconds of silence another owner counts as dead: several times
+    `beat_s`, from one sign of life to the next.
     """
     self._bucket = bucket
     self._beat_s = beat_s
