@@ -7,12 +7,12 @@ import itertools
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
 import pytest
 import toy
+from programs import free_address
 from rollout import scripted_vllm
 
 from coa_jax.data.tasks.sampling import TaskSampler
@@ -61,9 +61,7 @@ def run(
   out.mkdir(exist_ok=True)
   config = out / "config.in"
   config.write_text(json.dumps(sections))
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+  address = free_address()
   command = [sys.executable, str(ROOT / "tests" / "in_processes.py"), journey]
   command += [str(config), str(out / "run"), str(devices)]
   env = {**os.environ, "PYTHONPATH": str(ROOT), "KILL": kill}

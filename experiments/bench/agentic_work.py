@@ -24,11 +24,7 @@ from experiments.bench.peers import Turn, serve
 class TrajectoryPlan:
   """The plan of all trajectories.
 
-  Attributes:
-    prompts: ids per trajectory.
-    new: tokens per turn.
-    observations: ids returned by each call, per trajectory.
-    seconds: each call's duration, per trajectory.
+  All fields but `new`, tokens per turn, are by trajectory, the last two by call, too.
   """
 
   prompts: list[list[int]]
