@@ -56,16 +56,6 @@ def test_bfloat16_survives_and_is_cast_when_asked(tmp_path):
   assert_identical(wide, jax.tree.map(lambda x: x.astype(np.float32), params))
 
 
-def test_half_precision_files_are_read(tmp_path):
-  params = params_of(QWEN3)
-  save_model(tmp_path, QWEN3, params)
-  file = tmp_path / "model.safetensors"
-  save_file({k: x.astype(np.float16) for k, x in load_file(file).items()}, file)
-  _, back = load_model(tmp_path)
-  half = jax.tree.map(lambda x: x.astype(np.float16).astype(np.float32), params)
-  assert_identical(back, half)
-
-
 def weight_files(path: pathlib.Path) -> list[str]:
   return sorted(p.name for p in path.iterdir() if "safetensors" in p.name)
 
