@@ -11,6 +11,7 @@ import guessing
 import jax
 import ml_collections
 import pytest
+import toy
 from started import run_tests_on_devices
 
 from coa_jax import rl
@@ -34,7 +35,7 @@ def test_on_virtual_devices():
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
   folder = tmp_path_factory.mktemp("policy")
-  out = guessing.rl_config(folder, guessing.ONE_LAYER, steps=100)
+  out = guessing.rl_config(folder, toy.ONE_LAYER, steps=100)
   out.algo.update(steps=STEPS, keep_every=1)
   out.dev.every = STEPS
   return out
