@@ -8,11 +8,10 @@ import dataclasses
 import jax
 import pytest
 import toy
-from playing import CFG, CONFIG, engine
+from playing import CONFIG, engine
 
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import sampler, slot_cache
-from coa_jax.rollout.pages import pool_sizes
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import Episode
 from coa_jax.runtime import compiling
@@ -64,9 +63,8 @@ def _episodes() -> list[_Forced]:
 def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, pages):
   monkeypatch.setattr(paging, "PIECE", piece)
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
-  cfg = dataclasses.replace(CFG, layers=1)
   params = toy.params(layers=1)
-  pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
+  pool = engine(slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
   seen = set()
   extend, window = sampler.extend, sampler.window
 
@@ -94,9 +92,8 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
   """All of them, once for as long as the pages stay as many; later calls find them."""
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
   pages = 4
-  cfg = dataclasses.replace(CFG, layers=1)
   params = jax.device_put(toy.params(layers=1))
-  pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
+  pool = engine(slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
   (lane,) = pool._lanes
   lane.replica.device._most_in_flight = 2
   lane.replica.device.compiles_ahead = True
@@ -146,10 +143,3 @@ def test_long_rows_have_one_program_for_any_number_of_pages():
     on: {c.blocks for c in device_calls(short, on, [8])} for on in ("cpu", "gpu")
   }
   assert blocks == {"cpu": {1, 2, 4}, "gpu": {4}}
-
-
-def test_a_pool_grows_by_a_half_and_holds_all_that_slots_can_need():
-  assert pool_sizes(64, 1) == [64]
-  assert pool_sizes(64, 2) == [64, 96, 128]
-  assert pool_sizes(5, 8) == [5, 7, 10, 15, 20, 30, 40]
-  assert pool_sizes(1, 3) == [1, 2, 3]
