@@ -43,7 +43,7 @@ def sections(tmp_path_factory) -> dict:
   tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
   return dict(
     init=str(folder / "model"),
-    rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN, inject_rows=4),
+    rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN, prefill_rows=4),
     tools=dict(tools=["code"], sandbox=BACKEND),
     tasks=dict(uri=str(tasks)),
   )

@@ -81,7 +81,7 @@ def ours(folder: str, job: dict[str, Any]) -> Play:
     job["trajectories"],
     max_len=job["length"],
     window=8,
-    inject_rows=4,
+    prefill_rows=4,
   )
 
   def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:

@@ -30,8 +30,8 @@ Columns, per device (half a chip of TPU7x), and per token of a window:
                traffic at HBM's peak; without kernels' arithmetic and traffic between
                slices.
 Cycles become seconds by three plain programs: a large product (for learn, score and
-extend), a product of 64 rows (for windows), a stream of multiplications (for the rest).
-Nothing is measured.
+prefill), a product of 64 rows (for windows), a stream of multiplications (for the
+rest). Nothing is measured.
 
 --slice=h100:8 (or h200; up to a host's eight, or whole hosts) compiles for absent GPUs:
 pip install 'jax[cuda13]'. Their compiler estimates no cycles.
@@ -375,7 +375,7 @@ def advice(name: str) -> str:
     )
   return (
     "more devices for a replica (rollout.tensor), fewer rollout.slots or "
-    "rollout.inject_rows, a smaller rollout.max_len"
+    "rollout.prefill_rows, a smaller rollout.max_len"
   )
 
 

@@ -146,8 +146,8 @@ class Device:
     self.tokens = 0
     self.live: list[tuple[float, int]] = []
 
-  def extend(self, cfg, params, cache, table_RC, token_RT, start_R, count_R, *rest):
-    """`sampler.extend`."""
+  def prefill(self, cfg, params, cache, table_RC, token_RT, start_R, count_R, *rest):
+    """`sampler.prefill`."""
     self.clock.pass_by(2 * self.parameters * int(count_R.sum()) / self.chip.flops)
     return cache
 
@@ -231,7 +231,7 @@ def simulate(
   waiting = [Turns(n, length, clock, seconds) for n, length in enumerate(lengths)]
   running = 0
   with (
-    mock.patch.object(sampler, "extend", device.extend),
+    mock.patch.object(sampler, "prefill", device.prefill),
     mock.patch.object(sampler, "window", device.window),
     mock.patch.object(slot_cache, "KVCache", NoCache),
     mock.patch.object(slot_cache, "page_counts", lambda *_: [pages]),

@@ -93,7 +93,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   model, params, automaton = plain.our_model(folder, job)
   size = job["prompts"] * job["samples"]
   engine, params = plain.our_engine(
-    model, params, automaton, size, max_len=job["length"], window=16, inject_rows=4
+    model, params, automaton, size, max_len=job["length"], window=16, prefill_rows=4
   )
   learner = _our_learner(model, job)
   state, frozen = learner.init(params, 0)

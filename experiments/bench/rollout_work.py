@@ -107,7 +107,7 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
         rows,
         max_len=length,
         window=64,
-        inject_rows=min(rows, 16),
+        prefill_rows=min(rows, 16),
       )
     engine, params = engines[rows, length]
     return play_turns(engine, params, prompt_ids, new)

@@ -231,7 +231,7 @@ def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
   page_size = cache.page_size(run.settings.rollout.max_len)
   if run.replica.platform == "tpu":
     page_bytes = device_bytes(_cache(run).layers[0][0]) // run.pages
-    tokens = call.tokens if call.function == "extend" else 1  # at once
+    tokens = call.tokens if call.function == "prefill" else 1  # at once
     pages = ragged.pages_read(
       call.rows, tokens, live, page_size, call.blocks, int(page_bytes)
     )
@@ -242,9 +242,9 @@ def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
 
 def _deciding(calls: list[DeviceCall]) -> list[DeviceCall]:
   """The largest cache's window, and its call with the most prefill tokens."""
-  extends = [call for call in calls if call.function == "extend"]
+  prefills = [call for call in calls if call.function == "prefill"]
   windows = [call for call in calls if call.function == "window"]
-  return [extends[-1], windows[-1]]
+  return [prefills[-1], windows[-1]]
 
 
 def _learning(run: Run, name: str, rolling: float) -> Program:
@@ -424,8 +424,8 @@ def _lower_call(run: Run, call: DeviceCall) -> Any:
   table_BC = _array(run.replica, "..", (call.rows, call.blocks), "int32")
   row_R = _array(run.replica, ".", (call.rows,), "int32")
   token_RT = _array(run.replica, "..", (call.rows, call.tokens), "int32")
-  if call.function == "extend":
-    return sampler.extend.lower(
+  if call.function == "prefill":
+    return sampler.prefill.lower(
       run.decoder,
       decoding_params(run),
       held,

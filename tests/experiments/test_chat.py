@@ -36,7 +36,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
   page = {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."}
   (folder / "pages.jsonl").write_text(json.dumps(page))
   tools = dict(tools=("wiki_search", "code"), corpus=str(folder / "pages.jsonl"))
-  sizes = dict(slots=3, window=4, max_len=128, inject_rows=3)
+  sizes = dict(slots=3, window=4, max_len=128, prefill_rows=3)
   sections = dict(
     init=str(folder / "model"),
     model=dict(remat="none"),

@@ -116,7 +116,7 @@ def test_the_verdict_says_by_how_much_and_what_to_change():
   assert "DOES NOT FIT" in line and "4.0 over" in line and "rollout.slots" in line
   assert "algo.batch.rows" in compile_check.verdict("learn", over)
   error = {"error": "Ran out of memory: 20G of 15.75G"}
-  line = compile_check.verdict("extend 4 x 16 of 256", error)
+  line = compile_check.verdict("prefill 4 x 16 of 256", error)
   assert "DOES NOT FIT" in line and "rollout.slots" in line
   assert "DOES NOT COMPILE" in compile_check.verdict("convert", {"error": "no such op"})
 
@@ -214,9 +214,9 @@ def test_the_smallest_case_compiles_and_fits(tmp_path):
   (learn,) = [row for name, row in table.items() if name.endswith("learn")]
   assert learn["floor"] < learn["estimate"]
   (window,) = [row for name, row in table.items() if "window" in name]
-  (extend,) = [row for name, row in table.items() if "extend" in name]
+  (prefill,) = [row for name, row in table.items() if "prefill" in name]
   # Pages are read by kernels, and nothing of the cache's size is copied.
-  for row in (window, extend):
+  for row in (window, prefill):
     assert row["kernels"] and not row["copies"]
 
 
@@ -230,7 +230,7 @@ def test_on_gpus_pages_are_read_by_kernels_and_not_copied(count, max_len, tmp_pa
   out = tmp_path / "out.json"
   words = ["--config=configs/rl_qwen.py", "--model=qwen2.5-7b", f"--slice=h100:{count}"]
   words += [f"--config.rollout.max_len={max_len}", "--config.algo.batch.length=32768"]
-  cases = "--cases=extend 1 x 512|extend 8 x 512|window"
+  cases = "--cases=prefill 1 x 512|prefill 8 x 512|window"
   finish("bench.compile_check", *words, "--quick", cases, f"--out={out}")
   table = json.loads(out.read_text())["table"]
   assert len(table) == 3 and all(row["fits"] for row in table.values())

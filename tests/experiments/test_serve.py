@@ -32,10 +32,10 @@ from coa_jax.rollout.worker import RolloutWorker
 from tools_sandbox import http_server
 
 CONFIG = RolloutConfig(
-  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
+  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, prefill_rows=3
 )
 ONE_SLOT = RolloutConfig(
-  style="brief", slots=1, window=1, max_len=toy.MAX_LEN, inject_rows=1
+  style="brief", slots=1, window=1, max_len=toy.MAX_LEN, prefill_rows=1
 )
 
 

@@ -63,7 +63,7 @@ def greedy(
   last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
   (params,) = decode_params.decoding_views(cfg, params)
   table_BC = np.arange(B, dtype=np.int32)[:, None]  # a page for each
-  cache = sampler.extend(
+  cache = sampler.prefill(
     cfg,
     params,
     KVCache.empty(cfg, B, longest + new),

@@ -64,28 +64,28 @@ def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, page
   monkeypatch.setattr(paging, "PIECE", piece)
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
   params = toy.params(layers=1)
-  pool = engine(slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
+  pool = engine(slots=3, prefill_rows=2, window=4, max_len=_MAX_LEN)
   seen = set()
-  extend, window = sampler.extend, sampler.window
+  prefill, window = sampler.prefill, sampler.window
 
-  def spy_extend(cfg, params, cache, table_RC, token_RT, *rest):
+  def spy_prefill(cfg, params, cache, table_RC, token_RT, *rest):
     shape = (cache.pages, table_RC.shape[1], *token_RT.shape)
-    seen.add(DeviceCall("extend", *shape))
-    return extend(cfg, params, cache, table_RC, token_RT, *rest)
+    seen.add(DeviceCall("prefill", *shape))
+    return prefill(cfg, params, cache, table_RC, token_RT, *rest)
 
   def spy_window(cfg, params, cache, table_BC, state, tables, forced_BW, *rest):
     shape = (cache.pages, table_BC.shape[1], *forced_BW.shape)
     seen.add(DeviceCall("window", *shape))
     return window(cfg, params, cache, table_BC, state, tables, forced_BW, *rest)
 
-  monkeypatch.setattr(sampler, "extend", spy_extend)
+  monkeypatch.setattr(sampler, "prefill", spy_prefill)
   monkeypatch.setattr(sampler, "window", spy_window)
-  for function in (extend, window):
+  for function in (prefill, window):
     function.clear_cache()
   toy.play(pool, params, _episodes())
   assert seen == set(device_calls(pool.config, "cpu", [pages]))
   # As often as jit had to compile: no argument but these shapes makes another program.
-  assert extend._cache_size() + window._cache_size() == len(seen)
+  assert prefill._cache_size() + window._cache_size() == len(seen)
 
 
 def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, capsys):
@@ -93,12 +93,12 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
   pages = 4
   params = jax.device_put(toy.params(layers=1))
-  pool = engine(slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
+  pool = engine(slots=3, prefill_rows=2, window=4, max_len=_MAX_LEN)
   (lane,) = pool._lanes
   lane.replica.device._most_in_flight = 2
   lane.replica.device.compiles_ahead = True
   listed = len(device_calls(pool.config, "cpu", [4]))
-  for function in (sampler.extend, sampler.window):
+  for function in (sampler.prefill, sampler.window):
     function.clear_cache()
 
   def compiled() -> int:
@@ -106,7 +106,7 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
     said = [r.getMessage() for r in caplog.records]
     caplog.clear()
     names = (
-      "Finished XLA compilation of jit(extend)",
+      "Finished XLA compilation of jit(prefill)",
       "Finished XLA compilation of jit(window)",
     )
     return sum(line.startswith(names) for line in said)
@@ -133,7 +133,7 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
 
 
 def test_long_rows_have_one_program_for_any_number_of_pages():
-  config = dataclasses.replace(CONFIG, slots=16, inject_rows=16, max_len=32768)
+  config = dataclasses.replace(CONFIG, slots=16, prefill_rows=16, max_len=32768)
   calls = device_calls(config, "tpu", [640])
   assert len(calls) == 3 * 6 + 1 and {call.blocks for call in calls} == {128}
   assert str(calls[-1]) == "window 16 x 8, 128 of 640 pages"

@@ -78,7 +78,7 @@ def test_replicas_find_in_jaxs_cache_what_the_first_has_compiled(
   for lane in on._lanes:
     lane.replica.device.compiles_ahead = True
   expected = play(novice, range(40))
-  for function in (sampler.extend, sampler.window):
+  for function in (sampler.prefill, sampler.window):
     function.clear_cache()
   events: list[str] = []
   jax.monitoring.register_event_listener(lambda name, **_: events.append(name))

@@ -161,9 +161,9 @@ def short(request, monkeypatch):
   """Rows of more places are read block after block."""
   monkeypatch.setattr(programs, "SHORT", request.param)
   monkeypatch.setattr(paged, "SHORT", request.param)
-  sampler.extend.clear_cache()  # no argument says which it is compiled for
+  sampler.prefill.clear_cache()  # no argument says which it is compiled for
   yield
-  sampler.extend.clear_cache()
+  sampler.prefill.clear_cache()
 
 
 def test_pages_change_nothing(novice, monkeypatch, short):
@@ -327,13 +327,13 @@ def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
   expected = play(novice, range(6))
   monkeypatch.setattr(paging, "PIECE", piece)
   lengths = []
-  real = sampler.extend
+  real = sampler.prefill
 
   def spy(cfg, params, cache, table_RC, token_RT, *args):
     lengths.append(token_RT.shape)
     return real(cfg, params, cache, table_RC, token_RT, *args)
 
-  monkeypatch.setattr(sampler, "extend", spy)
+  monkeypatch.setattr(sampler, "prefill", spy)
   pieces = play(novice, range(6))
   assert {shape[1] for shape in lengths} == {16}
   for n, t in pieces.items():

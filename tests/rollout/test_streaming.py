@@ -25,7 +25,7 @@ from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
 
 CONFIG = RolloutConfig(
-  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
+  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, prefill_rows=3
 )
 
 
