@@ -27,7 +27,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     window=8,
     max_len=320,  # the deeper held-out questions need more room than training
     max_calls=8,
-    inject_rows=4,
+    prefill_rows=4,
     constrain=False,
     seed=1,
   )

@@ -45,7 +45,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     window=8,
     max_len=256,
     max_calls=8,
-    inject_rows=4,
+    prefill_rows=4,
     constrain=False,
     seed=0,
   )

@@ -1,8 +1,6 @@
 """`coa browse` of a checkout: see `coa_jax/cli/browse.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("browse", sys.argv[1:])
+  run("browse")

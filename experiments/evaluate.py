@@ -1,8 +1,6 @@
 """`coa evaluate` of a checkout: see `coa_jax/cli/evaluate.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("evaluate", sys.argv[1:])
+  run("evaluate")

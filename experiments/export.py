@@ -1,8 +1,6 @@
 """`coa export` of a checkout: see `coa_jax/cli/export.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("export", sys.argv[1:])
+  run("export")

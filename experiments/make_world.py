@@ -30,15 +30,7 @@ _HELD_OUT = flags.DEFINE_integer(
 
 
 def make_world(directory: str, seed: int, train: int, rl: int, held_out: int) -> None:
-  """Writes every file into `directory`.
-
-  Args:
-    directory: the output folder.
-    seed: seed of the facts and questions.
-    train: number of tasks to distil.
-    rl: number of tasks for RL.
-    held_out: number of tasks each in dev, test and ood.
-  """
+  """Writes every file into `directory`; arguments as the flags."""
   seen = WorldConfig(mix=TRAIN_MIX)
   unseen = WorldConfig(mix=tuple((name, 1.0) for name in HELD_OUT))
   # (worlds, task file, number of tasks, families, seed of the questions). rl asks about

@@ -61,11 +61,7 @@ def main() -> None:
 
 
 def draw_trajectory(path: str, trajectory: Trajectory) -> None:
-  """Writes a picture of the trajectory in the viewer.
-
-  Raises:
-    FileNotFoundError: there is no browser.
-  """
+  """Writes a picture of the trajectory in the viewer."""
   try:
     from playwright.sync_api import sync_playwright
   except ImportError as e:

@@ -1,8 +1,6 @@
 """`coa pod` of a checkout: see `coa_jax/cli/pod.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("pod", sys.argv[1:])
+  run("pod")

@@ -175,11 +175,7 @@ class Quickstart:
 
 
 def _read_stages(file: str) -> dict[str, float]:
-  """Reads the stages' seconds, and `NAME_done` of each.
-
-  Raises:
-    ValueError: the file has another content.
-  """
+  """Reads the stages' seconds, and `NAME_done` of each."""
   remedy = "delete the file; each stage then resumes from its own files"
   try:
     seconds = read_object(file)

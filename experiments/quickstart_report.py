@@ -1,7 +1,4 @@
-"""Reports a quickstart: results.json, a table, an HTML page.
-
-budget: one page, its tables, figures and words.
-"""
+"""Reports a quickstart: results.json, a table, an HTML page."""
 
 from __future__ import annotations
 
@@ -68,14 +65,9 @@ _SHOWN = 12  # trajectories per model in the report
 
 
 def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
-  """Writes `results.json` and `report.html` and prints the tables.
+  """Writes and returns `results.json`, writes `report.html`, and prints the tables.
 
-  Args:
-    workdir: of a quickstart with all stages finished.
-    seconds: per stage, and a flag `NAME_done` for each.
-
-  Returns:
-    The content of `results.json`.
+  `seconds` has each stage's, and a flag `NAME_done`.
   """
   # --- Costs and scores of the team and of the model.
   meters = read_trajectories(os.path.join(workdir, "eval_teacher", distill.TEACHER))

@@ -1,8 +1,6 @@
 """`coa rl` of a checkout: see `coa_jax/cli/rl.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("rl", sys.argv[1:])
+  run("rl")

@@ -1,8 +1,6 @@
 """`coa serve` of a checkout: see `coa_jax/cli/serve.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("serve", sys.argv[1:])
+  run("serve")

@@ -1,8 +1,6 @@
 """`coa sft` of a checkout: see `coa_jax/cli/sft.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("sft", sys.argv[1:])
+  run("sft")

@@ -1,8 +1,6 @@
 """`coa synthesize` of a checkout: see `coa_jax/cli/synthesize.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("synthesize", sys.argv[1:])
+  run("synthesize")

@@ -1,8 +1,6 @@
 """`coa tasks` of a checkout: see `coa_jax/cli/tasks.py`."""
 
-import sys
-
 from coa_jax.cli.main import run
 
 if __name__ == "__main__":
-  run("tasks", sys.argv[1:])
+  run("tasks")

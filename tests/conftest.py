@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 # Subprocesses of tests inherit all of this. Programs are compiled once per machine.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -41,6 +42,19 @@ def stock():
 def actor():
   """A policy that was trained until it knows `toy.SCRIPTS` by heart."""
   return toy.actor()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+  """A browser that all tests of a file share; they skip where there is none."""
+  api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+  with api.sync_playwright() as playwright:
+    path = shutil.which("chromium") or playwright.chromium.executable_path
+    if not os.path.exists(path):
+      pytest.skip("needs Chromium: apt-get install chromium")
+    browser = playwright.chromium.launch(executable_path=path)
+    yield browser
+    browser.close()
 
 
 @pytest.fixture

@@ -14,14 +14,16 @@ from coa_jax.protocol.trajectory import Trajectory
 
 # The web dialect with a program, so that one variant can hold every row.
 UNIFIED = roles.get_variant("unified")
+# A single agent's dialect.
+ALONE = roles.get_variant("unified-plan-reflection-suggested_answer-double_check")
 # Fills in all that a foreign run may lack.
 WHOLE = ConvertConfig(missing_think="Go on.", score_right=True)
 
 
 def read(format_: str, row: dict, **options):
   """Imports one row, as it comes out of a file."""
-  options = {"stem": "t", "convert": WHOLE, **options}
-  importer = Importer(format_, UNIFIED, **options)
+  options = {"variant": UNIFIED, "stem": "t", "convert": WHOLE, **options}
+  importer = Importer(format_, **options)
   return importer.read(0, "t:1", json.loads(json.dumps(row)))
 
 
@@ -58,3 +60,19 @@ def row_of(*steps, **fields) -> dict:
     "intermediate_steps": [{"facts": "f", "plan": "p"}, *steps],
     **fields,
   }
+
+
+GAVE = {"role": "tool", "tool_call_id": "search", "content": "o"}
+ENDS = {"role": "assistant", "content": "x"}
+
+
+def asks(*messages) -> dict:
+  """A chat row of a question and these messages."""
+  user = {"role": "user", "content": "Who?"}
+  return {"messages": [user, *messages], "answer": "x"}
+
+
+def calls(*names: str, arguments: str | None = '{"query": "q"}', **fields) -> dict:
+  """An assistant's message with a call of each name, which is its id, too."""
+  made = [{"id": n, "function": {"name": n, "arguments": arguments}} for n in names]
+  return {"role": "assistant", "content": "go", "tool_calls": made, **fields}

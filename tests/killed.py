@@ -73,25 +73,49 @@ class Calls:
       time.sleep(0.001)
 
 
-# Places of a bucket: before or after which of its methods, and of which objects.
 _PROOF = r"checkpoints/\d+/manifest\.json"
-IN_BUCKET = {
-  "put": ("after", "put", ""),
-  "upload": ("after", "put", r"checkpoints/(?!\d+/manifest\.json)"),
-  "proof": ("before", "put", _PROOF),  # all of a checkpoint is there but this
-  "proven": ("after", "put", _PROOF),
-  "forget": ("after", "delete", _PROOF),  # of an old checkpoint nothing else is gone
-  "model": ("after", "put", "model/"),  # in the last push
-  "fetch": ("after", "get", ""),  # at the start
+# Before or after which function; last, a pattern of an object's name among arguments.
+PLACES = {
+  "tool": ("after", Toolbox, "answer", ""),  # nobody has heard the answer
+  "update": ("after", Learner, "step", ""),  # between two updates from one batch
+  "log": ("after", Metrics, "log", ""),
+  "save": ("after", checkpoint.Checkpoints, "save", ""),  # orbax writes in background
+  "seal": ("before", checkpoint, "write_manifest", ""),  # orbax is done; no proof yet
+  "push": ("before", mirror, "push", ""),  # it is proven, and not in the bucket
+  "lease": ("after", lease.Lease, "__enter__", ""),  # it has nothing of the workdir
+  "put": ("after", Bucket, "put", ""),
+  "upload": ("after", Bucket, "put", r"checkpoints/(?!\d+/manifest\.json)"),
+  "proof": ("before", Bucket, "put", _PROOF),  # all of a checkpoint is there but this
+  "proven": ("after", Bucket, "put", _PROOF),
+  "forget": ("after", Bucket, "delete", _PROOF),  # of an old one nothing else is gone
+  "model": ("after", Bucket, "put", "model/"),  # in the last push
+  "fetch": ("after", Bucket, "get", ""),  # at the start
 }
+
+
+def at_calls(
+  when: str, owner: object, name: str, objects: str, do: Callable[[], None]
+) -> None:
+  """Does it before or after every call of a function; see `PLACES`."""
+  real = getattr(owner, name)
+
+  def wrapped(*args, **kwargs):
+    texts = (x for x in args if isinstance(x, str))
+    here = not objects or any(re.match(objects, text) for text in texts)
+    if here and when == "before":
+      do()
+    out = real(*args, **kwargs)
+    if here and when == "after":
+      do()
+    return out
+
+  setattr(owner, name, wrapped)
 
 
 def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) -> None:
   """Has this process get the signal at its n-th visit of the place.
 
   The time of it is written to `signalled`.
-
-  budget: all places, one after the other.
   """
   visits = []
 
@@ -100,16 +124,6 @@ def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) 
     if len(visits) == n:
       struct.pack_into("d", signalled, 0, time.monotonic())
       os.kill(os.getpid(), number)
-
-  def after(owner: type, name: str) -> None:
-    real = getattr(owner, name)
-
-    def wrapped(*args, **kwargs):
-      out = real(*args, **kwargs)
-      visit()
-      return out
-
-    setattr(owner, name, wrapped)
 
   if place == "decode":  # once tools have said something, and none is running
     real = sampler.window
@@ -131,9 +145,7 @@ def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) 
 
     threading.Thread(target=wait, daemon=True).start()
     for owner, name in ((Toolbox, "start"), (Learner, "step")):
-      _before(owner, name, began.set)
-  elif place == "tool":  # it has an answer, which nobody has heard
-    after(Toolbox, "answer")
+      at_calls("before", owner, name, "", began.set)
   elif place == "micro-batch":  # as the n-th begins, inside a step on the device
     # The step is another program then: the first one of this process has to be the one
     # that does not end.
@@ -147,42 +159,8 @@ def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) 
       init(self, counted, *rest)
 
     Learner.__init__ = make
-  elif place == "update":  # between two updates from one batch
-    after(Learner, "step")
-  elif place == "log":
-    after(Metrics, "log")
-  elif place == "save":  # orbax writes in the background
-    after(checkpoint.Checkpoints, "save")
-  elif place == "seal":  # orbax is done, and nothing proves it
-    _before(checkpoint, "write_manifest", visit)
-  elif place == "push":  # it is proven, and not in the bucket
-    _before(mirror, "push", visit)
-  elif place == "lease":  # it has the workdir, and nothing of it
-    after(lease.Lease, "__enter__")
-  elif place in IN_BUCKET:
-    when, name, objects = IN_BUCKET[place]
-    real = getattr(Bucket, name)
-
-    def counted(self, *args):
-      mine = any(isinstance(x, str) and re.match(objects, x) for x in args)
-      if mine and when == "before":
-        visit()
-      out = real(self, *args)
-      if mine and when == "after":
-        visit()
-      return out
-
-    setattr(Bucket, name, counted)
-
-
-def _before(owner: type, name: str, do: Callable[[], None]) -> None:
-  real = getattr(owner, name)
-
-  def wrapped(*args, **kwargs):
-    do()
-    return real(*args, **kwargs)
-
-  setattr(owner, name, wrapped)
+  elif place:
+    at_calls(*PLACES[place], visit)
 
 
 def life(job: dict, place: str, n: int, number: int, signalled: mmap.mmap) -> int:

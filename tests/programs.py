@@ -11,7 +11,11 @@ import sys
 import time
 from typing import Any
 
+import ml_collections
+import toy
+
 from coa_jax.data.tasks.world.build import WorldConfig, write_world
+from coa_jax.protocol.trajectory import write_jsonl
 from configs import distill_world
 from tests.backend import BACKEND
 
@@ -38,8 +42,62 @@ def small_distillation(folder: pathlib.Path) -> str:
   return config_file(folder / "distill.py", config)
 
 
+def toy_runs(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Writes the toy policy and its inputs; sections of short runs of it, by stage."""
+  toy.save_policy(str(folder / "model"), toy.params())
+  write_jsonl(folder / "data.jsonl", toy.trajectories() * 6)
+  rows = [{"id": q, "question": q, "answers": ["5"]} for q in ("2 + 3", "mixed")]
+  write_jsonl(folder / "tasks.jsonl", rows)
+  init = str(folder / "model")
+  tasks = dict(uri=str(folder / "tasks.jsonl"))
+  data = dict(trajectories=str(folder / "data.jsonl"), steps=4, rows=2, validation=2)
+  plays = dict(
+    init=init,
+    rollout=dict(style="brief", slots=4, max_len=toy.MAX_LEN),
+    tools=dict(tools=["code"], enabled=False),
+    tasks=tasks,
+  )
+  algo = dict(
+    steps=2,
+    keep_every=1,
+    sampling=dict(prompts=2, samples=2, rounds=1),
+    batch=dict(rows=4, length=128),
+  )
+  return {
+    "sft": dict(init=init, data=data | dict(length=toy.MAX_LEN)),
+    "rl": plays | dict(algo=algo, dev=dict(every=2, **tasks)),
+    "evaluate": plays | dict(eval=dict(samples=8)),
+  }
+
+
+def small_evaluation(folder: pathlib.Path) -> ml_collections.ConfigDict:
+  """A policy that half knows its scripts, their tasks, and the corpus they need."""
+  toy.save_policy(str(folder / "model"), toy.actor(60).params)
+  write_jsonl(folder / "tasks.jsonl", [t.to_json() for t in toy.TASKS])
+  page = {"id": "ur", "title": "Ur", "text": "Ur: its capital is Uruk."}
+  write_jsonl(folder / "pages.jsonl", [page])
+  corpus = str(folder / "pages.jsonl")
+  rollout = dict(variant="unified", style="brief", slots=4, window=16)
+  return ml_collections.ConfigDict(
+    dict(
+      init=str(folder / "model"),
+      rollout=rollout | dict(max_len=toy.MAX_LEN),
+      tools=dict(tools=toy.TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND),
+      tasks=dict(uri=str(folder / "tasks.jsonl")),
+      eval=dict(samples=3),
+    )
+  )
+
+
+def free_address() -> str:
+  """An address on this machine where nothing listens."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{s.getsockname()[1]}"
+
+
 def start(
-  journey: str, config: str, workdir: pathlib.Path, *flags: str
+  journey: str, config: str, workdir: pathlib.Path | str, *flags: str
 ) -> subprocess.Popen[str]:
   """Starts `experiments.JOURNEY` on a workdir."""
   command = [sys.executable, "-m", f"experiments.{journey}", f"--config={config}"]
@@ -58,14 +116,11 @@ def start_together(
   """Starts a run of so many processes; one alone needs no others."""
   if processes == 1:
     return [start(journey, config, workdir, *flags)]
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  started = []
-  for i in range(processes):
-    where = f"--distributed={address},{processes},{i}"
-    started.append(start(journey, config, workdir, where, *flags))
-  return started
+  address = free_address()
+  return [
+    start(journey, config, workdir, f"--distributed={address},{processes},{i}", *flags)
+    for i in range(processes)
+  ]
 
 
 def wait_for_step(

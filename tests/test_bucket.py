@@ -9,9 +9,9 @@ import socket
 import threading
 import time
 
-import http_server
 import object_store
 import pytest
+from toy import eventually
 
 from coa_jax.runtime.bucket import inputs, lease, mirror, objects
 from coa_jax.runtime.lock import InUseError
@@ -129,16 +129,9 @@ def test_progress_is_seen_while_it_runs(store, tmp_path, monkeypatch):
   monkeypatch.setattr(mirror, "PUSH_EVERY_S", 0.05)
   with mirror.opened(store.uri + "/run", str(tmp_path)) as folder:
     write(folder, metrics="1\n")
-    until(lambda: store.files("run").get("metrics") == b"1\n")
+    eventually(lambda: store.files("run").get("metrics") == b"1\n")
     write(folder, metrics="1\n2\n")
-    until(lambda: store.files("run").get("metrics") == b"1\n2\n")
-
-
-def until(true) -> None:
-  began = time.monotonic()
-  while not true():
-    assert time.monotonic() - began < http_server.LONG
-    time.sleep(0.02)
+    eventually(lambda: store.files("run").get("metrics") == b"1\n2\n")
 
 
 def test_a_second_writer_is_refused_and_a_dead_one_replaced(store, tmp_path):
@@ -344,7 +337,7 @@ def test_a_lease_lives_on_beside_odd_objects(store):
     assert held.number == 1
     bucket.write(".lease/y", b"[]")
     before = bucket.read(".lease/000001")
-    until(lambda: bucket.read(".lease/000001") != before)
+    eventually(lambda: bucket.read(".lease/000001") != before)
     assert held._thread.is_alive()
 
 

@@ -12,7 +12,8 @@ import threading
 import http_server
 import object_store
 import pytest
-from test_bucket import read, store, stores, until, write
+from test_bucket import read, store, stores, write
+from toy import eventually
 
 from coa_jax.runtime.bucket import lease, mirror, objects
 from coa_jax.runtime.lock import InUseError
@@ -134,7 +135,7 @@ def test_requests_that_arrive_late_change_nothing(store, tmp_path, monkeypatch):
     with held_back(store, "run/") as (push, held, ends):
       thread = threading.Thread(target=push, args=(old + "/x",))
       thread.start()
-      until(lambda: len(held) >= 3)
+      eventually(lambda: len(held) >= 3)
       monkeypatch.setattr(store, "fault", lambda request: "")
       new = stack.enter_context(mirror.opened(uri, str(tmp_path / "two")))
       write(new, a="new")

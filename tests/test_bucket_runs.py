@@ -8,19 +8,20 @@ import json
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 
 import http_server
 import object_store
 import pytest
+from programs import config_file, ended, free_address, start
 from test_resume import INT, KILL, ROOT, TERM, assert_same_run, configs, lives, read
 
 from coa_jax.runtime.bucket import mirror
 from coa_jax.runtime.bucket.objects import Bucket
 
 __all__ = ["configs"]  # a fixture
+NO_CACHE = "--compile_cache="
 
 # Where each process ends, as in `test_resume`; each is on a machine with an empty disk.
 SHORT = [
@@ -165,49 +166,15 @@ def test_a_slow_store_costs_no_run_and_no_grace(uninterrupted, journey, tmp_path
   )
 
 
-def program(config: str, workdir: str, *flags: str) -> subprocess.Popen:
-  """Starts `experiments.sft`."""
-  command = [sys.executable, "-m", "experiments.sft", f"--config={config}"]
-  return subprocess.Popen(
-    [*command, f"--workdir={workdir}", "--compile_cache=", *flags],
-    env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
-    cwd=ROOT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def finish(*programs: subprocess.Popen) -> None:
-  """Waits for programs that must end well."""
-  with concurrent.futures.ThreadPoolExecutor(len(programs)) as threads:
-    said = list(threads.map(lambda each: each.communicate(timeout=600), programs))
-  for each, (_, errors) in zip(programs, said, strict=True):
-    assert each.returncode == 0, errors[-3000:]
-
-
-def free_address() -> str:
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return f"127.0.0.1:{s.getsockname()[1]}"
-
-
-def write_config(path: str, sections: dict) -> str:
-  text = f"get_config = lambda: ml_collections.ConfigDict({sections!r})\n"
-  with open(path, "w", encoding="utf-8") as f:
-    f.write("import ml_collections\n" + text)
-  return path
-
-
 @pytest.mark.slow
 def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
   object_store.needs("gs")
   sections = json.loads(json.dumps(configs["sft"]))
   sections["data"] |= {"steps": 2, "rows": 2, "micro_batches": 1}
   sections["lora"] = {"rank": 2}
-  file = write_config(f"{tmp_path}/config.py", sections)
+  file = config_file(tmp_path / "config.py", sections)
   local = str(tmp_path / "local")
-  finish(program(file, local))
+  ended([start("sft", file, local, NO_CACHE)])
   with object_store.Store("gs").running() as store:
     inputs = Bucket(store.uri + "/in")
     for name in os.listdir(sections["init"]):
@@ -222,7 +189,7 @@ def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
     # --- On two machines, the second of which finds nothing to do.
     for machine in ("one", "two"):
       scratch = f"--scratch={tmp_path / machine}"
-      finish(program(file, store.uri + "/run", scratch, *flags))
+      ended([start("sft", file, store.uri + "/run", scratch, *flags)])
     files = store.files("run")
     assert store.files("xla")  # compiled programs are there for the next machine
   # --- The same model and adapters, but for the address of what they began from.
@@ -305,15 +272,14 @@ def test_a_run_of_two_processes_in_a_bucket_is_theirs_on_a_shared_disk(
   local = str(tmp_path / "local")
 
   def two(workdir: str, machines: str) -> None:
-    address = free_address()
+    where = free_address()
     programs = []
     for i in range(2):
-      scratch = f"--scratch={tmp_path}/{machines}{i}"
-      where = f"--distributed={address},2,{i}"
-      programs.append(program(file, workdir, scratch, where))
-    finish(*programs)
+      flags = f"--scratch={tmp_path}/{machines}{i}", f"--distributed={where},2,{i}"
+      programs.append(start("sft", file, workdir, NO_CACHE, *flags))
+    ended(programs)
 
-  file = write_config(f"{tmp_path}/config.py", sections)
+  file = config_file(tmp_path / "config.py", sections)
   two(local, "none")
   with object_store.Store("gs").running() as store:
     two(store.uri + "/run", "first")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
+
+from programs import free_address
 
 PROGRAM = pathlib.Path(__file__).parent / "compile_in_processes.py"
 
 
 def start(cache: pathlib.Path) -> list[list[str]]:
   """What each of two processes found of a replica's program, and of both processes'."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+  address = free_address()
   env = {**os.environ, "PYTHONPATH": str(PROGRAM.parent.parent)}
   started = [
     subprocess.Popen(

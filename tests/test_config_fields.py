@@ -17,7 +17,6 @@ from option_settings import Path
 from test_configs import CLASSES, FILES, ROOT
 
 from coa_jax.learner.algorithms import PRESETS
-from coa_jax.runtime.fields import section
 
 PROGRAMS = (
   "coa_jax/cli/**/*.py",
@@ -62,55 +61,23 @@ def test_every_field_is_set_somewhere():
   assert not missing, f"make these constants, or document their use: {missing}"
 
 
-@dataclasses.dataclass(frozen=True)
-class PartConfig:
-  """A section."""
-
-  set_by_value: int = 0
-  set_in_a_page: int = 0
-  set_in_python: int = 0
-  made_up_and_unused: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeConfig:
-  """A config with sections by name."""
-
-  part: PartConfig = section(PartConfig)
-  parts: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
-  top: int = 0
-
-
-def test_a_field_that_nothing_sets_is_found(tmp_path: pathlib.Path):
-  page = tmp_path / "page.md"
-  page.write_text(
-    "Set `part.set_in_a_page`.\n```python\nconfig.parts = dict(a=dict(set_in_python=1))"
-    "\nconfig.top = 1\n```\nmade_up_and_unused other.made_up_and_unused\n"
-  )
-  found = {*settings.by_values({"part": {"set_by_value": 1}}), *settings.by_file(page)}
-  assert settings.unset(settings.options(WholeConfig), found) == [
-    "PartConfig.made_up_and_unused"
-  ]
-  everywhere = {*found, *set_somewhere()}
-  fields = settings.options(WholeConfig)
-  assert settings.unset(fields, everywhere) == ["PartConfig.made_up_and_unused"]
-
-
 @pytest.mark.parametrize(
-  "code",
+  ("name", "text"),
   [
-    "config.algo.loss.clip = 1",
-    "config['loss'].clip = 1",
-    "config.algo.loss = dict(clip=1)",
-    "run(config.algo, loss={'clip': 1})",
-    "config.loss.update(clip=1)",
-    "x = LossConfig(clip=1)",
-    "flags = ['--config.algo.loss.clip=1']",
+    ("x.py", "config.algo.loss.clip = 1"),
+    ("x.py", "config['loss'].clip = 1"),
+    ("x.py", "config.algo.loss = dict(clip=1)"),
+    ("x.py", "run(config.algo, loss={'clip': 1})"),
+    ("x.py", "config.loss.update(clip=1)"),
+    ("x.py", "x = LossConfig(clip=1)"),
+    ("x.py", "flags = ['--config.algo.loss.clip=1']"),
+    ("x.md", "Set `loss.clip`, not b or clip."),
+    ("x.md", "```python\nconfig.algo = dict(loss=dict(clip=1))\n```"),
   ],
 )
-def test_the_ways_to_set_a_field(tmp_path: pathlib.Path, code: str):
-  file = tmp_path / "x.py"
-  file.write_text(code)
+def test_the_ways_to_set_a_field(tmp_path: pathlib.Path, name: str, text: str):
+  file = tmp_path / name
+  file.write_text(text)
   field = settings.Option("LossConfig", ("algo", "loss", "clip"), "LossConfig")
   assert settings.unset([field], settings.by_file(file)) == []
   other = dataclasses.replace(field, owner="A", reader="A", path=("algo", "b", "clip"))

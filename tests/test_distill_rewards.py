@@ -12,8 +12,7 @@ from coa_jax import distill
 from coa_jax.data.teacher.backend import InfrastructureError, Reply
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.runtime.config import ConfigError
-from tests.backend import BACKEND
-from tools_sandbox.jail import keeper as jail
+from tests.backend import BACKEND, needs_jail
 
 RIGHT, WRONG = "print(int(input())*2)", "print(int(input())+2)"
 TESTS = {"stdin": ["2", "5"], "expected_output": ["4", "10"]}
@@ -33,7 +32,6 @@ LINES = {
   "verifier": "SCORE: 4\nWHY: as observed",
 }
 NEXT = ("planner", "code", "solver")
-NEEDS_JAIL = pytest.mark.skipif(bool(jail.check()), reason="; ".join(jail.check()))
 
 
 def team(agent, messages):
@@ -52,15 +50,20 @@ def any_answer(task, answer, trajectory):
   return 1.0
 
 
-class Both:
-  """The team and the judge of answers behind one endpoint."""
+class Server(ChatServer):
+  """The team and the judge of answers behind one endpoint.
 
-  def __init__(self, down: bool = False):
-    self.down, self.judged = down, 0
+  Attributes:
+    down: whether the judge gives no verdict.
+    judged: how often it was asked.
+  """
 
-  def answer(self, body: dict, team_answers):
+  down = False
+  judged = 0
+
+  def answer(self, body: dict) -> str:
     if "expert evaluator" not in body["messages"][0]["content"]:
-      return team_answers(body)
+      return super().answer(body)
     self.judged += 1
     return "I would rather not say" if self.down else '{"judgement": "correct"}'
 
@@ -84,26 +87,21 @@ def config(tmp_path) -> ml_collections.ConfigDict:
   )
 
 
-def run(config, server, workdir, both: Both):
-  plain = server.answer
-  server.answer = lambda body: both.answer(body, plain)
-  try:
-    with config.unlocked():
-      config.chat = dict(base_url=server.url, model="m")
-    return distill.run(config, str(workdir))
-  finally:
-    server.answer = plain
+def run(config, server, workdir):
+  with config.unlocked():
+    config.chat = dict(base_url=server.url, model="m")
+  return distill.run(config, str(workdir))
 
 
 def rewards(workdir) -> dict[str, float]:
   return {t.task_id: t.reward for t in read_trajectories(workdir / distill.TEACHER)}
 
 
-@NEEDS_JAIL
+@needs_jail
 def test_each_kind_has_its_grader(config, tmp_path):
   workdir = tmp_path / "w"
-  with ChatServer(team) as server:
-    results = run(config, server, workdir, Both())
+  with Server(team) as server:
+    results = run(config, server, workdir)
   assert list(rewards(workdir).values()) == [1.0, 0.0, 1.0, 0.0]
   found = read_trajectories(workdir / distill.TRAJECTORIES)
   assert {t.task_id for t in found} == {"twice", "half of one"}
@@ -113,35 +111,37 @@ def test_each_kind_has_its_grader(config, tmp_path):
   assert results["right"] == 0.5
 
 
-@NEEDS_JAIL
+@needs_jail
 def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
-  with ChatServer(team) as server:
+  with Server(team) as server:
     judge = dict(chat=dict(base_url=server.url, model="j"))
     with config.unlocked():
       config.reward = dict(graders=dict(qa="judge"), judge=judge)
-    down, up = Both(down=True), Both()
-    results = run(config, server, tmp_path / "w", down)
-    assert results["infrastructure"] == 1 and down.judged == 3
+    server.down = True
+    results = run(config, server, tmp_path / "w")
+    assert results["infrastructure"] == 1 and server.judged == 3
     assert "the playwright" not in rewards(tmp_path / "w")
     paid = results["calls"]["calls"]
-    results = run(config, server, tmp_path / "w", up)  # only that run is gone on with
-    assert results["infrastructure"] == 0 and up.judged == 1
+    server.down = False
+    results = run(config, server, tmp_path / "w")  # only that run is gone on with
+    assert results["infrastructure"] == 0 and server.judged == 4
     assert results["calls"]["calls"] == paid
     assert rewards(tmp_path / "w")["the playwright"] == 1.0
-    run(config, server, tmp_path / "w", up)
-    assert up.judged == 1  # a verdict is kept with its run
+    run(config, server, tmp_path / "w")
+    assert server.judged == 4  # a verdict is kept with its run
   assert (tmp_path / "w" / "verdicts.jsonl").exists()
 
 
 def test_a_judge_that_stays_down_stops_the_run(config, tmp_path):
-  with ChatServer(team) as server:
+  with Server(team) as server:
     judge = dict(chat=dict(base_url=server.url, model="j"))
     graders = dict(qa="judge", code="judge", math="judge")
     with config.unlocked():
       config.reward = dict(graders=graders, judge=judge)
       config.tools.sandbox = "subprocess"
+    server.down = True
     with pytest.raises(InfrastructureError, match=r"reward\.judge: no verdict"):
-      run(config, server, tmp_path / "w", Both(down=True))
+      run(config, server, tmp_path / "w")
 
 
 @pytest.mark.parametrize(
@@ -169,13 +169,13 @@ def test_violations_are_inspected_by_config(config, tmp_path):
     broken = '{"rule": 4, "quote": "x"}' if "twice" in messages[1].content else ""
     return Reply(f'{{"violations": [{broken}]}}')
 
-  with ChatServer(backend) as server:
+  with Server(backend) as server:
     graders = dict(code="test_distill_rewards:any_answer")
     with config.unlocked():
       config.violations = dict(base_url=server.url, model="m")
       config.tools.sandbox = "subprocess"
       config.reward = dict(graders=graders)
-    results = run(config, server, tmp_path / "w", Both())
+    results = run(config, server, tmp_path / "w")
   assert results["filters"]["quality"]["dropped"] == {
     "instruction_violation": 2, "wrong_answer": 1
   }  # fmt: skip

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from coa_jax.cli.config_help import CONFIGS, list_fields, read_class
 from coa_jax.cli.main import MODULES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -189,33 +190,10 @@ def docstrings() -> list[str]:
 
 
 @functools.cache
-def sections() -> dict[str, frozenset[str]]:
-  """Config section -> the fields of the dataclasses whose docstring names it."""
-  classes: dict[str, ast.ClassDef] = {}
-  for room in ("coa_jax", "tools_sandbox", "experiments"):
-    for path in (ROOT / room).rglob("*.py"):
-      for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef):
-          classes[node.name] = node
-  out: dict[str, frozenset[str]] = {}
-  for node in classes.values():
-    found = re.match(r"Config section `([\w.]+)`", ast.get_docstring(node) or "")
-    if found:
-      out[found[1]] = out.get(found[1], frozenset()) | _fields(node, classes)
-  return out
-
-
-def _fields(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> frozenset[str]:
-  """Fields of a dataclass and of those of ours that it derives from."""
-  own = {
-    item.target.id
-    for item in node.body
-    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-  }
-  for base in node.bases:
-    if ast.unparse(base) in classes:
-      own |= _fields(classes[ast.unparse(base)], classes)
-  return frozenset(own)
+def fields() -> frozenset[str]:
+  """The paths of every config's fields; NAME in one is a name of the user's."""
+  listed = [field for name in CONFIGS for field in list_fields(read_class(name))]
+  return frozenset(field.path for field in listed if not field.section)
 
 
 def unknown_flags(text: str) -> list[str]:
@@ -237,16 +215,16 @@ def unknown_flags(text: str) -> list[str]:
 
 
 def known_field(path: str) -> bool:
-  """Whether SECTION or SECTION.FIELD of a config is known, at any depth."""
-  names = path.split(".")
+  """Whether a config has this field, or section; an entry of a field counts, too."""
   # `model.variant` begins from a published architecture (plan.sft.read_model), and
   # --config.help explains the others.
-  if path in ("init", "help", "model.variant"):
+  if path in ("help", "model.variant"):
     return True
-  for depth in range(len(names), 0, -1):
-    fields = sections().get(".".join(names[:depth]))
-    if fields is not None:
-      return depth == len(names) or names[depth] in fields
+  names = path.split(".")
+  for field in fields():
+    pairs = zip(field.split("."), names, strict=False)  # the shorter one's
+    if all(known in (name, "NAME") for known, name in pairs):
+      return True
   return False
 
 
@@ -255,8 +233,9 @@ def fields_told(text: str) -> list[str]:
   out = re.findall(r"`config\.([a-z_]+(?:\.[a-z_]+)*)", text)
   out += re.findall(r"^config\.([a-z_]+(?:\.[a-z_]+)*)", text, re.MULTILINE)
   out += re.findall(r"--config\.([a-z_]+(?:\.[a-z_]+)*)", text)
+  sections = {field.partition(".")[0] for field in fields()}
   for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", text):
-    if name.partition(".")[0] in sections():
+    if name.partition(".")[0] in sections:
       out.append(name)
   return [name for name in out if name.rpartition(".")[2] not in _ENDINGS]
 

@@ -150,7 +150,7 @@ def test_given_tokens_take_less_than_a_layers_keys(novice):
   (view,) = decode_params.decoding_views(cfg, novice)
   for rows in (1, 4):
     row_R = jnp.zeros(rows, int)
-    lowered = sampler.extend.lower(
+    lowered = sampler.prefill.lower(
       cfg,
       view,
       cache,

@@ -7,12 +7,12 @@ import itertools
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
 import pytest
 import toy
+from programs import free_address
 from rollout import scripted_vllm
 
 from coa_jax.data.tasks.sampling import TaskSampler
@@ -43,7 +43,7 @@ def sections(tmp_path_factory) -> dict:
   tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
   return dict(
     init=str(folder / "model"),
-    rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN, inject_rows=4),
+    rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN, prefill_rows=4),
     tools=dict(tools=["code"], sandbox=BACKEND),
     tasks=dict(uri=str(tasks)),
   )
@@ -61,9 +61,7 @@ def run(
   out.mkdir(exist_ok=True)
   config = out / "config.in"
   config.write_text(json.dumps(sections))
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+  address = free_address()
   command = [sys.executable, str(ROOT / "tests" / "in_processes.py"), journey]
   command += [str(config), str(out / "run"), str(devices)]
   env = {**os.environ, "PYTHONPATH": str(ROOT), "KILL": kill}

@@ -41,7 +41,7 @@ torch = pytest.importorskip("torch")
 
 import transformers  # noqa: E402
 
-from tests.model import comparing  # noqa: E402
+from tests.model import comparing, models  # noqa: E402
 
 pytestmark = pytest.mark.weights
 transformers.utils.logging.disable_progress_bar()
@@ -112,7 +112,7 @@ def texts(tok, prompts) -> list[np.ndarray]:
 
 def test_logits_are_transformers(model, reference, texts):
   found = comparing.ours(*model, comparing.rows([texts], LENGTH))
-  worst = max(map(comparing.difference, found, comparing.theirs(reference, texts)))
+  worst = max(map(models.difference, found, comparing.theirs(reference, texts)))
   print(f"\nlogits, of the largest: {worst:.1e} ({sum(map(len, texts))} tokens)")
   assert worst <= comparing.TOLERANCE
 
@@ -333,12 +333,12 @@ def test_merged_adapters_write_the_same_tokens_in_transformers(
   found, plain = comparing.ours(cfg, joined, batch), comparing.ours(cfg, params, batch)
   for ids, x, mine_TV in zip(prompts, wrote, found, strict=False):
     assert mine_TV[len(ids) - 1 : -1].argmax(-1).tolist() == x
-  assert max(map(comparing.difference, plain, found)) > 0.01  # adapters matter
+  assert max(map(models.difference, plain, found)) > 0.01  # adapters matter
   peft = pytest.importorskip("peft")
   base = transformers.AutoModelForCausalLM.from_pretrained(folder)
   base = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
   for other in (merged, base):
     expected = comparing.theirs(other, whole)
-    worst = max(map(comparing.difference, found, expected))
+    worst = max(map(models.difference, found, expected))
     print(f"\nadapters, logits, of the largest: {worst:.1e}")
     assert worst <= comparing.TOLERANCE

@@ -20,6 +20,7 @@ import pytest
 import toy
 import virtual_devices
 
+from coa_jax.learner.algorithms import preset
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.timers import RATE
@@ -32,7 +33,7 @@ TIMES = ("seconds", "useful_seconds", "goodput")  # names of what is another eac
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, dict]:
-  """A few updates of each journey."""
+  """A few updates of each journey, and of RL with a critic and a reference."""
   folder = tmp_path_factory.mktemp("inputs")
   write_jsonl(folder / "trajectories.jsonl", toy.trajectories() * 6)
   toy.save_policy(str(folder / "model"), toy.actor(75).params)
@@ -43,7 +44,7 @@ def configs(tmp_path_factory) -> dict[str, dict]:
     )
   )
   tasks = str(folder / "tasks.jsonl")
-  return {
+  out = {
     "sft": dict(
       init=str(folder / "model"),
       model={},
@@ -76,6 +77,15 @@ def configs(tmp_path_factory) -> dict[str, dict]:
       checkpoint=dict(every=2, keep=2),
     ),
   }
+  ppo = preset("ppo")
+  algo = dict(
+    steps=3,
+    sampling=dict(prompts=2, samples=4, rounds=1, **ppo["sampling"]),
+    loss=dict(is_clip=2.0, critic_lr=1e-3, **ppo["loss"]),
+    batch=dict(rows=8, length=128, minibatches=2),
+  )
+  out["ppo"] = {**out["rl"], "algo": algo}
+  return out
 
 
 def read(*path: str) -> bytes:
@@ -112,6 +122,7 @@ ENDS = {
     ("decode", 40, TERM),
     ("damage", 0, 0),
   ],
+  "ppo": [("log", 1, TERM)],
 }
 
 
@@ -197,19 +208,25 @@ def unanswered(workdir: str) -> tuple[int, dict[int, int]]:
   return kept, {p: n for p, n in left.items() if n}
 
 
-@pytest.mark.parametrize("journey", [pytest.param("sft", marks=pytest.mark.slow), "rl"])
-def test_ended_anywhere_and_run_again_is_uninterrupted(configs, journey, tmp_path):
-  config = configs[journey]
+@pytest.mark.parametrize(
+  "case", [pytest.param("sft", marks=pytest.mark.slow), "rl", "ppo"]
+)
+def test_ended_anywhere_and_run_again_is_uninterrupted(configs, case, tmp_path):
+  config = configs[case]
+  journey = "sft" if case == "sft" else "rl"
   whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
   lives(journey, config, whole, [])
-  rows, said = lives(journey, config, broken, ENDS[journey])
+  rows, said = lives(journey, config, broken, ENDS[case])
   assert_same_run(broken, whole)
-  assert "was not finished; " in said
-  last, before = rows[-2]["steps"][-1], rows[-2]["steps"][-2]
-  assert f"checkpoint {last} is damaged (" in said
-  assert f"has other bytes than were written); resuming from {before}" in said
-  assert os.path.isdir(os.path.join(broken, "checkpoints", f"damaged_{last}"))
-  if journey == "rl":
+  if case == "ppo":
+    assert {"value_loss", "reference_kl", "importance"} <= set(timeless(broken)[0])
+  else:
+    assert "was not finished; " in said
+    last, before = rows[-2]["steps"][-1], rows[-2]["steps"][-2]
+    assert f"checkpoint {last} is damaged (" in said
+    assert f"has other bytes than were written); resuming from {before}" in said
+    assert os.path.isdir(os.path.join(broken, "checkpoints", f"damaged_{last}"))
+  if case == "rl":
     expected, none = unanswered(whole)
     kept, left = unanswered(broken)
     assert kept == expected > 10 and not none

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import toy
 from guessing import RIGHT, STEPS
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from coa_jax import rl
 from coa_jax.data.tasks.sampling import TaskSampler
 from coa_jax.data.tasks.task import Task
 from coa_jax.learner.advantages import group_relative, has_reward_variance
+from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.update import rewards_of
 from coa_jax.model.hf.io import load_model
@@ -38,7 +41,7 @@ from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
   """RL of a policy that guesses."""
-  return guessing.rl_config(tmp_path_factory.mktemp("policy"))
+  return guessing.rl_config(tmp_path_factory.mktemp("policy"), toy.ONE_LAYER)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,29 @@ def test_reward_rises_from_a_guess_to_certainty(trained):
   assert {"seconds_dev", "seconds_decode", "seconds_learn"} <= set(results)
   names = {name for row in log for name in row} - {"stage", "step", "seconds"}
   assert not [name for name in names if not metric_names.find(name)]
+
+
+# One of each kind: clips, a filter, ratios of sequences, whitening, a critic.
+ONE_OF_EACH = ("grpo", "dapo", "gspo", "reinforce++", "ppo")
+
+
+def marked(name: str):
+  """A preset as a parameter of a test: slow, or soak where another is of its kind."""
+  kind = "slow" if name in ONE_OF_EACH else "soak"
+  return pytest.param(name, marks=getattr(pytest.mark, kind))
+
+
+@pytest.mark.parametrize("name", list(map(marked, PRESETS)))
+def test_every_preset_learns(tmp_path, name: str):
+  learning = guessing.rl_config(tmp_path)
+  with learning.unlocked():
+    learning.algo.update(preset(name))
+    learning.algo.loss.critic_lr = 1e-3
+  rl.run(learning, str(tmp_path / "w"))
+  log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
+  reward = [row["reward"] for row in log]
+  assert reward[0] < 0.75
+  assert np.mean(reward[-5:]) > reward[0] + 0.15, reward
 
 
 def test_every_update_was_on_policy(trained):
@@ -110,25 +136,20 @@ def test_rollouts_are_on_record_with_what_the_real_tool_said(trained):
     assert all(len(s.ids) == len(s.logps) == len(s.versions) for s in policy)
 
 
-def collected(
-  config, toolbox, right: dict[str, str], samples: int, first: int = 0, **changes
-):
+def collected(config, toolbox, samples: int):
   """One batch of the guessing policy's rollouts, with tools from a table."""
   cfg, params = load_model(config.init)
-  sampling = SamplingConfig(prompts=2, samples=samples, rounds=3, **changes)
+  sampling = SamplingConfig(prompts=2, samples=samples, rounds=3)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
   worker = make_worker(cfg, toy.tokenizer(), rollout, ("code",))
-  task_sampler = TaskSampler([Task(q, q, (a,)) for q, a in right.items()], 0)
-  cursor = {"group": first, "unfinished": [], "draw": task_sampler.state}
   collector = RolloutCollector(
     worker,
-    task_sampler,
+    TaskSampler([Task(q, q, (a,)) for q, a in RIGHT.items()], 0),
     toolbox,
     sampling,
     has_reward_variance=lambda groups: has_reward_variance(rewards_of(groups)),
     steps=1,
     seed=0,
-    cursor=cursor,
   )
   with worker, collector:
     return collector.next(params, 0)
@@ -141,7 +162,7 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
     down = toy.ToolCall(name, arguments, "", CallStatus.INFRASTRUCTURE)
     return down if next(calls) % 4 == 0 else "5"
 
-  out = collected(config, toy.TableToolbox(flaky), RIGHT, 8)
+  out = collected(config, toy.TableToolbox(flaky), 8)
   failed = [t for t in out.played if t.status == Status.INFRASTRUCTURE]
   assert failed and all(t.reward is None for t in failed)
   reward_GK = rewards_of(out.groups)
@@ -169,7 +190,7 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
 
 
 def test_figures_count_what_was_cut_off_or_repeated_and_whose_fault_calls_were(config):
-  out = collected(config, toy.TableToolbox(lambda *_: "5"), RIGHT, 4)
+  out = collected(config, toy.TableToolbox(lambda *_: "5"), 4)
   before = figures.describe(out)
   changed = out.played[0]
   changed.status = Status.TRUNCATED
@@ -192,87 +213,34 @@ def test_figures_count_what_was_cut_off_or_repeated_and_whose_fault_calls_were(c
   assert not set(names) & set(figures.describe(out))
 
 
-def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
-  toolbox = toy.TableToolbox(lambda *_: "5")
-  out = collected(config, toolbox, RIGHT, 4)
-  assert len(out.groups) == 2 and out.num_varied >= 2
-  assert out.num_groups in (2, 4, 6) and len(out.played) == out.num_groups * 4
-  for group in out.groups:
-    assert len(group) == 4 and len({t.task_id for t in group}) == 1
-    assert len({t.reward for t in group}) > 1
-  # Nobody is ever right: nothing to learn from, after every round was tried.
-  none = collected(config, toolbox, dict.fromkeys(RIGHT, "green"), 4)
-  assert (none.groups, none.num_varied, none.num_groups) == ([], 0, 6)
-  # Unless all groups count.
-  every = collected(
-    config, toolbox, dict.fromkeys(RIGHT, "green"), 4, filter_groups=False
-  )
-  assert (len(every.groups), every.num_varied, every.num_groups) == (2, 0, 2)
-  # A round may ask for more groups than a batch takes, or for fewer.
-  more = collected(config, toolbox, RIGHT, 4, round_prompts=5)
-  assert more.num_groups % 5 == 0 and len(more.groups) == 2 <= more.num_varied
-  fewer = collected(config, toolbox, RIGHT, 4, round_prompts=1)
-  assert fewer.num_groups <= 3 and fewer.num_varied == len(fewer.groups)
-
-
-def group_of(*attempts: tuple) -> list[Trajectory]:
-  """A group by (reward, its parts); None for an attempt that nothing could grade."""
-  out = []
-  for reward, parts in attempts:
-    out.append(Trajectory("t", reward=reward, reward_parts=parts))
-  return out
-
-
-@pytest.mark.parametrize(
-  ("format", "answers", "formats", "penalties", "mixed"),
-  [
-    ("product", [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, -0.02, -0.4], False),
-    ("product", [1, 1, 1, 1], [1, 1, 1, 1], [0, 0, -0.02, -0.4], False),
-    ("product", [0, 1, 0, 0], [1, 1, 1, 1], [0, -1, 0, 0], True),
-    ("product", [0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0], False),
-    ("product", [1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0], True),
-    ("product", [1, 1, 0, 1], [1, 1, 0, None], [0, 0, 0, 0], True),
-    ("product", [1, 1, 0, 1], [1, 1, 1, None], [0, 0, 0, 0], True),
-    ("product", [1, 1, 1, 0], [1, 1, 1, None], [0, 0, 0, 0], False),
-    ("weighted", [0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0], False),
-    ("weighted", [1, 1, 0, 1], [1, 1, 0, 1], [0, 0, 0, 0], True),
-    ("none", [1, 1, 1, 1], [1, 0, 1, 1], [0, -0.5, 0, 0], False),
-    ("none", [0.5, 0.25, 0.5, 0.5], [1, 1, 1, 1], [0, 0, 0, 0], True),
-    ("none", [0.1 + 0.2, 0.3, 0.3, 0.3], [1, 1, 1, 1], [0, 0, -1, 0], False),
-  ],
+# The score of an answer, of its format (None: nothing could grade it), a penalty.
+_ATTEMPT = st.tuples(
+  st.sampled_from([0, 0.25, 0.5, 1]),
+  st.sampled_from([0, 1, None]),
+  st.sampled_from([0, -0.02, -0.4, -1]),
 )
-def test_groups_are_filtered_by_right_answers(
-  format, answers, formats, penalties, mixed
-):
+
+
+@given(
+  st.sampled_from(["product", "weighted", "none"]),
+  st.lists(_ATTEMPT, min_size=1, max_size=4),
+)
+@example("none", [(0.1 + 0.2, 1, 0), (0.3, 1, 0), (0.3, 1, -1)])  # rounding
+def test_groups_are_filtered_by_right_answers(format, attempts):
   weight = 0.5 if format == "weighted" else 0.0
-  attempts = []
-  for answer, form, penalty in zip(answers, formats, penalties, strict=True):
-    if form is None:  # nothing could grade it
-      attempts.append((None, {}))
+  group, scores = [], []
+  for answer, form, penalty in attempts:
+    if form is None:
+      group.append(Trajectory("t"))
       continue
     base = {"product": answer * form, "none": answer, "weighted": (answer + form) / 2}
     parts = {"answer": answer, "format": form, "overlong": penalty}
-    attempts.append((base[format] + penalty, parts))
-  shaping = ShapingConfig(format, weight)
-  groups = [group_of(*attempts), group_of((1.0, {"answer": 1.0, "format": 1.0}))]
-  assert rl.has_mixed_answers(shaping, groups).tolist() == [mixed, False]
-
-
-@pytest.mark.parametrize("filter_groups", [False, True])
-def test_no_task_is_skipped_whatever_rounds_a_step_needs(config, filter_groups):
-  toolbox = toy.TableToolbox(lambda *_: "5")
-  names = ["sky", "sea", "rose", "wine", "moss", "coal"]
-  right = dict.fromkeys(names, "blue")
-  tasks = [Task(q, q, (a,)) for q, a in right.items()]
-  drawn, first = [], 0
-  changes = dict(filter_groups=filter_groups, round_prompts=1)
-  for _ in range(3):
-    out = collected(config, toolbox, right, 4, first, **changes)
-    drawn += [t.task_id for t in out.played if t.sample == 0]
-    assert out.cursor["group"] - first == out.num_groups <= 3
-    first = out.cursor["group"]
-  assert drawn == [TaskSampler(tasks, 0).task(n, 0).id for n in range(first)]
-  assert first == 6 if not filter_groups else first >= 6
+    group.append(Trajectory("t", reward=base[format] + penalty, reward_parts=parts))
+    scores.append(answer * form if format == "product" else answer)
+  single = Trajectory("t", reward=1.0, reward_parts={"answer": 1.0, "format": 1.0})
+  mixed = bool(scores) and max(scores) - min(scores) > 1e-6
+  found = rl.has_mixed_answers(ShapingConfig(format, weight), [group, [single]])
+  assert found.tolist() == [mixed, False]
 
 
 def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):

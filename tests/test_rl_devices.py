@@ -5,16 +5,14 @@ JAX is told of virtual devices before it starts, so the first test runs the othe
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import guessing
 import jax
 import ml_collections
 import pytest
-import virtual_devices
+import toy
+from started import run_tests_on_devices
 
 from coa_jax import rl
 from coa_jax.learner.update import PolicyUpdate
@@ -31,21 +29,13 @@ on_devices = pytest.mark.skipif(
 def test_on_virtual_devices():
   if jax.device_count() == DEVICES:
     pytest.skip("this is that run")
-  command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
-  done = subprocess.run(
-    [*command, "-p", "no:cacheprovider", __file__],
-    env={**os.environ, **virtual_devices.environment(DEVICES)},
-    capture_output=True,
-    text=True,
-    timeout=900,
-  )
-  assert done.returncode == 0, done.stdout[-4000:]
-  assert "s..." in done.stdout  # this test was skipped, the others were run
+  run_tests_on_devices(__file__, DEVICES)
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
-  out = guessing.rl_config(tmp_path_factory.mktemp("policy"), steps=100)
+  folder = tmp_path_factory.mktemp("policy")
+  out = guessing.rl_config(folder, toy.ONE_LAYER, steps=100)
   out.algo.update(steps=STEPS, keep_every=1)
   out.dev.every = STEPS
   return out

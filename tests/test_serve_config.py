@@ -25,7 +25,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 def config(folder: pathlib.Path, **sections) -> ml_collections.ConfigDict:
   values = dict(
     init=str(folder / "model"),
-    rollout=dict(style="brief", slots=1, window=4, max_len=64, inject_rows=1),
+    rollout=dict(style="brief", slots=1, window=4, max_len=64, prefill_rows=1),
     tools=dict(tools=("code",), sandbox="subprocess"),
     tasks=dict(uri="nothing reads this"),
     eval=dict(samples=2),

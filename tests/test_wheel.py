@@ -42,7 +42,7 @@ def get_config():
   config = ml_collections.ConfigDict()
   config.init = "model"
   config.rollout = dict(
-    variant="unified", style="brief", slots=1, window=4, max_len=128, inject_rows=3
+    variant="unified", style="brief", slots=1, window=4, max_len=128, prefill_rows=3
   )
   config.tools = dict(tools=("code",), sandbox={BACKEND!r})
   config.tasks = dict(uri="nothing reads this")

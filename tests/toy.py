@@ -43,6 +43,8 @@ VARIANT = roles.get_variant("unified").with_tools(TOOLS)
 MODEL = ModelConfig(
   vocab_size=384, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, ff=64
 )
+# For laws of what is done with a model, whatever computes it: half the compiling.
+ONE_LAYER = dataclasses.replace(MODEL, layers=1)
 # Room for the longest script; one training row holds one or two of them.
 MAX_LEN = 128
 

@@ -10,7 +10,14 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from tools_sandbox.http_client import BadReply, Fault, Service, read_json, read_key
+from tools_sandbox.http_client import (
+  BadReply,
+  Fault,
+  Service,
+  check_url,
+  read_json,
+  read_key,
+)
 from tools_sandbox.text import clean
 
 # The longest pause; if an endpoint asks for a longer one, the request fails.
@@ -47,10 +54,7 @@ class ChatConfig:
 
   def __post_init__(self):
     # --- The model's address.
-    if not self.base_url.startswith(("http://", "https://")):
-      raise ValueError(
-        f"base_url {self.base_url!r} must start with http:// or https://"
-      )
+    check_url("base_url", self.base_url)
     if not self.model:
       raise ValueError("model: name the model that the endpoint serves")
 

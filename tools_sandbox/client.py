@@ -15,7 +15,7 @@ from tools_sandbox.jail import wire
 from tools_sandbox.jail.wire import Result
 from tools_sandbox.search import index as search
 from tools_sandbox.search.index import Hit
-from tools_sandbox.service.remote import RemoteConfig, RemotePool, RemoteSession
+from tools_sandbox.service.remote import RemoteConfig, RemotePool
 
 BACKENDS = (*pool.BACKENDS, "remote")
 
@@ -26,9 +26,9 @@ class Sandbox:
   def __init__(
     self,
     slots: int = 4,
-    timeout_s: float = 10.0,
-    memory_mb: int = 1024,
-    output_bytes: int = 65536,
+    timeout_s: float = wire.Limits.wall_s,
+    memory_mb: int = wire.Limits.memory_mb,
+    output_bytes: int = wire.Limits.output_bytes,
     preload: Sequence[str] = pool.DEFAULT_PRELOAD,
     corpus: str | None = None,
     index_cache: str | None = None,
@@ -109,12 +109,9 @@ class Sandbox:
     """
     if self._pool is None:
       raise ValueError("this sandbox has no back-end to run programs")
-    # `replace` makes new limits, so a value out of range is refused here and named.
-    limits = dataclasses.replace(self._limits, seed=seed, clock_s=clock_s)
-    if timeout_s is not None:
-      limits = dataclasses.replace(limits, wall_s=timeout_s, cpu_s=timeout_s)
-    if memory_mb is not None:
-      limits = dataclasses.replace(limits, memory_mb=memory_mb)
+    limits = self._limits_with(
+      wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb, seed=seed, clock_s=clock_s
+    )
     return self._pool.run(program, stdin, limits)
 
   def session(
@@ -126,7 +123,7 @@ class Sandbox:
     lease_s: float = wire.LEASE_S,
     seed: int | None = None,
     clock_s: float | None = None,
-  ) -> Session | RemoteSession:
+  ) -> Session:
     """Opens a session: programs share one process and its variables.
 
     Args:
@@ -148,26 +145,23 @@ class Sandbox:
     if self._pool is None:
       raise ValueError("only back-ends 'jail' and 'remote' have sessions")
 
-    # --- Defaults come from the sandbox; CPU time covers all cells together.
-    if timeout_s is None:
-      timeout_s = self._limits.wall_s
+    # --- The limits; CPU time covers all cells together.
     if cpu_s is None:
-      cpu_s = CELLS_OF_CPU * timeout_s
-    if memory_mb is None:
-      memory_mb = self._limits.memory_mb
-    limits = dataclasses.replace(
-      self._limits,
-      wall_s=timeout_s,
-      cpu_s=cpu_s,
-      memory_mb=memory_mb,
-      seed=seed,
-      clock_s=clock_s,
+      cpu_s = CELLS_OF_CPU * (self._limits.wall_s if timeout_s is None else timeout_s)
+    limits = self._limits_with(
+      wall_s=timeout_s, cpu_s=cpu_s, memory_mb=memory_mb, seed=seed, clock_s=clock_s
     )
 
     # --- On a service how long to wait is the config's to say.
     if isinstance(self._pool, RemotePool):
       return self._pool.session(limits, lease_s)
     return self._pool.session(limits, wait_s, lease_s)
+
+  def _limits_with(self, **changes: float | None) -> wire.Limits:
+    """The sandbox's limits with changes, but for those that are None."""
+    # `replace` makes new limits, so a value out of range is refused here and named.
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(self._limits, **given)
 
   def search(self, query: str, k: int = 5) -> list[Hit]:
     """Finds at most k matching pages, best first; [] if none matches.

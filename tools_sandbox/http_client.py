@@ -59,6 +59,12 @@ class NoReply(Exception):
     self.text = text
 
 
+def check_url(name: str, url: str) -> None:
+  """Refuses a URL that is not http or https: a ValueError, which begins with `name`."""
+  if not url.startswith(("http://", "https://")):
+    raise ValueError(f"{name} {url!r} must start with http:// or https://")
+
+
 def read_key(path: str | None, field: str = "key_file") -> str:
   """Reads a key from a file, to keep it out of configs and logs; "" for no file.
 
@@ -182,8 +188,7 @@ class Service:
     Raises:
       ValueError: the URL is not http or https.
     """
-    if not url.startswith(("http://", "https://")):
-      raise ValueError(f"{name}: {url!r} must start with http:// or https://")
+    check_url(f"{name}:", url)
     # --- Whom to ask, and how often.
     self._name = name
     self._url = url

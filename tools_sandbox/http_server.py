@@ -8,10 +8,13 @@ of connections are a proxy's business: see "Behind a proxy" in README.md.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import signal
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pydantic
@@ -53,6 +56,26 @@ class Server(uvicorn.Server):
         timeout_graceful_shutdown=grace_s,
       )
     )
+
+
+def run_program(
+  parser: argparse.ArgumentParser,
+  serve: Callable[[argparse.Namespace], None],
+  argv: Sequence[str] | None = None,
+) -> None:
+  """Reads arguments, serves until SIGTERM or Ctrl-C, and exits with 0.
+
+  What cannot be served ends in one line: an OSError, ValueError or RuntimeError of
+  `serve` is for the user.
+  """
+  args = parser.parse_args(argv)
+  # uvicorn raises the signal again when it is done; context managers end on the way.
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *unused: sys.exit(0))
+  try:
+    serve(args)
+  except (OSError, ValueError, RuntimeError) as e:
+    parser.exit(2, f"{parser.prog}: {e}\n")
 
 
 def bind(host: str, port: int) -> socket.socket:

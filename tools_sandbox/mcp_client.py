@@ -33,7 +33,7 @@ import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
-from tools_sandbox.http_client import read_key
+from tools_sandbox.http_client import check_url, read_key
 from tools_sandbox.mcp_results import as_text
 from tools_sandbox.text import clean
 
@@ -89,8 +89,8 @@ class McpConfig:
   def __post_init__(self):
     if not self.tool or bool(self.command) == (self.url is not None):
       raise ValueError("a tool of MCP has a name, and either a command or a url")
-    if self.url is not None and not self.url.startswith(("http://", "https://")):
-      raise ValueError(f"url {self.url!r} must start with http:// or https://")
+    if self.url is not None:
+      check_url("url", self.url)
     if self.url is None and self.key_file is not None:
       raise ValueError("key_file is for a url; give a command its key by env")
     if self.url is not None and self.env:
@@ -340,9 +340,7 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
     argument: the config's parameter.
   """
   # --- The known and the required parameters.
-  known = schema.get("properties")
-  if not isinstance(known, dict):
-    known = {}
+  known = _known(schema)
   required = _texts(schema.get("required")) or list(known)
   plain = argument
   if not argument and len(required) == 1:
@@ -368,9 +366,7 @@ def _fits(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
     arguments: a call's parameters.
     schema: JSON Schema as the server wrote it: any value may be anywhere.
   """
-  known = schema.get("properties")
-  if not isinstance(known, dict):
-    known = {}
+  known = _known(schema)
   if not set(_texts(schema.get("required"))) <= set(arguments):
     return False
   if schema.get("additionalProperties") is False and not set(arguments) <= set(known):
@@ -387,6 +383,11 @@ def _fits(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
     if isinstance(among, list) and value not in among:
       return False
   return True
+
+
+def _known(schema: dict[str, Any]) -> dict[str, Any]:
+  known = schema.get("properties")
+  return known if isinstance(known, dict) else {}
 
 
 def _is_number(value: Any) -> bool:

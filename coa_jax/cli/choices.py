@@ -47,14 +47,7 @@ class Choice:
     top: int | None = None,
     raw: Callable[[list[int]], bytes] = bytes,
   ):
-    """Takes its position, and the request's `stop` and `top`.
-
-    Args:
-      index: its position.
-      stop: strings ending the answer.
-      top: whether log-probs are sent; see `ChatRequest`.
-      raw: a tokenizer's decoder, tokens -> bytes.
-    """
+    """Takes `stop` and `top` of `ChatRequest`, and a decoder, tokens -> bytes."""
     self.index = index
     self.reasoning = ""
     self.content = ""

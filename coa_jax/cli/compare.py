@@ -75,11 +75,7 @@ _NAME = 60
 class Run:
   """One finished or running run of a stage.
 
-  Attributes:
-    path: its workdir.
-    config: field -> value, with paths such as "optim.lr".
-    results: figure -> number, from `results.json`; empty while it runs.
-    log: the `metrics.jsonl` rows.
+  `config` has fields by path, "optim.lr"; `results` is empty while it runs.
   """
 
   path: str
@@ -104,7 +100,11 @@ def read(path: str) -> Run:
   results = {}
   file = os.path.join(path, "results.json")
   if os.path.exists(file):
-    results = _numbers(read_object(file))
+    results = {
+      name: value
+      for name, value in _flat(read_object(file))
+      if isinstance(value, int | float) and not isinstance(value, bool)
+    }
   log = []
   if os.path.exists(os.path.join(path, METRICS_FILE)):
     log = read_all_metrics(path)
@@ -156,14 +156,6 @@ def _holds_run(folder: str) -> bool:
     return True
 
 
-def by_stage(runs: Sequence[Run]) -> dict[str, list[Run]]:
-  """Groups runs by their stage."""
-  out: dict[str, list[Run]] = collections.defaultdict(list)
-  for run in runs:
-    out[run.stage].append(run)
-  return dict(out)
-
-
 def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
   """Groups runs differing only in seeds.
 
@@ -187,9 +179,7 @@ def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
   out: dict[str, list[Run]] = {}
   for number, members in enumerate(same.values(), 1):
     config = members[0].config
-    parts = []
-    for name in differing:
-      parts.append(f"{name}={_brief(config.get(name), shared[name])}")
+    parts = [f"{name}={_brief(config.get(name), shared[name])}" for name in differing]
     title = ", ".join(parts) or "all"
     if len(members) == 1 and (len(title) > _NAME or not parts):
       title = os.path.basename(os.path.abspath(members[0].path))
@@ -213,12 +203,9 @@ def table(
   figures: Sequence[str] = (),
   title: str = "Runs",
 ) -> Table:
-  """Makes a row for each group: every figure's mean and interval.
+  """Makes a row for each group: the figures' means and intervals.
 
-  Args:
-    groups: the result of `group`.
-    figures: names in results.json; () for FIGURES. Those present in some run are shown.
-    title: the table's title.
+  By default the figures are those of FIGURES that some run has.
   """
   known = _figures_of([run for runs in groups.values() for run in runs])
   shown = [name for name in figures or FIGURES if name in known]
@@ -289,7 +276,9 @@ def compare(
   runs = [read(path) for path in find(paths)]
   _check_names("figures", figures, _figures_of(runs), "has")
   _check_names("curves", curves, _metrics_of(runs), "has logged")
-  stages = by_stage(runs)
+  stages: dict[str, list[Run]] = {}
+  for run in runs:
+    stages.setdefault(run.stage, []).append(run)
   if len(stages) > 1:
     print(
       f"runs of {len(stages)} stages, each compared with its own: {', '.join(stages)}"
@@ -318,23 +307,12 @@ def compare(
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-  """Yields a config's fields with their paths."""
+  """Yields the fields of a config, or of results, with their paths."""
   for name, value in config.items():
     if isinstance(value, dict) and value:
       yield from _flat(value, f"{above}{name}.")
     else:
       yield above + name, value
-
-
-def _numbers(results: Mapping[str, Any], above: str = "") -> dict[str, float]:
-  """Returns the finite numbers in results.json, with their paths."""
-  out = {}
-  for name, value in results.items():
-    if isinstance(value, dict):
-      out |= _numbers(value, f"{above}{name}.")
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-      out[above + name] = value
-  return out
 
 
 def _as_json(value: Any) -> str:

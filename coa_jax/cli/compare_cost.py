@@ -33,10 +33,6 @@ def compare_costs(multi: str, single: str) -> dict[str, Any]:
 
   Their folders' config.json names the tools and the tokenizer of each.
 
-  Args:
-    multi: `distill`'s file, of the multi-agent system.
-    single: `evaluate`'s file, of the one model.
-
   Returns:
     `metered`: `report.cost.cost` by the team's own meter; `reported`: the same by the
     endpoint's counts, None if it sent none; `notes`: reservations.

@@ -10,8 +10,6 @@ question, as plain text. /v1/completions reads each `prompt` as a question.
 sampler keeps only the sampled token's log-prob: `top_logprobs` (`logprobs` in
 /v1/completions) is at most 1, and only at temperature 0, where the sampled token is the
 most likely one. Other fields are accepted only with a neutral value.
-
-budget: the fields of two kinds of request, and their refusals.
 """
 
 from __future__ import annotations
@@ -250,11 +248,7 @@ def _request(
 
 
 def _read_body(data: bytes, model: str, kind: type[_B], neutral: dict[str, Any]) -> _B:
-  """Reads the supported fields; null counts as missing.
-
-  Raises:
-    RequestRefused: naming a wrong field or an unsupported value.
-  """
+  """Reads the supported fields; null counts as missing."""
   try:
     body = json.loads(data)
   except (ValueError, RecursionError) as e:

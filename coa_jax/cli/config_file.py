@@ -69,10 +69,7 @@ def read(
   Any field can be overridden, whether the file has it or not; None empties it, or
   removes an optional section.
 
-  Args:
-    file: FILE or FILE:ARGUMENT.
-    overrides: words --config.FIELD=VALUE.
-    config_class: the stage's config dataclass; its defaults fill missing fields.
+  `config_class` is the stage's config dataclass; its defaults fill missing fields.
 
   Raises:
     ConfigError: the file, a name or a value is unusable. A misspelt field is left to
@@ -115,9 +112,6 @@ def _make_room(config: ml_collections.ConfigDict, word: str) -> bool:
 
   Returns:
     Whether it was None, and is done.
-
-  Raises:
-    ValueError: the path does not lead to a field.
   """
   flag, _, text = word.partition("=")
   path = re.sub(r"--?(no)?config\.", "", flag)
@@ -179,11 +173,7 @@ def read_file(file: str) -> ml_collections.ConfigDict:
 
 
 def _check_values(value: Any, path: str, above: tuple[int, ...]) -> None:
-  """Drops required placeholders; flags and defaults fill missing fields.
-
-  Raises:
-    ConfigError: a section, list or dict contains itself.
-  """
+  """Drops required placeholders; refuses a section, list or dict in itself."""
   if id(value) in above:
     raise ConfigError(f"{path} contains itself")
   above = (*above, id(value))

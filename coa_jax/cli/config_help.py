@@ -16,14 +16,13 @@ import inspect
 import math
 import shutil
 import textwrap
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import docstring_parser
 
-from coa_jax.runtime.config import ConfigError, Values, nearest
+from coa_jax.runtime.config import ConfigError, Values, kinds_of, nearest
 from coa_jax.runtime.fields import accepted
 
 # Stage -> module and class of its config.
@@ -44,12 +43,8 @@ _WHOLE = "Sections of "
 class Field:
   """One config field, in words.
 
-  Attributes:
-    path: its path, e.g. "algo.loss.clip_low".
-    kind: its type and accepted values.
-    default: in a config's notation; "" if it is required.
-    meaning: its entry in the docstring.
-    section: whether it is a section; its fields follow.
+  `default` is "" if it is required; `meaning` is from the docstring; a section's fields
+  follow it.
   """
 
   path: str
@@ -62,9 +57,7 @@ class Field:
 def list_fields(cls: type, path: str = "") -> list[Field]:
   """Lists a config dataclass's fields, each section before its own sections.
 
-  Args:
-    cls: the dataclass.
-    path: its path, with a final dot; "" for a whole config.
+  Paths begin with `path`.
   """
   hints = typing.get_type_hints(cls)
   meanings = _meanings(cls)
@@ -88,13 +81,9 @@ def list_fields(cls: type, path: str = "") -> list[Field]:
 
 
 def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
-  """Explains a config, one section, or one field, for a terminal.
+  """Explains a config, or the section or field `wanted`, for a terminal.
 
-  Args:
-    cls: the config's dataclass.
-    wanted: a section's or field's path; "" for all.
-    config: the config file's values; {} without one.
-    width: columns; 0 for the terminal's.
+  `config` has the file's values. The width in columns is by default the terminal's.
 
   Raises:
     ConfigError: the path is unknown; the nearest is named.
@@ -196,7 +185,7 @@ def _sections(hint: Any) -> Iterator[tuple[str, type]]:
 
   A dict's dataclasses are under the user's names.
   """
-  for kind in _kinds(hint):
+  for kind in kinds_of(hint):
     if dataclasses.is_dataclass(kind):
       yield "", kind
     elif typing.get_origin(kind) is dict:
@@ -204,16 +193,10 @@ def _sections(hint: Any) -> Iterator[tuple[str, type]]:
         yield ".NAME", section
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
-  if isinstance(hint, types.UnionType):
-    return typing.get_args(hint)
-  return (hint,)
-
-
 def _kind(hint: Any, metadata: Mapping[str, Any]) -> str:
   """Returns a field's type and accepted values in words."""
   names = []
-  for kind in _kinds(hint):
+  for kind in kinds_of(hint):
     if dataclasses.is_dataclass(kind):
       names.append("section")
     elif typing.get_origin(kind) is dict and list(_sections(kind)):

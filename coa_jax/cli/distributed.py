@@ -188,10 +188,6 @@ def check_shared(workdir: str) -> None:
 def in_bucket(uri: str, scratch: str) -> Iterator[str]:
   """Yields this process's local folder for a workdir in a bucket.
 
-  Args:
-    uri: the workdir's address.
-    scratch: a folder on this machine's disk.
-
   Raises:
     ValueError: another run works there, or the bucket can not be used. If the first
       process raises it, all stop.

@@ -26,18 +26,11 @@ def _define_flags() -> None:
 
 
 def export(workdir: str, out: str, step: int | None = None) -> int:
-  """Writes a checkpoint's model; returns its step.
-
-  Args:
-    workdir: of an SFT or RL run.
-    out: the folder for `model` and perhaps `adapter`.
-    step: a kept checkpoint's step; None for the newest.
+  """Writes a checkpoint's model, by default the newest's; returns its step.
 
   Raises:
     FileNotFoundError: there is no run.
     ValueError: it has no such checkpoint, or the checkpoint is damaged.
-
-  budget: the way from a checkpoint to a model folder.
   """
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora

@@ -198,19 +198,9 @@ def _write(
   job: ImportJob,
   lines_of: Callable[..., Iterator[str]],
 ) -> int:
-  """Filters, writes and reports.
+  """Writes and reports `lines_of`'s trajectories; returns their number.
 
-  budget: one pass, stage by stage.
-
-  Args:
-    out: the file to write.
-    chosen: the format.
-    pipeline: processes each row.
-    job: counts the rows.
-    lines_of: takes callbacks for dropped and imported rows.
-
-  Returns:
-    The number of trajectories written.
+  `lines_of` takes callbacks for dropped and imported rows; `job` counts the rows.
   """
   # --- The kept rows.
   unit = "tokens" if _TOKENIZER.value else "characters"

@@ -250,10 +250,8 @@ def fetch_inputs(config: ml_collections.ConfigDict) -> None:
 def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
   """Runs a program with its own flags and without a config; errors as in `launch`.
 
-  Args:
-    main: the program's function.
-    takes_words: whether it gets the command line's words other than flags; otherwise
-      there must be none.
+  With `takes_words` main gets the command line's words other than flags; otherwise
+  there must be none.
   """
 
   def parse(argv: list[str]) -> list[str]:

@@ -31,16 +31,8 @@ MODULES = {"import": "import_traces"}
 
 def usage() -> str:
   """Lists the commands, one per line."""
-  lines = [f"  {name:<12}{about}" for name, about in COMMANDS.items()]
-  return "\n".join(
-    [
-      "usage: coa COMMAND [--FLAG=VALUE ...]",
-      "",
-      *lines,
-      "",
-      "coa COMMAND --help: more",
-    ]
-  )
+  lines = "\n".join(f"  {name:<12}{about}" for name, about in COMMANDS.items())
+  return f"usage: coa COMMAND [--FLAG=VALUE ...]\n\n{lines}\n\ncoa COMMAND --help: more"
 
 
 def split_program(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
@@ -59,23 +51,24 @@ def split_program(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
   return f"experiments.{name}", ["coa_jax.cli.main", command], rest
 
 
-def run(command: str, words: Sequence[str]) -> None:
-  """Runs a command in `COMMANDS` with its command line's words."""
+def run(command: str) -> None:
+  """Runs a command in `COMMANDS` with the command line's words."""
   module = importlib.import_module(f"coa_jax.cli.{MODULES.get(command, command)}")
   # --help prints the main module's docstring and the flags defined under the program's
   # name.
   sys.modules["__main__"].__doc__ = module.__doc__
-  sys.argv = [module.__name__, *words]
+  sys.argv[0] = module.__name__
   module.command()
 
 
 def main() -> None:
   """Runs the command named in the command line; without one, lists them."""
-  command, *words = sys.argv[1:] or ["--help"]
+  command = "".join(sys.argv[1:2]) or "--help"
   if command in ("-h", "-help", "--help"):
     print(usage())
   elif command in COMMANDS:
-    run(command, words)
+    del sys.argv[1]
+    run(command)
   else:
     _refuse(command)
 

@@ -25,9 +25,6 @@ def check_devices(cpu_devices: int = 1) -> None:
 
   Each of several processes calls it after joining the others.
 
-  Args:
-    cpu_devices: the flag --cpu_devices.
-
   Raises:
     ValueError: the environment or the flag asks for missing devices.
   """

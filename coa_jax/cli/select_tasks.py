@@ -62,8 +62,6 @@ def run(
 ) -> dict[str, Any]:
   """Estimates pass rates and keeps tasks by the criteria in `select`.
 
-  budget: attempts, and the tasks kept by them.
-
   Args:
     config: see `SelectTasksConfig`; if `select` names files of attempts, only `tasks`
       is needed besides: for other sections only the names are checked.

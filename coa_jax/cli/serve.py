@@ -19,8 +19,6 @@ of other requests. A disconnected client frees its slot after the rest of the ru
 window and one more token, or after its question's running tool. Ctrl-C or SIGTERM stop
 the server: requests have GRACE_S seconds left. There is no key and no encryption: on a
 --host reachable by others, they can run programs in the sandbox.
-
-budget: one server: its routes, its streams, and its end.
 """
 
 from __future__ import annotations
@@ -212,21 +210,16 @@ def make_app(
 
   metrics = ServeMetrics(server)
   page = chat_page(name, conversation)
+  limits = (name, server.worker.engine.config.top_p, server.max_waiting)
 
   # --- The routes.
   async def chat(request: Request) -> Response:
-    config = server.worker.engine.config
     data = await http_server.read_body(request, MAX_BODY)
-    parsed = completions.read_request(
-      data, name, config.top_p, server.max_waiting, conversation
-    )
-    return await answer(request, parsed)
+    return await answer(request, completions.read_request(data, *limits, conversation))
 
   async def complete(request: Request) -> Response:
-    config = server.worker.engine.config
     data = await http_server.read_body(request, MAX_BODY)
-    parsed = completions.read_text_request(data, name, config.top_p, server.max_waiting)
-    return await answer(request, parsed)
+    return await answer(request, completions.read_text_request(data, *limits))
 
   async def answer(request: Request, parsed: ChatRequest) -> Response:
     exchange = Exchange(server, parsed, metrics)

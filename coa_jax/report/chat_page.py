@@ -26,12 +26,7 @@ _BODY = """<main><h1>{name}</h1>
 
 
 def chat_page(model: str, conversation: bool) -> str:
-  """Writes the page.
-
-  Args:
-    model: the model's name in requests.
-    conversation: whether to send earlier turns with a question.
-  """
+  """Writes the page; with `conversation` it sends earlier turns with a question."""
   memory = "A question knows nothing of those before it."
   if conversation:
     memory = "A question knows the turns before it."

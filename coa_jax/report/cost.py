@@ -75,8 +75,6 @@ def cost(
 ) -> dict[str, Any]:
   """Compares the two systems on the tasks attempted by both.
 
-  budget: one table, column by column.
-
   Args:
     multi: the multi-agent system's attempts; only task id, status, reward parts and
       usage are read, so a run's usage is enough.

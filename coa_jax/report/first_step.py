@@ -18,14 +18,7 @@ def warnings(
   tools: Collection[str],
   is_exact: Callable[[Task], bool],
 ) -> list[str]:
-  """Returns a line for each fault shown by the attempts.
-
-  Args:
-    attempts: the first step's attempts.
-    tasks: tasks, including the attempted ones.
-    tools: the tools' tags.
-    is_exact: whether exact match grades a task.
-  """
+  """Returns a line for each fault shown by the first step's attempts."""
   played = [t for t in attempts if t.status != Status.INFRASTRUCTURE]
   out = []
   if tools and played and not any(t.calls for t in played):

@@ -3,8 +3,6 @@
 Failures of agentic RL show first in the entropy of one role, in groups with equal
 rewards, in lengths, in repetition, or in log-probs that differ between sampler and
 learner.
-
-budget: all stops by a run's metrics, in one place.
 """
 
 from __future__ import annotations
@@ -186,10 +184,7 @@ class HealthMonitor:
   def replay(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
     """Reads the run's earlier metrics as if it had watched them, without warnings.
 
-    Args:
-      workdir: the continued run's folder.
-      stage: the stage.
-      step: the last step to read; 0 for a new run.
+    Reads up to `step`; 0 for a new run.
 
     Raises:
       CollapsedError: as from `raise_if_stopped`: the run was to end there.
@@ -257,13 +252,9 @@ class HealthMonitor:
     return reports
 
   def _judge(self, metric: str, limit: float, name: str, value: float) -> list[str]:
-    """Counts one value of one metric; returns its report if due.
+    """Counts a step's value of metric `name`, under the limit of `metric`.
 
-    Args:
-      metric: the limit's metric, or prefix of metrics.
-      limit: the configured limit.
-      name: the value's metric.
-      value: the step's value.
+    Returns its report if due.
     """
     rule = RULES[metric]
     patience = self._config.patience

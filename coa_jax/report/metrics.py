@@ -1,8 +1,6 @@
 """The record of a run in numbers: `metrics.jsonl`, live progress, `results.json`.
 
 Training stages are tracked as well: see `tracking.py`.
-
-budget: one file defines metrics.jsonl: writing, resuming, showing and reading.
 """
 
 from __future__ import annotations
@@ -281,12 +279,6 @@ def resume_log(
 
   Every process takes the first one's: it may not have taken part in all of them, or
   have been away when steps were made again. So all judge and sum up the same run.
-
-  Args:
-    workdir: this process's own folder.
-    stage: the stage.
-    step: the last step to read.
-    first_dir: the folder of the run's first process.
   """
   rows = _read_lines(os.path.join(first_dir, METRICS_FILE))
   rows = [row for row in rows if row["stage"] == stage and row["step"] <= step]

@@ -69,12 +69,7 @@ def viewer(
   title: str = "Trajectories",
   height: int = 760,
 ) -> Shown:
-  """Shows trajectories as `experiments.browse` does; arguments as of `write_page`.
-
-  Args:
-    sources, variant, tokenizer, title: as there.
-    height: of the frame, in pixels.
-  """
+  """Shows trajectories in a frame of `height` pixels; other arguments: `write_page`."""
   with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "page.html")
     write_page(path, title, sources, variant, tokenizer)
@@ -86,11 +81,6 @@ def stream(trajectory: Trajectory, tokenizer: Tokenizer, height: int = 420) -> S
   """Shows every token of a trajectory: trained tokens have a background, the rest none.
 
   A token's tooltip shows its id and, if sampled, its probability.
-
-  Args:
-    trajectory: with token ids.
-    tokenizer: the tokenizer of these ids.
-    height: the frame's height in pixels.
   """
   kinds = role_kinds()
   parts = []

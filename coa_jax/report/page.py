@@ -37,13 +37,8 @@ def page_html(
 ) -> str:
   """Writes a complete page around `body`, which is trusted markup; see the file's top.
 
-  Args:
-    title: plain text.
-    body: markup.
-    script: the only script allowed to run.
-    css_class: the body's class.
-    style: CSS after `style.css`.
-    connect: the allowed targets of the script's requests, in the policy's syntax.
+  `title` is plain text, `script` the only script that may run, `style` CSS after
+  `style.css`. `connect` has requests' allowed targets, in the policy's syntax.
   """
   # The policy names the page's own script by its hash; no other one runs.
   script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

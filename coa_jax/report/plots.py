@@ -41,7 +41,6 @@ _STYLE = {
 def curves(
   rows: Sequence[Mapping[str, Any]],
   panels: Mapping[str, Mapping[str, str]],
-  xlabel: str = "step",
   shares: Collection[str] = (),
   logarithmic: Collection[str] = (),
 ) -> Figure:
@@ -50,7 +49,6 @@ def curves(
   Args:
     rows: `read_metrics`' rows; a metric may be missing (None or absent) in some.
     panels: y label -> {metric: line label}, e.g. {"loss": {"loss": "train"}}.
-    xlabel: every panel's x label.
     shares: y labels of panels with a fixed axis from 0 to 1.
     logarithmic: y labels of panels with a logarithmic axis, if all values are above 0.
 
@@ -68,7 +66,7 @@ def curves(
     if ylabel in logarithmic:
       _log_scale(axis)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _finish(axis, xlabel, ylabel, legend=len(lines) > 1)
+    _finish(axis, "step", ylabel, legend=len(lines) > 1)
   return figure
 
 
@@ -140,7 +138,7 @@ def _curve(
   if not points:
     raise ValueError(f"no row has metric {metric!r}")
   x, y = np.array(points, float).T
-  if len(x) < 20:  # too few for a mean over a twentieth to say anything
+  if len(x) < _MANY:  # too few for a mean over a twentieth to say anything
     axis.plot(x, y, color=color, label=label, marker="o", markersize=3.5)
     return
   # The points themselves stay, faintly: a mean alone would hide how they scatter.
@@ -159,12 +157,8 @@ def _smooth(y: np.ndarray) -> np.ndarray:
   return (sums[high] - sums[low]) / (high - low)
 
 
-def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figure:
+def phase_areas(rows: Sequence[Mapping[str, Any]]) -> Figure:
   """Draws the seconds of every step, with its phases stacked.
-
-  Args:
-    rows: `read_metrics`' rows, with `seconds_PHASE` as `timers.StepTimer` gives them.
-    xlabel: of the panel.
 
   Raises:
     ValueError: no row has phases.
@@ -199,7 +193,7 @@ def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figu
       text, (x[0], 1.2 * others), (14, 0), textcoords="offset points", va="top", size=8
     )
   axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-  _finish(axis, xlabel, "seconds of a step", legend=True)
+  _finish(axis, "step", "seconds of a step", legend=True)
   return figure
 
 
@@ -239,11 +233,7 @@ def score_bars(
 
 
 def cost_bars(table: Mapping[str, Any]) -> Figure:
-  """Draws tokens of both systems, stacked: prompt, its cacheable part, completion.
-
-  Args:
-    table: `cost.cost`'s result.
-  """
+  """Draws tokens of both systems, stacked: prompt, its cacheable part, completion."""
   figure, axes = _figure(2)
   panels = {"per_task": "tokens per task", "per_solved": "tokens per solved task"}
   systems = {"multi_agent": "multi-agent", "single": "one model"}  # as `cost` has them
@@ -347,8 +337,7 @@ def filter_statistics(before: Statistics, after: Statistics) -> Figure:
 def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
   """Draws each funnel stage's kept and dropped counts, by reason, top to bottom.
 
-  Args:
-    stages: stage -> (kept, {reason: dropped}), in order.
+  `stages`: stage -> (kept, {reason: dropped}).
   """
   figure, (axis,) = _figure(1, width=8.8)
   figure.set_figheight(0.9 + 0.42 * len(stages))

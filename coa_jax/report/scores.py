@@ -3,8 +3,6 @@
 Every figure is a mean over tasks, so the number of a task's samples does not change its
 weight. Attempts ended by infrastructure failures are excluded from all denominators;
 they are counted separately.
-
-budget: every figure next to its interval.
 """
 
 from __future__ import annotations
@@ -159,7 +157,7 @@ def _as_arrays(
 
 
 def proportion_interval(
-  over: Sequence[float], under: Sequence[float] | None = None, seed: int = 0
+  over: Sequence[float], under: Sequence[float] | None = None
 ) -> list[float] | None:
   """Computes the 95 % interval of a proportion sum(over) / sum(under), over tasks.
 
@@ -170,7 +168,6 @@ def proportion_interval(
   Args:
     over: each task's numerator, from 0 to its `under`.
     under: each task's denominator; by default 1 each.
-    seed: the seed of the bootstrap.
 
   Returns:
     [low, high], or None if the sum of `under` is 0.
@@ -185,15 +182,13 @@ def proportion_interval(
   yes_or_no = (under == 1) & np.isin(share, (0, 1))
   if yes_or_no.all() or (share == share[0]).all():
     return wilson(math.fsum(share), len(share))
-  return interval(over, under, seed)
+  return interval(over, under)
 
 
 def wilson(right: float, tasks: int) -> list[float] | None:
   """Computes Wilson's 95 % score interval of a proportion (1927); None for no tasks.
 
-  Args:
-    right: the number of right tasks; a task with several samples counts by its share.
-    tasks: the number of tasks.
+  A task with several samples counts by its share.
   """
   if not tasks:
     return None
@@ -266,8 +261,6 @@ def summary(
 ) -> dict[str, Any]:
   """Computes one model's figures on one set of tasks.
 
-  budget: one record, figure by figure.
-
   Args:
     greedy: one attempt per task; several are averaged.
     sampled: several attempts per task.
@@ -296,11 +289,8 @@ def summary(
   tasks = list(by_task([*greedy, *sampled]).values())
 
   # --- Each task's calls: the malformed rate is a share of calls, not of tasks.
-  call_counts: list[float] = []
-  malformed_counts: list[float] = []
-  for attempts in tasks:
-    call_counts.append(sum(t.calls for t in attempts))
-    malformed_counts.append(sum(t.malformed for t in attempts))
+  call_counts = [float(sum(t.calls for t in attempts)) for attempts in tasks]
+  malformed_counts = [float(sum(t.malformed for t in attempts)) for attempts in tasks]
 
   # --- One number for each task; a figure is their mean.
   passes: dict[str, list[float]] = {}
@@ -360,15 +350,7 @@ def by_group(
   tools: Collection[str] = roles.TOOLS,
   ks: Sequence[int] = KS,
 ) -> dict[str, dict[str, Any]]:
-  """Computes `summary` for each group of tasks, sorted by its name.
-
-  Args:
-    greedy: as in `summary`.
-    sampled: likewise.
-    group: returns the group of an attempt's task.
-    tools: as in `summary`.
-    ks: likewise.
-  """
+  """Computes `summary` for each group of tasks, sorted by the group's name."""
   # Group -> its greedy and its sampled attempts.
   groups: dict[str, tuple[list[Attempt], list[Attempt]]] = {}
   for i, attempts in enumerate((greedy, sampled)):

@@ -18,11 +18,7 @@ import rich.text
 class Table:
   """A table's rows and columns.
 
-  Attributes:
-    title: the table's title.
-    rows: one mapping per row.
-    columns: key of a row -> column heading, in order.
-    note: a note for the reader.
+  `columns`: key of a row -> column heading, in order.
   """
 
   title: str

@@ -44,9 +44,8 @@ class StepTimer:
   def lap(self, phase: str, **parts: float) -> None:
     """Ends a phase that began with the previous lap, or with the step.
 
-    Args:
-      phase: one of PHASES; repeated laps of a phase are summed.
-      **parts: seconds of this time that belong to other phases.
+    Repeated laps of a phase are summed; `parts` are seconds of this time that belong to
+    other phases.
     """
     now = time.monotonic()
     # Subtract the other phases' seconds.
@@ -63,8 +62,7 @@ class StepTimer:
     Time since the last lap is `other`'s. A step's checkpoint is written after its
     numbers are, so it counts for the next step.
 
-    Args:
-      **tokens: phase -> its number of tokens.
+    `tokens`: phase -> its number of tokens.
     """
     # The rest is other time, so that all phases add up to the wall time.
     self.lap(OTHER)

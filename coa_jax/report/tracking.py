@@ -71,12 +71,8 @@ class Tracking:
   def __init__(self, workdir: str, stage: str, first: int, config: LogConfig):
     """Opens the configured outputs.
 
-    Args:
-      workdir: the run's directory.
-      stage: the stage's name; also the name of Weights & Biases' run.
-      first: the first step to log. TensorBoard hides an interrupted run's values from
-        this step on, once this run has opened its file.
-      config: section `log`.
+    `first` is the first step to log. TensorBoard hides an interrupted run's values from
+    this step on, once this run has opened its file.
 
     Raises:
       ValueError: Weights & Biases refuses, or can not be reached; or the port of

@@ -6,8 +6,6 @@ between a trajectory and the browser. All data are one script element of type
 application/json, which no browser runs, with every character that could end it escaped.
 The page's script makes text nodes of the data, never markup. And the content security
 policy forbids every request, and every script but the page's own.
-
-budget: one file decides a page's data of a trajectory and keeps the page inert.
 """
 
 from __future__ import annotations
@@ -190,11 +188,7 @@ def _begins_with_a_trajectory(path: str) -> bool:
 
 
 def open_files(files: Sequence[str]) -> dict[str, Iterable[Trajectory]]:
-  """Opens files as sources of a page, named without their common folders.
-
-  Args:
-    files: JSON lines or parquet of trajectories, read when the page is written.
-  """
+  """Opens files, read when the page is written, named without their common folders."""
   folder = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
   return {os.path.relpath(f, folder): iter_trajectories(f) for f in files}
 
@@ -299,9 +293,7 @@ def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
     shown = [s for s in segments if s.text.strip() or s.ids]
     return [ShownSpan(s.role, _inside(s), [s]) for s in shown]
   # --- Each segment belongs to the span of its first non-space character.
-  out = []
-  for span in parsed.spans:
-    out.append(ShownSpan(span.role, span.content.strip("\n"), []))
+  out = [ShownSpan(span.role, span.content.strip("\n"), []) for span in parsed.spans]
   i = 0
   end = 0
   for segment in segments:

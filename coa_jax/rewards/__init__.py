@@ -33,11 +33,7 @@ def grade_known(task: Task, prediction: str | None) -> float | None:
 
 
 def grade(task: Task, prediction: str | None) -> float:
-  """The answer reward of `prediction`: 1.0 right, 0.0 wrong or missing.
-
-  Args:
-    task: the task; its kind selects the grader.
-    prediction: the content of the `answer` span; None if there is none.
+  """Grades the content of an `answer` span: 1.0 right, 0.0 wrong or missing (None).
 
   Raises:
     ValueError: a code task, which needs its hidden tests run.

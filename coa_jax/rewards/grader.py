@@ -113,9 +113,7 @@ class Grader:
   ):
     """Opens nothing yet: `check` does, or the first task of its kind.
 
-    Args:
-      config: section `reward`; None for the default rewards.
-      other_dirs: folders with verdicts of the run's other processes, used here too.
+    `other_dirs` hold verdicts of the run's other processes, used here too.
     """
     self.config = config or RewardConfig()
     self._other_verdicts = [os.path.join(folder, VERDICTS) for folder in other_dirs]
@@ -152,9 +150,7 @@ class Grader:
   def check(self, tasks: Sequence[Task], max_len: int) -> None:
     """Refuses tasks without a usable grader, and graders that cannot be opened.
 
-    Args:
-      tasks: all tasks to grade, from every data set.
-      max_len: the maximum of tokens in a trajectory.
+    Takes the tasks of all data sets, and the maximum of tokens in a trajectory.
 
     Raises:
       ValueError: the message names the task or the config field.
@@ -220,15 +216,11 @@ class Grader:
   ) -> None:
     """Gives a finished trajectory its reward, the parts of it, and a record in `meta`.
 
-    Args:
-      task: the task.
-      trajectory: the attempt.
-      variant: its expected dialect.
-      evaluation: whether to grade QA by the first part, and to record token F1.
+    `evaluation` grades QA by the first part, and records token F1.
 
     Raises:
-      ValueError: a grader of the user's own fails or returns nonsense; or
-        `max_failures` in a row could not be graded.
+      ValueError: a grader of the user's own fails or returns nonsense; or _MAX_FAILURES
+        in a row could not be graded.
     """
     # --- Nothing to grade: a user's question, or an infrastructure failure.
     if not task.answers or trajectory.status == Status.INFRASTRUCTURE:

@@ -159,11 +159,7 @@ class Judge:
   """Asks for verdicts; threads may share it. Close it after use."""
 
   def __init__(self, config: JudgeConfig, others: Sequence[str] = ()):
-    """Reads the cache; sends nothing yet.
-
-    Args:
-      config: section `reward.judge`.
-      others: verdict files of other processes, used too.
+    """Reads the cache, and verdict files of other processes; sends nothing yet.
 
     Raises:
       ValueError: the key file cannot be used, the cache cannot be written, or is not a

@@ -49,10 +49,8 @@ _IDLE_BLANK = re.compile(r"(?<![\w.,\\])\s+|(?<!\\)\s+(?![\w.,])")
 def equivalent(prediction: str, answers: Sequence[str]) -> bool:
   r"""Whether the prediction equals one of the answers mathematically.
 
-  Args:
-    prediction: the content of an `answer` span; its last `\boxed{}` counts, or else its
-      whole text.
-    answers: gold answers, each a plain string or LaTeX, with or without `$`.
+  Of the prediction its last `\boxed{}` counts, or else its whole text. Answers are
+  plain strings or LaTeX, with or without `$`.
 
   Raises:
     RuntimeError: the comparing process cannot be started, or gets no CPU time.
@@ -65,10 +63,6 @@ def equivalent(prediction: str, answers: Sequence[str]) -> bool:
 
 def math_verify_says(prediction: str, answers: Sequence[str]) -> bool:
   """Whether math-verify, as published, accepts the prediction for one of the answers.
-
-  Args:
-    prediction: an `answer` span's content, of any length.
-    answers: gold answers.
 
   Raises:
     RuntimeError: the comparing process cannot be started, or gets no CPU time.
@@ -139,8 +133,7 @@ def _equal(prediction: str, gold: str) -> bool:
 
 
 class _Verifier:
-  """One child process for comparisons; started on first use, replaced after its
-  death."""
+  """One child process for comparisons, started on first use, replaced if it dies."""
 
   def __init__(self, bare: bool) -> None:
     self._bare = bare

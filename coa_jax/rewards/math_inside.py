@@ -30,8 +30,7 @@ _AND = re.compile(r"\\text\s*\{\s*and\s*\}|\band\b|\\land\b|\\wedge\b|\\cap\b")
 def serve(bare: bool = False) -> None:
   """Answers each line [prediction, gold, CPU seconds] with one boolean.
 
-  Args:
-    bare: True for the verdicts of math-verify as published.
+  With `bare`, by the verdicts of math-verify as published.
   """
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   compare = same_bare
@@ -53,8 +52,7 @@ def serve(bare: bool = False) -> None:
 
 
 def same(prediction: str, gold: str) -> bool:
-  """math-verify's verdict with exact numbers, or whether both have the same
-  solutions."""
+  """math-verify's verdict with exact numbers, or whether the solutions are the same."""
   # math-verify finds a bare formula only with an anchor; a box provides one. In prose,
   # math-verify finds the formula itself.
   if notation.is_prose(prediction):

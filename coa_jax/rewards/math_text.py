@@ -87,8 +87,7 @@ _MAYBE_UNITS = frozenset("ghlms")
 
 
 def units_differ(prediction: str, gold: str) -> bool:
-  """5 m is not 5 cm (math-verify says it is); a missing unit on either side is
-  allowed."""
+  """5 m is not 5 cm (math-verify says it is); either unit may be missing."""
   ours = _unit(prediction)
   theirs = _unit(gold)
   return bool(ours and theirs) and ours != theirs
@@ -102,8 +101,7 @@ def _unit(text: str) -> str | None:
 
 
 def verdict(prediction: str, gold: str) -> bool | None:
-  """Whether the two are the same text, time or ratio; None leaves the verdict to
-  math-verify."""
+  """Whether the two are the same text, time or ratio; None if math-verify decides."""
   prediction = notation.unwrapped(prediction)
   gold = notation.unwrapped(gold)
   # The first rule that applies to both sides decides.

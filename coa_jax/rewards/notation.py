@@ -54,23 +54,7 @@ _CHARACTERS = str.maketrans(
     "\u2236": ":",
   }
 )
-_VULGAR = {
-  "\u00bd": "\\frac{1}{2}",
-  "\u2153": "\\frac{1}{3}",
-  "\u2154": "\\frac{2}{3}",
-  "\u00bc": "\\frac{1}{4}",
-  "\u00be": "\\frac{3}{4}",
-  "\u2155": "\\frac{1}{5}",
-  "\u2156": "\\frac{2}{5}",
-  "\u2157": "\\frac{3}{5}",
-  "\u2158": "\\frac{4}{5}",
-  "\u2159": "\\frac{1}{6}",
-  "\u215a": "\\frac{5}{6}",
-  "\u215b": "\\frac{1}{8}",
-  "\u215c": "\\frac{3}{8}",
-  "\u215d": "\\frac{5}{8}",
-  "\u215e": "\\frac{7}{8}",
-}
+_VULGAR = re.compile("[\u00bc-\u00be\u2153-\u215e]")  # one half to seven eighths
 _RAISED = str.maketrans(
   "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f",
   "0123456789+-n",
@@ -83,17 +67,20 @@ _CURRENCY = re.compile("[\u20ac\u00a3\u00a5\u20b9]")
 
 
 def _ascii(text: str) -> str:
-  """Replaces signs by LaTeX, and other characters (full-width digits) by their NFKC
-  form."""
+  """Replaces signs by LaTeX, and other characters (full-width digits) by NFKC."""
   if text.isascii():
     return text
   text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
   text = _LOWERED_RUN.sub(lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
-  for character, fraction in _VULGAR.items():
-    text = text.replace(character, fraction)
+  text = _VULGAR.sub(_fraction, text)
   text = _ROOT.sub(r"\\sqrt{\1}", text).replace("\u221a", "sqrt")
   text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
   return _CURRENCY.sub("", text.translate(_CHARACTERS)).strip()
+
+
+def _fraction(match: re.Match) -> str:
+  over, under = unicodedata.normalize("NFKC", match[0]).split("\u2044")
+  return f"\\frac{{{over}}}{{{under}}}"
 
 
 # "answer", and "is", in Chinese, Japanese and Korean.
@@ -299,7 +286,7 @@ _NUMBER = re.compile(
 def number(text: str) -> fractions.Fraction | None:
   """The exact value of a plain number; None otherwise.
 
-  Accepts an integer, decimal, fraction, mixed number, repeating decimal, or scientific
+  Plain is an integer, decimal, fraction, mixed number, repeating decimal, or scientific
   notation.
   """
   if len(text) > MAX_CHARS:
@@ -407,8 +394,7 @@ _WRAPPING = re.compile(
 
 
 def without_words(text: str) -> str:
-  """Reads `18 dollars` as `18` and `5 million` as `5000000`; returns other text
-  unchanged."""
+  """Reads `18 dollars` as `18`, `5 million` as `5000000`, and other text as it is."""
   text = _written_out(text)
   plain = unwrapped(text)
   unit = _WITH_CJK_UNIT.fullmatch(plain)

@@ -129,17 +129,10 @@ def correctness(config: ShapingConfig, parts: dict[str, float]) -> float:
 def shape(
   config: ShapingConfig, answer: float, trajectory: Trajectory, variant: Variant
 ) -> tuple[float, dict[str, float]]:
-  """The reward of a trajectory, and its parts.
+  """Returns a trajectory's reward, and its parts; the answer's verdict is from 0 to 1.
 
-  Args:
-    config: the reward terms.
-    answer: verdict on the answer, 0 to 1.
-    trajectory: with ids, calls and usage.
-    variant: its expected dialect.
-
-  Returns:
-    (reward, parts): `answer` and `format`, 0 to 1, always; `overlong`, `repetition` and
-    `tool_cost`, each at most 0, if the config has them.
+  The parts are `answer` and `format`, from 0 to 1, and the config's penalties
+  `overlong`, `repetition` and `tool_cost`, each at most 0.
   """
   # --- The base: answer and format. One slip anywhere breaks the whole format.
   form = float(parse(trajectory.text, variant).ok)

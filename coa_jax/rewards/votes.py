@@ -11,8 +11,7 @@ _FORMULA = re.compile(r"[\\^_=+*/<>{}|]|^\s*-")
 
 
 def vote_key(answer: str) -> str:
-  """Returns an answer's vote: equal numbers have the same key, else equal normalised
-  text."""
+  """Returns an answer's vote: the value of a number, else normalised text."""
   answer = math.final_answer(answer)
   value = notation.number(answer)
   if value is not None:

@@ -166,9 +166,9 @@ class DeviceLoop:
     table_BC = np.full((call.rows, call.blocks), -1, np.int32)
     token_BT = np.zeros((call.rows, call.tokens), np.int32)
     model = (self.model, policy, self.cache.kv)
-    if call.function == "extend":
+    if call.function == "prefill":
       row_B = np.zeros(call.rows, np.int32)
-      return sampler.extend.lower(
+      return sampler.prefill.lower(
         *model, table_BC, token_BT, row_B, row_B, self._partitioner, row_B
       )
     return sampler.window.lower(
@@ -200,7 +200,7 @@ class DeviceLoop:
         piece = Prefill(row.slot, ids, row.start + begin)
         batches = turns.setdefault(row.turn + i, {})
         batches.setdefault(programs.token_bucket(len(ids)), []).append(piece)
-    most_rows = min(self.config.inject_rows, self.config.slots)
+    most_rows = min(self.config.prefill_rows, self.config.slots)
     for turn, batches in sorted(turns.items()):
       self.cache.copy(prefilled=turn * most)
       for length, batch in batches.items():
@@ -228,7 +228,7 @@ class DeviceLoop:
       slot_R[r] = piece.slot
       token_RT[r, : len(piece.ids)] = piece.ids
     self._count_idle()
-    self.cache.kv = sampler.extend(
+    self.cache.kv = sampler.prefill(
       self.model,
       self._params,
       self.cache.kv,

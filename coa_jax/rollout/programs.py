@@ -27,11 +27,11 @@ class DeviceCall:
   """A device function and its compiled shapes.
 
   Attributes:
-    function: window or extend.
+    function: window or prefill.
     pages: the cache's pages.
     blocks: maximum pages read by a row.
     rows: its slots.
-    tokens: maximum sampled (window) or prefilled per row (extend).
+    tokens: maximum sampled (window) or prefilled per row (prefill).
   """
 
   function: str
@@ -41,7 +41,7 @@ class DeviceCall:
   tokens: int
 
   def __str__(self) -> str:
-    """E.g. `extend 16 x 512, 128 of 4096 pages`: rows, tokens, of a row, of all."""
+    """E.g. `prefill 16 x 512, 128 of 4096 pages`: rows, tokens, of a row, of all."""
     shape = f"{self.function} {self.rows} x {self.tokens}"
     return f"{shape}, {self.blocks} of {self.pages} pages"
 
@@ -50,7 +50,7 @@ class Sizes(Protocol):
   """Returns the shapes from `RolloutConfig`."""
 
   slots: int
-  inject_rows: int
+  prefill_rows: int
   window: int
   max_len: int
 
@@ -86,9 +86,9 @@ def device_calls(
     for tokens, blocks, needed in shapes:
       if needed > pages:
         continue
-      rows = most_rows(tokens, min(config.inject_rows, config.slots), on)
+      rows = most_rows(tokens, min(config.prefill_rows, config.slots), on)
       for r in {row_bucket(n + 1, rows, on) for n in range(rows)}:
-        out.add(DeviceCall("extend", pages, blocks, r, tokens))
+        out.add(DeviceCall("prefill", pages, blocks, r, tokens))
     out.add(DeviceCall("window", pages, whole, config.slots, config.window))
   return sorted(out, key=lambda c: (c.pages, c.function, c.tokens, c.blocks, c.rows))
 
@@ -120,20 +120,20 @@ def block_bucket(places: int, max_len: int, on: str) -> int:
   return min(bucket, blocks)
 
 
-def most_rows(tokens: int, inject_rows: int, on: str) -> int:
+def most_rows(tokens: int, prefill_rows: int, on: str) -> int:
   """Returns the maximum rows of a prefill with N tokens per row.
 
   Args:
     tokens: prefill tokens per row, rounded by `token_bucket`.
-    inject_rows: the config's, or slots if fewer.
+    prefill_rows: the config's, or slots if fewer.
     on: the kind of device: cpu, gpu or tpu.
   """
   if on == "tpu":
-    return inject_rows
+    return prefill_rows
   # On a CPU all of them are computed, used or not (`row_bucket`), and with this many
   # tokens the products are as fast as with more.
   most = _CPU_TOKENS if on == "cpu" else _GPU_TOKENS
-  return max(1, min(inject_rows, most // tokens))
+  return max(1, min(prefill_rows, most // tokens))
 
 
 def row_bucket(rows: int, most: int, on: str) -> int:

@@ -1,8 +1,8 @@
-"""Decoding on the device: one primitive, extend, and a window that samples.
+"""Decoding on the device: prefill, and a window that samples.
 
-`extend` prefills slots at their own lengths: prompts and observations use the same
-call. `window` samples until every slot needs Python (a closing tag that stops it, or
-its token limit) or the window is over. Neither knows text or tools.
+`prefill` runs tokens of slots at their own lengths: prompts and observations alike.
+`window` samples until every slot needs Python (a closing tag that stops it, or its
+token limit) or the window is over. Neither knows text or tools.
 
 Invariant: a slot's pages hold its first `length` tokens; `pending` is the next one,
 sampled or prefilled but not yet run. Randomness is keyed by (seed, sequence id,
@@ -89,7 +89,7 @@ class Sampled:
 @functools.partial(
   jax.jit, static_argnames=("cfg", "partitioner"), donate_argnames="cache"
 )
-def extend(
+def prefill(
   cfg: ModelConfig,
   params: Any,
   cache: KVCache,

@@ -48,7 +48,7 @@ class RolloutConfig:
       trajectory without room waits, or is paused and resumes later.
     observation_tokens: maximum tokens per observation, tags included; longer ones keep
       head and tail.
-    inject_rows: maximum slots prefilled in one device call; with fewer, it has 1, 4 or
+    prefill_rows: maximum slots prefilled in one device call; with fewer, it has 1, 4 or
       16 rows, and so on. On a CPU it always has the maximum, up to 256 tokens.
     constrain: sample only within the variant's grammar.
     top_k: sample from the most likely tokens; 0 for all.
@@ -67,7 +67,7 @@ class RolloutConfig:
   max_calls: int = bounded(8, least=0)
   tool_seconds: float = bounded(60.0, above=0)
   observation_tokens: int = bounded(512, least=tokens.MIN_OBSERVATION)
-  inject_rows: int = bounded(16, least=1)
+  prefill_rows: int = bounded(16, least=1)
   constrain: bool = False
   top_k: int = 0
   top_p: float = 1.0

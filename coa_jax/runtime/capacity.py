@@ -16,10 +16,7 @@ THREAD = 1 << 16
 
 
 def check_host(needs: Mapping[str, int]) -> None:
-  """Refuses needs beyond this machine's memory.
-
-  Args:
-    needs: fields with their values -> bytes, at the least.
+  """Refuses needs (field -> minimum bytes) beyond this machine's memory.
 
   Raises:
     ValueError: naming the fields that need most.

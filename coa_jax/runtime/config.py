@@ -3,8 +3,6 @@
 Every program does this first, so a misspelt field is an error on line one, and
 ConfigDicts are not passed on (nor into jit). A stage's dataclass has a field for each
 section, itself a dataclass.
-
-budget: reading, defaults and every message about a field are one subject.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ class ConfigError(ValueError):
 
 def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   """Reads a config, or one section, into the dataclass `cls`.
-
-  budget: one pass over the fields, in the order of reported faults.
 
   Lists become tuples; an int is accepted for a float; a dataclass field, or a dict of
   dataclasses, is read from a nested section. Missing fields have the dataclass's
@@ -82,7 +78,7 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
       continue
     if not section and _is_section(hints[name]):
       value = _section_or_nothing(value, hints[name], path)
-    allows_none = type(None) in _kinds(hints[name])
+    allows_none = type(None) in kinds_of(hints[name])
     if value is None and _is_required(field) and not allows_none:
       value = dataclasses.MISSING  # a placeholder not filled by a flag
     if value is not dataclasses.MISSING:
@@ -128,7 +124,7 @@ def fill_defaults(
     if _is_section(hint):
       is_dict = isinstance(value, ml_collections.ConfigDict)
       if is_empty(value) or (is_dict and not value):
-        if type(None) in _kinds(hint):
+        if type(None) in kinds_of(hint):
           continue
         _put(config, name, ml_collections.ConfigDict())
         value = config[name]
@@ -167,7 +163,7 @@ def _default_of(field: dataclasses.Field[Any], otherwise: Any) -> Any:
 
 def _placeholder(hint: Any) -> Any:
   """Returns a placeholder for a flag's value of the hint's type."""
-  kinds = [kind for kind in _kinds(hint) if kind is not type(None)]
+  kinds = [kind for kind in kinds_of(hint) if kind is not type(None)]
   # The flag parser treats a tuple of strings as a tuple.
   kind = typing.get_origin(kinds[0]) or kinds[0]
   return config_dict.placeholder(kind)
@@ -185,12 +181,12 @@ def _values(config: Any, section: str) -> dict[str, Any]:
 def _section_or_nothing(value: Any, hint: Any, path: str) -> Any:
   """Returns a section's values; None for an empty optional section."""
   values = _values(value, path)
-  if not values and type(None) in _kinds(hint):
+  if not values and type(None) in kinds_of(hint):
     return None
   return values
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
+def kinds_of(hint: Any) -> tuple[Any, ...]:
   """Returns a union's types, or the one type."""
   if isinstance(hint, types.UnionType):
     return typing.get_args(hint)
@@ -199,11 +195,11 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 def _section_class(hint: Any) -> type:
   """Returns the dataclass among a hint's types."""
-  return next(kind for kind in _kinds(hint) if dataclasses.is_dataclass(kind))
+  return next(kind for kind in kinds_of(hint) if dataclasses.is_dataclass(kind))
 
 
 def _is_section(hint: Any) -> bool:
-  return any(dataclasses.is_dataclass(kind) for kind in _kinds(hint))
+  return any(dataclasses.is_dataclass(kind) for kind in kinds_of(hint))
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -212,12 +208,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _suggestion(name: str, cls: type) -> str:
-  """Names the section containing an unknown field, or the nearest field.
-
-  Args:
-    name: the field missing in `cls`.
-    cls: the section's dataclass; its nested sections are searched.
-  """
+  """Names the section below `cls` with an unknown field, or the nearest field."""
   names = [field.name for field in dataclasses.fields(cls)]
   for path, field in _fields_within(cls):
     if field.name == name:
@@ -282,7 +273,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     value = value.to_dict()
 
   # --- A container: each entry by its own type.
-  for kind in _kinds(hint):
+  for kind in kinds_of(hint):
     origin = typing.get_origin(kind)
     of = typing.get_args(kind)
     if origin is dict and isinstance(value, dict):
@@ -296,7 +287,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
       return tuple(_typed(v, kind, f"{where}[{i}]") for v, kind, i in entries)
 
   # --- A nested section.
-  kinds = tuple(typing.get_origin(kind) or kind for kind in _kinds(hint))
+  kinds = tuple(typing.get_origin(kind) or kind for kind in kinds_of(hint))
   for kind in kinds:
     if isinstance(value, dict) and dataclasses.is_dataclass(kind):
       return read_config(value, kind, where.removeprefix("config."))

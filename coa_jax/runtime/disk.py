@@ -106,9 +106,7 @@ def atomic_write(
 ) -> Iterator[IO[str]]:
   """Yields an open text file (UTF-8); renames it to `path` when complete.
 
-  Args:
-    path: as for `atomic_path`.
-    fsync: wait until its bytes are on the disk, so that they survive a power cut.
+  With `fsync` its bytes are on the disk, so that they survive a power cut.
   """
   with atomic_path(path) as unfinished:
     with open(unfinished, "w", encoding="utf-8") as f:

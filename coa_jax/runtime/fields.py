@@ -24,14 +24,9 @@ def bounded(
   most: float | None = None,
   below: float | None = None,
 ) -> Any:
-  """Returns a dataclass field for a number within bounds.
+  """Returns a dataclass field for a number within bounds; required without a default.
 
-  Args:
-    default: the default; without it, the field is required.
-    least: the least value, itself accepted.
-    above: as `least`, itself not accepted.
-    most: the largest value, itself accepted.
-    below: as `most`, itself not accepted.
+  `least` and `most` are accepted themselves, `above` and `below` are not.
   """
   limits = {"least": least, "above": above, "most": most, "below": below}
   metadata = {name: limit for name, limit in limits.items() if limit is not None}
@@ -39,12 +34,7 @@ def bounded(
 
 
 def choice(default: Any = dataclasses.MISSING, *, of: Sequence[str]) -> Any:
-  """Returns a dataclass field for one of the names in `of`.
-
-  Args:
-    default: the default; without it, the field is required.
-    of: the names.
-  """
+  """Returns a dataclass field for a name in `of`; required without a default."""
   return dataclasses.field(default=default, metadata={"of": tuple(of)})
 
 

@@ -21,12 +21,7 @@ _KEY = "coa_jax/signal"
 
 
 class Interrupted(KeyboardInterrupt):
-  """A signal has ended the run, and its state is saved.
-
-  Attributes:
-    number: the signal's number.
-    status: the exit status of the process, by convention 128 + the signal's number.
-  """
+  """A signal has ended the run, and its state is saved."""
 
   def __init__(self, number: int, message: str = ""):
     """Takes the signal, and a message for the user."""

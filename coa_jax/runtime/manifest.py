@@ -25,10 +25,8 @@ _log = logging.getLogger(__name__)
 def derive(folder: str, make: Callable[[str], None], source: str) -> None:
   """Makes a folder unless it exists undamaged; it appears when complete.
 
-  Args:
-    folder: of reproducible data.
-    make: writes it to its argument, a path.
-    source: its source, for the message about damage.
+  `make` writes the data to its argument, a path; `source` is for the message about
+  damage.
 
   Raises:
     OSError: it can not be written.

@@ -20,9 +20,8 @@ _MOST_BYTES_OF_A_PART = 255  # as on a disk
 def check_name(name: str, where: str) -> None:
   """Refuses a name unless it leads to a file below its folder on every system.
 
-  Args:
-    name: relative to its folder, with "/" between its parts.
-    where: its place for messages.
+  `name` is relative to its folder, with "/" between its parts; `where` is its place for
+  messages.
 
   Raises:
     ValueError: naming the place, the name and the reason.
@@ -77,9 +76,7 @@ def path_below(folder: str, name: str, where: str) -> str:
 def check_workdir(path: str | os.PathLike[str], with_globs: bool = True) -> None:
   """Refuses a folder with a path unsupported by the writing libraries.
 
-  Args:
-    path: the folder's path.
-    with_globs: whether glob characters are allowed; for checkpoints they are not.
+  Without `with_globs`, as for checkpoints, it refuses glob characters, too.
 
   Raises:
     ValueError: naming the folder and the reason.

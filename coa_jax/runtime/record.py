@@ -2,8 +2,6 @@
 
 A workdir belongs to one config and one set of inputs; `prepare_workdir` refuses to
 resume there with others.
-
-budget: the record and its binding fields are one subject.
 """
 
 from __future__ import annotations
@@ -56,8 +54,6 @@ def prepare_workdir(
   Raises:
     ConfigError: the workdir has a run with another config or other inputs; the
       differing fields or input are named.
-
-  budget: every argument is explained; the rest is in two steps.
   """
   # --- A run with output resumes with its config; another config is refused.
   path = os.path.join(workdir, "config.json")

@@ -41,13 +41,7 @@ CASES = {
 
 
 def trajectory_job(model: Mapping[str, Any], dtype: str, new: int) -> dict[str, Any]:
-  """The work of a trajectory in `bench.agentic` and `bench.rl`.
-
-  Args:
-    model: fields of ModelConfig.
-    dtype: of weights and computation.
-    new: tokens per turn.
-  """
+  """The work of a trajectory in `bench.agentic` and `bench.rl`: `new` tokens a turn."""
   return {
     "model": model,
     "dtype": dtype,
@@ -73,9 +67,6 @@ def measure(
 
   Args as for `rollout.measure`, and whether tools take time, the number of
   trajectories, and tokens per turn.
-
-  Raises:
-    ValueError: continuations differ, or a worker ended.
   """
   job = trajectory_job(model, dtype, new)
   job |= {"trajectories": trajectories, "devices": DEVICES.get(name)}
@@ -99,16 +90,6 @@ def measure(
   return rows
 
 
-def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Our trajectories/s over theirs, by name."""
-  rate = "trajectories_per_second"
-  out = {}
-  for row, own in bench.against_ours(rows, "size", "tools"):
-    name = f"{row['size']}, tools of {row['tools']}, over {row['contestant']}"
-    out[name] = own[rate] / row[rate]
-  return out
-
-
 _COLUMNS = {
   "size": "size",
   "tools": "tools",
@@ -128,7 +109,8 @@ def run() -> dict[str, Any]:
   for (size, dtype), latencies in bench.by_model(bench.chosen(CASES)).items():
     model = SIZES[size].model
     rows += measure(size, model, dtype, pythons, latencies, bench.rounds())
-  return {"table": rows, "ratios": ratios(rows)}
+  figures = ("trajectories_per_second",)
+  return {"table": rows, "ratios": bench.ratios(rows, ["size", "tools"], figures)}
 
 
 NOTE = f"Trajectories of {LENGTH} tokens; medians of turns."

@@ -24,11 +24,7 @@ from experiments.bench.peers import Turn, serve
 class TrajectoryPlan:
   """The plan of all trajectories.
 
-  Attributes:
-    prompts: ids per trajectory.
-    new: tokens per turn.
-    observations: ids returned by each call, per trajectory.
-    seconds: each call's duration, per trajectory.
+  All fields but `new`, tokens per turn, are by trajectory, the last two by call, too.
   """
 
   prompts: list[list[int]]
@@ -85,7 +81,7 @@ def ours(folder: str, job: dict[str, Any]) -> Play:
     job["trajectories"],
     max_len=job["length"],
     window=8,
-    inject_rows=4,
+    prefill_rows=4,
   )
 
   def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:

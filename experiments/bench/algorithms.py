@@ -12,8 +12,6 @@ RL. An algorithm that fails, or does not raise it with every seed, is named, and
 exit status is 1 (not with --quick, which makes 2 updates from a few rollouts). --long
 makes 500 updates with one algorithm instead, of a quarter of the rollouts each, and
 tests for a collapse; the exit status is 1 if there is one.
-
-budget: the runs and two verdicts from their logs.
 """
 
 from __future__ import annotations
@@ -174,11 +172,7 @@ def collapse(
 def train(
   jobs: Sequence[tuple[ml_collections.ConfigDict, str]], steps: int
 ) -> dict[str, str]:
-  """Makes the unfinished runs, with progress.
-
-  Args:
-    jobs: (config, workdir) per run.
-    steps: per run, for the estimate.
+  """Makes the unfinished runs of (config, workdir), with progress.
 
   Returns:
     Workdir -> the error, for failed runs.
@@ -230,11 +224,7 @@ def run(
   quick: bool,
   prompts: int | None = None,
 ) -> dict[str, Any]:
-  """Trains all; returns the table, and errors under "failed".
-
-  Raises:
-    FileNotFoundError: there is no finished quickstart.
-  """
+  """Trains all; returns the table, and errors under "failed"."""
   # --- Seed after seed, each with all algorithms: so the table grows.
   workdirs: dict[str, list[str]] = {name: [] for name in names}
   jobs = []

@@ -123,11 +123,7 @@ def _number(value: float | None) -> float:
 def run(
   quickstart: str, workdir: str, rounds: int, steps: int, staleness: int, quick: bool
 ) -> dict[str, Any]:
-  """Runs all, alternating; returns the table and the speed-ups.
-
-  Raises:
-    FileNotFoundError: no quickstart is finished there.
-  """
+  """Runs all, alternating; returns the table and the speed-ups."""
   ahead = {"loss": {"is_clip": 2.0}, "sampling": {"staleness": staleness}}
   contestants = {"in turns": {}, "ahead": ahead}
   runs: dict[str, list[dict]] = {name: [] for name in contestants}

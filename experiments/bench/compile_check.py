@@ -7,45 +7,41 @@ r"""Compiles an RL run's programs for a TPU slice without one: do they fit, how 
     [--text=FOLDER]
   python -m experiments.bench.compile_check [--cases=REGEX] [--out=FILE]
 
-With a config: the programs of that run, as `rl.run` builds them, and one replica's as
-the engine runs it. Its model is the folder `init`, or --model from the table of
-published ones. --list prints all of them and compiles none; else those that decide are
-compiled (the step, the decode parameters, and for the largest cache a window and the
-call that is given most tokens), or those whose name --cases finds. A run that
-`rl.run` would refuse is refused here. Without a config: the runs of `CASES`, of those
-that --cases finds. With --quick models have two layers.
+With a config it compiles that run's programs, as `rl.run` builds them, and one
+replica's. The model is the folder `init`, or a published one by --model. By default it
+compiles those that decide: the step, the decode parameters, and the largest cache's
+window and longest prefill; --cases finds others, and --list prints all names. A run
+that `rl.run` refuses is refused. Without a config it compiles the runs of `CASES`. With
+--quick models have two layers.
 
-What the columns say, per device (a chip; of TPU7x half a chip), and per token of a
-window:
-  own, beside  GB that the program takes; what the run holds beside it meanwhile.
-  needed       GB to read and write at the least: weights once a pass, keys and values
-               of --live tokens of every slot, the state.
-  moved        GB read and written by the instructions of the compiled text, loops
-               counted; of kernels their operands and results once, and of the pages of
-               a window or an extend what its rows have, by the kernel's whole blocks.
-  copies       of arrays at least half as large as a layer's keys: number and GB.
+Columns, per device (half a chip of TPU7x), and per token of a window:
+  own, beside  GB of the program; GB of the run's other arrays meanwhile.
+  needed       minimum GB to read and write: weights once a pass, keys and values of
+               --live tokens of every slot, the state.
+  moved        GB read and written by the compiled instructions, loops counted; kernels
+               count operands and results once, and of pages the rows' own blocks.
+  copies       number and GB of copies at least half as large as a layer's keys.
   sorts        their number.
-  collectives  their number, those that overlap other work, GB that a device sends.
-  between      with several slices: number and GB of what goes from one to another.
-  Gcycles      10^9 cycles, by the compiler: of all but collectives and kernels.
+  collectives  their number, the overlapped ones, GB sent by a device.
+  between      number and GB of transfers between slices.
+  Gcycles      10^9 cycles, by the compiler, without collectives and kernels.
   floor ms     the largest of arithmetic, needed GB and sent GB at their peaks.
-  estimate ms  the compiler's cycles, collectives that do not overlap, and what kernels
-               move at HBM's peak; without their arithmetic and the network between
+  estimate ms  the compiler's cycles, collectives that do not overlap, and kernels'
+               traffic at HBM's peak; without kernels' arithmetic and traffic between
                slices.
-Cycles become seconds by three plain programs compiled beside it: a large product (for
-learn, score and extend), a product of 64 rows (for windows), and a stream of
-multiplications (for all else). The table is of compiled programs and not measured.
---slice=h100:8 (or h200; up to a host's eight, or whole hosts) compiles for GPUs without
-one: pip install 'jax[cuda13]'. Their compiler estimates no cycles, so the columns made
-of those are left out.
---top adds a table of the N operations of each program that take longest, with where
-they stand in the model: by those cycles, on GPUs by what they move at HBM's peak.
-Kernels are not among them. --text keeps all of the text.
+Cycles become seconds by three plain programs: a large product (for learn, score and
+prefill), a product of 64 rows (for windows), a stream of multiplications (for the
+rest). Nothing is measured.
 
-Exit status 1 when a program does not compile, or does not fit with what is beside it.
-Each is compiled in a process of its own, for the compiler keeps what it allocates.
+--slice=h100:8 (or h200; up to a host's eight, or whole hosts) compiles for absent GPUs:
+pip install 'jax[cuda13]'. Their compiler estimates no cycles.
+--top=N adds each program's N longest operations, with their place in the model: by
+cycles, on GPUs by traffic at HBM's peak; without kernels. --text keeps all text.
 
-budget: the figures beside what makes them.
+Exit status 1 if a program does not compile or fit. Each has its own process, because
+the compiler keeps its memory.
+
+budget: the figures next to their sources.
 """
 
 from __future__ import annotations
@@ -99,13 +95,13 @@ _QUICK_LAYERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """What a device does at most.
+  """A device's peaks.
 
   Attributes:
     flops: bf16 operations a second.
-    hbm: bytes of its memory.
-    hbm_rate: bytes a second of that.
-    ici_rate: bytes a second that it sends within a slice, or a host of GPUs.
+    hbm: bytes of memory.
+    hbm_rate: its bytes a second.
+    ici_rate: bytes sent a second within a slice, or a host of GPUs.
     dcn_rate: bytes a second between those.
   """
 
@@ -191,14 +187,11 @@ _COLUMNS = {
   "estimate": "estimate ms",
   "compile": "compile s",
 }
-_BY_CYCLES = ("cycles", "estimate")  # columns that a compiler for GPUs has nothing for
+_BY_CYCLES = ("cycles", "estimate")  # columns without values for GPUs
 
 
 def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
-  """Compiles a program; all its figures, as the columns say.
-
-  budget: one program: compiled, read, priced.
-  """
+  """Compiles a program; returns its figures."""
   # --- Compile.
   start_time = time.monotonic()
   compiled = program.lower().compile()
@@ -216,7 +209,7 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
   own = m.argument_size_in_bytes + m.temp_size_in_bytes + outputs
   own += m.generated_code_size_in_bytes
 
-  # --- What it does.
+  # --- Its traffic.
   done = work(text, program.turns, program.large, program.units, program.pool_read)
   traffic = collectives(text, program.devices, program.turns)
   between = [c for c in traffic if c.between_slices]
@@ -277,14 +270,7 @@ def _product_rate(program: Program, rates: Mapping[str, float]) -> float:
 def _longest(
   program: Program, text: str, chip: Chip, rates: Mapping[str, float] | None
 ) -> list[dict[str, Any]]:
-  """The operations that take longest, by cycles; on GPUs by what they move.
-
-  Args:
-    program: what was compiled.
-    text: of it.
-    chip: whose HBM it is moved through.
-    rates: cycles of a second, of `calibrate`; None where there are no cycles.
-  """
+  """The longest operations by cycles, with `calibrate`'s rates; else by traffic."""
   rows = []
   for x in operations(text, program.turns, program.units):
     takes = x.moved / chip.hbm_rate
@@ -298,10 +284,10 @@ def _longest(
 
 
 def calibrate(device: jax.Device, chip: Chip) -> dict[str, float]:
-  """Cycles that the compiler estimates for a second of three plain programs.
+  """The compiler's cycles for a second, at the chip's peaks, of three plain programs.
 
-  The second is that of the chip's peaks: a product of 8192 x 8192 twice is bound by
-  arithmetic, one of 64 rows and a stream by HBM.
+  A product of two 8192 x 8192 is bound by arithmetic, one of 64 rows and a stream by
+  HBM.
   """
   place = SingleDeviceSharding(device)
 
@@ -364,7 +350,7 @@ def top_table(figures: Mapping[str, Any]) -> str:
 
 
 def verdict(name: str, figures: Mapping[str, Any]) -> str:
-  """One line: it fits with so much to spare, or what to change."""
+  """One line: whether it fits, by how much, and a remedy."""
   change = f"try {advice(name)}"
   if "error" in figures:
     short = "memory" in figures["error"]
@@ -381,7 +367,7 @@ def verdict(name: str, figures: Mapping[str, Any]) -> str:
 
 
 def advice(name: str) -> str:
-  """What to change when a program does not fit."""
+  """The settings to change if a program does not fit."""
   if name in ("learn", "score"):
     return (
       "more chips for mesh.fsdp or mesh.context, fewer algo.batch.rows, a smaller "
@@ -389,12 +375,12 @@ def advice(name: str) -> str:
     )
   return (
     "more devices for a replica (rollout.tensor), fewer rollout.slots or "
-    "rollout.inject_rows, a smaller rollout.max_len"
+    "rollout.prefill_rows, a smaller rollout.max_len"
   )
 
 
 def _alone(words: Sequence[str]) -> dict[str, Any]:
-  """Runs this program in a process of its own; {"error": one line} where it fails."""
+  """Runs this program in a separate process; {"error": one line} if it fails."""
   command = [sys.executable, "-m", "experiments.bench.compile_check", *words]
   done = subprocess.run(command, capture_output=True, text=True)
   lines = done.stderr.splitlines()
@@ -406,11 +392,7 @@ def _alone(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _devices() -> tuple[Chip, list[jax.Device]]:
-  """What --slice names: what each of its devices does at most, and all of them.
-
-  Raises:
-    ValueError: there is no such slice, or its compiler is not installed.
-  """
+  """Returns the peaks of a device of --slice, and all devices."""
   if found := read_gpus(_SLICE.value):
     if _SLICES.value > 1:
       raise ValueError("--slices is of TPUs; give GPUs as h100:16")
@@ -427,7 +409,7 @@ def _need_libtpu() -> None:
 
 def _check_run(config: ml_collections.ConfigDict) -> None:
   """Compiles the programs of a config's run and prints their table."""
-  # --- What there is to compile.
+  # --- The programs to compile.
   settings = read_config(config, RLConfig)
   chip, devices = _devices()
   layers = _QUICK_LAYERS if QUICK.value else 0
@@ -447,7 +429,7 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
     if not names:
       stop(f"--cases={bench.CASES.value!r} finds none; --list prints their names")
 
-  # --- Compile each, and say how it went.
+  # --- Compile each.
   table: dict[str, dict[str, Any]] = {}
   for i, name in enumerate(names, 1):
     print(f"[{i}/{len(names)}] {name} ...", file=sys.stderr, flush=True)

@@ -40,6 +40,8 @@ _TINY = ModelConfig(
   vocab_size=512, width=128, ff=256, layers=2, heads=4, kv_heads=2, head_dim=64
 )
 _PAGE = 256  # tokens
+_PRODUCTS = 20  # in a row
+_STEPS = 16  # of a window
 
 
 class Figures:
@@ -83,7 +85,7 @@ def copy_rate(megabytes: int) -> float:
   return 2 * x.nbytes / seconds_of(lambda: negate(x))
 
 
-def product_rate(size: int, dtype: str, precision: str, products: int = 20) -> float:
+def product_rate(size: int, dtype: str, precision: str) -> float:
   """FLOP/s for products of random square matrices."""
 
   @jax.jit
@@ -91,11 +93,11 @@ def product_rate(size: int, dtype: str, precision: str, products: int = 20) -> f
     # Each product needs the last one; the scale keeps numbers bounded.
     scaled = b * jnp.asarray(size**-0.5, b.dtype)
     multiply = lambda _, x: jnp.matmul(x, scaled, precision=precision)  # noqa: E731
-    return jax.lax.fori_loop(0, products, multiply, a)
+    return jax.lax.fori_loop(0, _PRODUCTS, multiply, a)
 
   keys = jax.random.split(jax.random.key(0))
   a, b = (jax.random.normal(k, (size, size), dtype) for k in keys)
-  return 2 * size**3 * products / seconds_of(lambda: run(a, b))
+  return 2 * size**3 * _PRODUCTS / seconds_of(lambda: run(a, b))
 
 
 def rates(figures: Figures, torch: str, sizes: list[str]) -> None:
@@ -129,21 +131,15 @@ def step_bytes(cfg: ModelConfig, rows: int, length: float) -> float:
   return 2.0 * (weights + cache)
 
 
-def window_step(
-  cfg: ModelConfig, rows: int, length: int, steps: int = 16
-) -> tuple[float, float]:
+def window_step(cfg: ModelConfig, rows: int, length: int) -> tuple[float, float]:
   """Seconds to compile a sampling window, and seconds per step.
 
-  Args:
-    cfg: the model; weights and cache are random.
-    rows: number of slots, all active.
-    length: cached tokens per slot.
-    steps: in the window.
+  All `rows` slots are active, with `length` cached tokens; weights are random.
   """
   # --- The model and a full random cache.
   cfg = decode_params.architecture(dataclasses.replace(cfg, **_HALF))
   (params,) = decode_params.decoding_views(cfg, init_params(cfg, 0))
-  blocks = -(-(length + steps) // _PAGE)
+  blocks = -(-(length + _STEPS) // _PAGE)
   cache = KVCache.empty(cfg, rows * blocks, _PAGE)
   keys = iter(jax.random.split(jax.random.key(1), 2 * cfg.layers))
   draw = jax.jit(lambda key, x: jax.random.normal(key, x.shape, x.dtype))
@@ -154,7 +150,7 @@ def window_step(
   state = sampler.SamplerState(
     length_B=zero_B + length,
     pending_B=zero_B,
-    limit_B=zero_B + length + steps + 2,
+    limit_B=zero_B + length + _STEPS + 2,
     seed_B=jnp.zeros(rows, jnp.uint32),
     sequence_B=jnp.arange(rows, dtype=jnp.uint32),
     temperature_B=jnp.ones(rows),
@@ -166,7 +162,7 @@ def window_step(
   tables = sampler.Tables(
     *map(jnp.asarray, (stops.class_V, stops.next_SC, stops.stop_SC))
   )
-  draws_BW = jnp.full((rows, steps), -1, jnp.int32)
+  draws_BW = jnp.full((rows, _STEPS), -1, jnp.int32)
 
   def sample() -> sampler.Sampled:
     nonlocal cache
@@ -177,9 +173,9 @@ def window_step(
 
   # --- The first call compiles.
   began = time.perf_counter()
-  assert int(sample().count_B.sum()) == rows * steps
+  assert int(sample().count_B.sum()) == rows * _STEPS
   compiling = time.perf_counter() - began
-  return compiling, seconds_of(sample, warm=4) / steps
+  return compiling, seconds_of(sample, warm=4) / _STEPS
 
 
 def window(figures: Figures, torch: str, sizes: list[str]) -> None:

@@ -70,11 +70,7 @@ def read_gpus(text: str) -> tuple[str, int] | None:
 
 
 def gpus(kind: str, count: int) -> list[jax.Device]:
-  """Returns a number of GPUs in hosts of eight, for the compiler.
-
-  Raises:
-    ValueError: the compiler is not installed.
-  """
+  """Returns a number of GPUs in hosts of eight, for the compiler."""
   if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
     raise ValueError("this needs the compiler for GPUs: pip install 'jax[cuda13]'")
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver

@@ -2,8 +2,6 @@
 
 XLA's figures count a loop's body once; here each instruction counts as often as the
 loops around it run.
-
-budget: one reader for one text format.
 """
 
 from __future__ import annotations
@@ -210,10 +208,7 @@ def collectives(
 ) -> list[Collective]:
   """A compiled program's collectives, most bytes first.
 
-  Args:
-    text: of the compiled HLO module.
-    devices: their total number.
-    turns: as in `instructions`.
+  `turns` as in `instructions`.
   """
   bodies, _ = computations(text)
   # A fused collective is a chain of fusions with one channel: start, other work, end.

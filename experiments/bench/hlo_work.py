@@ -3,8 +3,6 @@
 Each instruction counts as often as the loops around it run. Not counted: kernels'
 arithmetic and repeated reads, which the text lacks, and arrays on the chip (memory
 space 1, VMEM).
-
-budget: one pass over the text, with a rule for each kind of instruction.
 """
 
 from __future__ import annotations
@@ -149,10 +147,7 @@ def work(
 def operations(text: str, turns: Sequence[int], units: int = 1) -> list[Operation]:
   """Lists operations with estimated cycles or memory traffic, without kernels.
 
-  Args:
-    text: of the compiled HLO module.
-    turns: as in `instructions`.
-    units: divisor of counts, cycles and bytes.
+  `turns` as in `instructions`; counts, cycles and bytes are divided by `units`.
   """
   found: dict[tuple[str, str, bool], Operation] = {}
   for count, around, x, inside in _running(text, turns):

@@ -18,8 +18,6 @@ measurement ends when the last trajectory gets a slot. Contestants are
           trajectory, rounded up to a power of two
 
 so their ratio compares floors, not measured times.
-
-budget: a device, an episode and a clock.
 """
 
 from __future__ import annotations
@@ -62,11 +60,7 @@ def _define_flags() -> None:
 class Replica:
   """A decoding group of chips.
 
-  Attributes:
-    model: a name in `variants.VARIANTS`.
-    generation: the chips' kind.
-    chips: their number.
-    held: GB per chip used by the learner.
+  `held` are GB per chip used by the learner.
   """
 
   model: str
@@ -140,9 +134,7 @@ class Turns(Episode):
 class Device:
   """Replaces the sampler's programs: seconds from a chip's arithmetic and traffic.
 
-  Attributes:
-    tokens: number sampled.
-    live: (seconds, trajectories in memory) per window.
+  `live` has (seconds, trajectories in memory) per window.
   """
 
   def __init__(self, model: ModelConfig, case: Replica, clock: Clock, dense: bool):
@@ -154,8 +146,8 @@ class Device:
     self.tokens = 0
     self.live: list[tuple[float, int]] = []
 
-  def extend(self, cfg, params, cache, table_RC, token_RT, start_R, count_R, *rest):
-    """`sampler.extend`."""
+  def prefill(self, cfg, params, cache, table_RC, token_RT, start_R, count_R, *rest):
+    """`sampler.prefill`."""
     self.clock.pass_by(2 * self.parameters * int(count_R.sum()) / self.chip.flops)
     return cache
 
@@ -217,13 +209,9 @@ class NoCache:
 def simulate(
   case: Replica, dense: bool, lengths: Sequence[int], seconds: np.ndarray
 ) -> dict[str, Any]:
-  """Plays trajectories; returns a row of the table.
+  """Plays trajectories of `lengths` tokens, with tool times drawn from `seconds`.
 
-  Args:
-    case: the chips and the model.
-    dense: whether each row is contiguous, without pages.
-    lengths: tokens of each trajectory.
-    seconds: tool times to draw from.
+  Returns a row of the table; `dense` rows are contiguous, without pages.
   """
   # --- Memory without the learner, weights and logits.
   model = variant(case.model, dtype="bfloat16")
@@ -243,7 +231,7 @@ def simulate(
   waiting = [Turns(n, length, clock, seconds) for n, length in enumerate(lengths)]
   running = 0
   with (
-    mock.patch.object(sampler, "extend", device.extend),
+    mock.patch.object(sampler, "prefill", device.prefill),
     mock.patch.object(sampler, "window", device.window),
     mock.patch.object(slot_cache, "KVCache", NoCache),
     mock.patch.object(slot_cache, "page_counts", lambda *_: [pages]),

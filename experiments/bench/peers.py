@@ -3,8 +3,6 @@
 A benchmark keeps one `Worker` per contestant and sends it a JSON line per turn; the
 worker runs `PYTHON -m MODULE NAME FOLDER`, which ends in `serve`, and answers with a
 line. A peer's interpreter imports this file too, so it uses only the standard library.
-
-budget: both ends of one pipe protocol.
 """
 
 from __future__ import annotations
@@ -93,14 +91,7 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
 
 
 def available(pythons: Mapping[str, str]) -> dict[str, str]:
-  """Returns usable interpreters of peers; prints a remedy for others.
-
-  Args:
-    pythons: every peer's --NAME_python.
-
-  Raises:
-    ValueError: one is not an interpreter.
-  """
+  """Returns usable interpreters of peers; prints a remedy for others."""
   out = {}
   for name, python in pythons.items():
     modules, packages = PEERS[name]
@@ -116,11 +107,7 @@ def available(pythons: Mapping[str, str]) -> dict[str, str]:
 
 
 def missing(python: str, modules: Sequence[str]) -> list[str]:
-  """Lists an interpreter's missing modules; local folders do not count.
-
-  Raises:
-    ValueError: it is not an interpreter.
-  """
+  """Lists an interpreter's missing modules; local folders do not count."""
   code = (
     "import importlib.util as u, sys;"
     "print(*[m for m in sys.argv[1:] if not u.find_spec(m)])"
@@ -162,9 +149,6 @@ class Worker:
 
     It runs a checkout's code, by default this one's; an older checkout uses this
     benchmark's module.
-
-    Raises:
-      ValueError: it ended; the message has its last lines.
     """
     self.name = name
     self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
@@ -186,11 +170,7 @@ class Worker:
     self._read()
 
   def ask(self, **request: Any) -> Answer:
-    """Sends a turn's fields (steps=3) and returns the answer.
-
-    Raises:
-      ValueError: it ended.
-    """
+    """Sends a turn's fields (steps=3) and returns the answer."""
     with contextlib.suppress(BrokenPipeError):  # it has ended; `_read` reports it
       print(json.dumps(request), file=self._process.stdin, flush=True)
     return self._read()
@@ -243,9 +223,6 @@ def contestants(
     writer: a module with `write_work(folder)`, which writes the model folder and other
       inputs.
     gpu: whether they may share a GPU.
-
-  Raises:
-    ValueError: a worker ended.
   """
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
   if gpu:
@@ -295,13 +272,9 @@ def warm_turns(
   check: Callable[[dict[str, Any]], None] | None = None,
   **request: Any,
 ) -> Turns:
-  """Runs interleaved turns, after two per contestant to compile.
+  """Runs interleaved turns of `request`, after two per contestant to compile.
 
-  Args:
-    workers: the contestants.
-    rounds: timed turns per contestant.
-    check: verifies the answers' "first" in the second turn.
-    **request: the fields of every turn.
+  `check` verifies the answers' "first" in the second turn.
   """
   ask_all(workers, **request)
   second = ask_all(workers, **request)
@@ -315,6 +288,16 @@ def median(turns: Sequence[Answer], figure: str = "seconds") -> float:
   return statistics.median(turn[figure] for turn in turns)
 
 
-def cores(turns: Sequence[Answer]) -> float:
-  """A contestant's median ratio of processor to wall time."""
-  return statistics.median(t["cpu_seconds"] / t["seconds"] for t in turns)
+def rates(turns: Sequence[Answer], tokens: int) -> dict[str, float]:
+  """A contestant's tokens per second over its turns of `tokens` tokens, and its costs.
+
+  `cores` is the median ratio of processor to wall time.
+  """
+  seconds = [turn["seconds"] for turn in turns]
+  return {
+    "tokens_per_second": tokens / statistics.median(seconds),
+    "slowest": tokens / max(seconds),
+    "fastest": tokens / min(seconds),
+    "cores": statistics.median(t["cpu_seconds"] / t["seconds"] for t in turns),
+    "peak_mb": turns[-1]["peak_mb"],
+  }

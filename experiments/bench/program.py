@@ -43,11 +43,7 @@ def _is_regex(pattern: str) -> bool:
 
 
 def chosen(cases: Mapping[str, T]) -> dict[str, T]:
-  """The cases matching --cases; with --quick the first one.
-
-  Raises:
-    ValueError: none match; the message lists all names.
-  """
+  """The cases matching --cases; with --quick the first one."""
   out = {name: case for name, case in cases.items() if re.search(CASES.value, name)}
   if not out:
     raise ValueError(f"--cases={CASES.value!r} finds none of: {', '.join(cases)}")
@@ -88,12 +84,7 @@ def by_model(cases: Mapping[str, tuple[Any, ...]]) -> dict[tuple, list[Any]]:
 
 
 def against_ours(rows: Sequence[Row], *case: str) -> Iterator[tuple[Row, Row]]:
-  """Yields (peer's row, our row) for each case of a table.
-
-  Args:
-    rows: each with a "contestant".
-    *case: keys that identify a case.
-  """
+  """Yields (peer's row, our row); the keys `case` identify a case."""
   # Ours comes first in every case.
   ours: dict[tuple[Any, ...], Row] = {}
   for row in rows:
@@ -104,17 +95,24 @@ def against_ours(rows: Sequence[Row], *case: str) -> Iterator[tuple[Row, Row]]:
       yield row, ours[key]
 
 
-def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
-  """RL's config on a quickstart's world, from its SFT model.
+def ratios(
+  rows: Sequence[Row], case: Sequence[str], figures: Sequence[str]
+) -> dict[str, float]:
+  """Our figures over the peers', by "CASE FIGURE over PEER".
 
-  Args:
-    folder: a finished `experiments.quickstart`.
-    quick: `rl_world`'s tiny settings.
-    seed: the rollouts'.
-
-  Raises:
-    FileNotFoundError: no quickstart is finished there.
+  The keys `case` identify a case.
   """
+  out = {}
+  for row, own in against_ours(rows, *case):
+    title = ", ".join(str(row[name]) for name in case)
+    for figure in figures:
+      name = f"{title} {figure} over {row['contestant']}"
+      out[name] = own[figure] / row[figure]
+  return out
+
+
+def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
+  """RL's config on a finished quickstart's world, from its SFT model."""
   # --- The SFT model, every run's start.
   model = os.path.join(folder, "sft", "model")
   world = os.path.join(folder, "world")
@@ -140,11 +138,7 @@ def program(
 ) -> Callable[[], None]:
   """Makes a main that prints `run()`'s table and ratios, and writes --out.
 
-  Args:
-    run: returns "table" (rows), "ratios" (by name) and further fields for the file.
-    title: the table's.
-    columns: row key -> heading.
-    note: printed below the table.
+  `run` returns "table" (rows), "ratios" (by name) and further fields for the file.
   """
 
   def main() -> None:

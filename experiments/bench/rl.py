@@ -45,14 +45,7 @@ _AGREE = 0.9  # fraction of trajectories
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
-  """Refuses contestants with other tokens than ours before or after an update.
-
-  Args:
-    first: tokens per trajectory, by contestant.
-
-  Raises:
-    ValueError: with the peer and its fraction of equal trajectories.
-  """
+  """Refuses contestants with other tokens than ours before or after an update."""
   for name, theirs in first.items():
     pairs = list(zip(first["ours"], theirs, strict=True))
     same = sum(list(a) == list(b) for a, b in pairs)
@@ -74,9 +67,6 @@ def measure(
   """Rows of the table, one per contestant at one size, ours first.
 
   Args as for `agentic.measure`, in float32; `rounds` are steps, `prompts` their groups.
-
-  Raises:
-    ValueError: trajectories differ, or a worker ended.
   """
   job = trajectory_job(model, "float32", new)
   job |= {"prompts": prompts, "samples": SAMPLES}
@@ -91,6 +81,7 @@ def measure(
       # --- One row per contestant.
       for who, answers in turns.items():
         seconds = peers.median(answers)
+        cpu_seconds = peers.median(answers, "cpu_seconds")
         phases = [answer["phases"] for answer in answers]
         row = {
           "size": name,
@@ -98,7 +89,8 @@ def measure(
           "contestant": who,
           "trajectories_per_second": trajectories / seconds,
           "steps_per_minute": 60 / seconds,
-          "cpu_seconds": peers.median(answers, "cpu_seconds"),
+          "cpu_seconds": cpu_seconds,
+          "trajectories_per_cpu_second": trajectories / cpu_seconds,
           "slowest": max(t["seconds"] for t in answers),
           "fastest": min(t["seconds"] for t in answers),
           "peak_mb": answers[-1]["peak_mb"],
@@ -108,20 +100,6 @@ def measure(
         rows.append(row)
         print(f"{name}, {row['tools']}, {who}: {seconds:.2f} s a step", flush=True)
   return rows
-
-
-def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Our trajectories/s over theirs, and their processor time over ours, by name.
-
-  The second also holds on a loaded machine, but excludes waiting.
-  """
-  rate = "trajectories_per_second"
-  out = {}
-  for row, own in bench.against_ours(rows, "size", "tools"):
-    name = f"{row['size']}, tools of {row['tools']}, over {row['contestant']}"
-    out[name] = own[rate] / row[rate]
-    out[f"{name}, in processor time"] = row["cpu_seconds"] / own["cpu_seconds"]
-  return out
 
 
 _COLUMNS = {
@@ -151,7 +129,9 @@ def run() -> dict[str, Any]:
       size = "1M"
     model = SIZES[size].model
     rows += measure(size, model, pythons, latencies, bench.rounds(), **small)
-  return {"table": rows, "ratios": ratios(rows)}
+  # Processor time also compares on a loaded machine, but excludes waiting.
+  figures = ("trajectories_per_second", "trajectories_per_cpu_second")
+  return {"table": rows, "ratios": bench.ratios(rows, ["size", "tools"], figures)}
 
 
 NOTE = (

@@ -3,8 +3,6 @@
   PYTHON -m experiments.bench.rl_work CONTESTANT FOLDER   (bench.rl starts it)
 
 A peer's interpreter runs this file too: it imports neither JAX nor our code at the top.
-
-budget: the plan and its contestants, in the file they all run.
 """
 
 from __future__ import annotations
@@ -87,10 +85,7 @@ def _our_learner(model: Any, job: dict[str, Any]) -> Any:
 
 
 def ours(folder: str, job: dict[str, Any]) -> Steps:
-  """This project's scheduler and learner, as in `rl.run`.
-
-  budget: a step and its parts, in one place.
-  """
+  """This project's scheduler and learner, as in `rl.run`."""
   import jax
 
   from coa_jax.protocol.trajectory import Author, Segment, Trajectory
@@ -98,7 +93,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   model, params, automaton = plain.our_model(folder, job)
   size = job["prompts"] * job["samples"]
   engine, params = plain.our_engine(
-    model, params, automaton, size, max_len=job["length"], window=16, inject_rows=4
+    model, params, automaton, size, max_len=job["length"], window=16, prefill_rows=4
   )
   learner = _our_learner(model, job)
   state, frozen = learner.init(params, 0)
@@ -161,10 +156,7 @@ _NUMBERS = plain.NumberTokenizer(end=1 << 30, pad=0)
 class _StepState:
   """The learner threads' input and output.
 
-  Attributes:
-    plan: the current step's.
-    last: ids of each trajectory's last turn.
-    learn: seconds in the trainer.
+  `last` has ids of each trajectory's last turn, `learn` seconds in the trainer.
   """
 
   def __init__(self, trajectories: int):

@@ -42,14 +42,7 @@ CASES |= {f"5M uneven {t} 256": ("5M uneven", t, 256) for t in ("float32", "bflo
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
-  """Refuses contestants with other continuations than ours.
-
-  Args:
-    first: the first new tokens of every sequence, by contestant.
-
-  Raises:
-    ValueError: with the peer, the sequence and both continuations.
-  """
+  """Refuses contestants that continue any sequence differently from ours."""
   for name, theirs in first.items():
     for n, (a, b) in enumerate(zip(first["ours"], theirs, strict=True)):
       if list(a) != list(b):
@@ -68,18 +61,8 @@ def measure(
 ) -> list[dict[str, Any]]:
   """Rows of the table, one per contestant at one size and dtype, ours first.
 
-  Args:
-    name: the size's; with "uneven" prompts have lengths up to `prompt`.
-    model: fields of ModelConfig.
-    dtype: of weights and computation.
-    pythons: the peers' interpreters.
-    batches: sequences at once.
-    rounds: turns per contestant.
-    new: tokens per sequence.
-    prompt: tokens per prompt.
-
-  Raises:
-    ValueError: float32 continuations differ, or a worker ended.
+  `batches` are sequences at once, each continued by `new` tokens. Prompts have `prompt`
+  tokens, or up to as many if the name has "uneven".
   """
   job = {
     "model": model,
@@ -106,26 +89,12 @@ def measure(
           "dtype": dtype,
           "batch": batch,
           "contestant": who,
-          "tokens_per_second": tokens / peers.median(turns),
-          "slowest": tokens / max(t["seconds"] for t in turns),
-          "fastest": tokens / min(t["seconds"] for t in turns),
-          "cores": peers.cores(turns),
-          "peak_mb": turns[-1]["peak_mb"],
+          **peers.rates(turns, tokens),
         }
         rows.append(row)
         rate = row["tokens_per_second"]
         print(f"{name} {dtype} {batch} {who}: {rate:.0f}", flush=True)
   return rows
-
-
-def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Our tokens/s over theirs, by name."""
-  rate = "tokens_per_second"
-  out = {}
-  for row, own in bench.against_ours(rows, "size", "dtype", "batch"):
-    case = f"{row['size']} {row['dtype']} batch {row['batch']}"
-    out[f"{case} over {row['contestant']}"] = own[rate] / row[rate]
-  return out
 
 
 _COLUMNS = {
@@ -150,7 +119,8 @@ def run() -> dict[str, Any]:
     if "uneven" in size:
       lengths = {"prompt": UNEVEN[0], "new": UNEVEN[1]}
     rows += measure(size, model, dtype, pythons, batches, bench.rounds(), **lengths)
-  return {"table": rows, "ratios": ratios(rows)}
+  case = ("size", "dtype", "batch")
+  return {"table": rows, "ratios": bench.ratios(rows, case, ["tokens_per_second"])}
 
 
 NOTE = f"Prompts of {PROMPT} tokens, or uneven; greedy; medians of turns."

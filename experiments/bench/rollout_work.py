@@ -1,10 +1,8 @@
-"""What the contestants of `bench.rollout` do: generate from the same prompts, greedily.
+"""The contestants of `bench.rollout`: greedy generation from the same prompts.
 
   PYTHON -m experiments.bench.rollout_work CONTESTANT FOLDER  (bench.rollout starts it)
 
-A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
-
-budget: the three contestants, and the parts of them that other benchmarks use.
+A peer's interpreter runs this file too: it imports neither JAX nor our code at the top.
 """
 
 from __future__ import annotations
@@ -21,22 +19,18 @@ from experiments.bench.train_work import tunix_config
 
 MODEL = "model"  # in the contestants' folder
 
-# Continues so many prompts by so many tokens each; the new ids of each.
+# (prompts, number of new tokens) -> the new ids of each.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
 def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-  """Random ids; the same for everyone."""
+  """Random ids, equal for all contestants."""
   rng = np.random.default_rng(seed)
   return rng.integers(0, vocab_size, (count, length)).tolist()
 
 
 def write_work(folder: str) -> None:
-  """The model folder that all contestants load, with random weights.
-
-  Args:
-    folder: holds the job: `model` (fields of ModelConfig), `dtype`, `prompt`, `new`.
-  """
+  """Writes all contestants' model folder, with random weights, by the job there."""
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.io import save_model
   from coa_jax.model.transformer import init_params
@@ -47,10 +41,7 @@ def write_work(folder: str) -> None:
 
 
 def use_cores(job: dict[str, Any]) -> None:
-  """Shows the CPU as several devices, as `--cpu_devices` does.
-
-  As many as the job's `devices` says; where it says nothing, one a core.
-  """
+  """Splits the CPU into the job's `devices`, by default one per core."""
   from coa_jax.cli.launch import prepare
 
   prepare("", job.get("devices") or len(os.sched_getaffinity(0)))
@@ -77,12 +68,12 @@ def endless(vocab_size: int) -> Any:
 def our_engine(
   model: Any, params: Any, automaton: Any, rows: int, **config: int
 ) -> tuple[Any, Any]:
-  """Returns an engine of so many rows and its parameters, on devices that divide them.
+  """Returns an engine and its parameters, on a number of devices that divides `rows`.
 
   Args:
     model, params, automaton: of `our_model`.
     rows: sequences decoded together, on all devices.
-    **config: fields of RolloutConfig but `slots`.
+    **config: fields of RolloutConfig except `slots`.
   """
   import jax
 
@@ -90,7 +81,7 @@ def our_engine(
   from coa_jax.rollout.replicas import ReplicaPool
   from coa_jax.rollout.types import RolloutConfig
 
-  # Every replica gets as many rows; a device that can not have as many is left out.
+  # Every replica gets equally many rows.
   replicas = math.gcd(rows, jax.device_count())
   partitioner = make_partitioner(MeshConfig(), jax.devices()[:replicas])
   params = jax.device_put(params, partitioner.tree(params))
@@ -116,7 +107,7 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
         rows,
         max_len=length,
         window=64,
-        inject_rows=min(rows, 16),
+        prefill_rows=min(rows, 16),
       )
     engine, params = engines[rows, length]
     return play_turns(engine, params, prompt_ids, new)
@@ -127,7 +118,7 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
 def play_turns(
   engine: Any, params: Any, prompt_ids: list[list[int]], new: int
 ) -> list[list[int]]:
-  """Continues every prompt by one turn of so many tokens; the new ids of each."""
+  """Continues every prompt by one turn of `new` tokens; returns the new ids."""
   episodes = [GreedyEpisode(i, ids, new) for i, ids in enumerate(prompt_ids)]
   play(engine, params, episodes)
   return [e.new[0] for e in episodes]
@@ -188,9 +179,9 @@ class GreedyEpisode:
 
 
 def vllm_engine(folder: str, job: dict[str, Any], **options: Any) -> Any:
-  """vLLM's offline engine; what it would print in text is left out."""
+  """vLLM's offline engine, without text."""
   os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-  # By itself it leaves a core to its scheduler: of two, one would compute.
+  # By default it leaves a core to its scheduler: of two, one would compute.
   os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
   import vllm
 
@@ -204,7 +195,7 @@ def vllm_engine(folder: str, job: dict[str, Any], **options: Any) -> Any:
 
 
 def vllm_sampling(new: int) -> Any:
-  """So many tokens, greedily."""
+  """Samples `new` tokens greedily."""
   import vllm
 
   return vllm.SamplingParams(
@@ -228,19 +219,14 @@ def vllm(folder: str, job: dict[str, Any]) -> Generate:
 def vllm_continue(
   engine: Any, prompt_ids: list[list[int]], new: int
 ) -> list[list[int]]:
-  """Continues every prompt by so many tokens; the new ids of each."""
+  """Continues every prompt by `new` tokens; returns the new ids."""
   requests = [{"prompt_token_ids": ids} for ids in prompt_ids]
   out = engine.generate(requests, vllm_sampling(new), use_tqdm=False)
   return [list(o.outputs[0].token_ids) for o in out]
 
 
 class NumberTokenizer:
-  """A tokenizer of ids written as numbers, for tunix. No sequence ends.
-
-  Attributes:
-    end: an id past the vocabulary.
-    pad: another that no sequence has.
-  """
+  """A tokenizer of ids as numbers, for tunix; no sequence has `end` or `pad`."""
 
   def __init__(self, end: int, pad: int):
     self.end = end
@@ -263,7 +249,7 @@ class NumberTokenizer:
 
 
 def tunix_engine(folder: str, job: dict[str, Any], size: int) -> Any:
-  """tunix's sampler over its Qwen3, with a cache of so many places."""
+  """tunix's sampler over its Qwen3, with a cache of `size` positions."""
   import jax.numpy as jnp
   from tunix.generate import sampler
   from tunix.models.qwen3 import params as loading

@@ -1,9 +1,8 @@
-"""The device programs of an RL run, made from its config for devices not at hand.
+"""The device programs of an RL run, made from its config for absent devices.
 
 `make_run` builds the learner of a plan (`coa_jax.plan.rl`) over devices known only to
-the compiler; the plan refuses a run with the words of `rl.run`.
-`programs` lists what that run compiles. To lower one gives every argument its shape and
-sharding, but no array.
+the compiler; the plan refuses a run like `rl.run`. `programs` lists the run's programs.
+Lowering one gives every argument its shape and sharding, but no array.
 
 budget: one run, and each of its programs.
 """
@@ -51,16 +50,11 @@ class Run:
   """An RL run on a TPU slice, or on GPUs.
 
   Attributes:
-    settings: its config.
-    cfg: the architecture as it learns.
-    decoder: the architecture as it decodes.
-    learner: the mesh of learning.
-    rollouts: the mesh of all copies of the model that decode.
-    replica: of one of them, the first of the first host.
-    pages: of a replica's cache, as many as there is room for.
-    update: what learns.
-    state: what it trains: shapes with shardings.
-    frozen: what it leaves alone, likewise.
+    cfg, decoder: the architecture in learning and in decoding.
+    learner, rollouts: the meshes of learning and of all decoding replicas.
+    replica: the mesh of the first host's first replica.
+    pages: pages of a replica's cache, by the free memory.
+    state, frozen: trained and frozen parameters, as shapes with shardings.
   """
 
   settings: RLConfig
@@ -77,19 +71,18 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """One program of a run; figures are of a chip, and of a token where it is a window.
+  """One program of a run; figures are per chip, and per token for a window.
 
   Attributes:
     name: learn, score, convert, gather, gather a layer, or a `DeviceCall` in words.
-    lower: lowers it.
-    devices: that it runs on together.
+    devices: their number.
     turns: trips of loops whose number only the run knows, the outermost first.
-    units: what its figures are divided by: a window's tokens, else 1.
-    flops: arithmetic that the model needs.
-    needed: bytes to read or write that can not be spared.
-    beside: bytes that are taken by what is no argument of it.
-    large: bytes from which an array is as large as a layer's keys; 0 where it has none.
-    pool_read: bytes that a call of a kernel reads of a layer's keys and values.
+    units: the figures' divisor: a window's tokens, else 1.
+    flops: the model's arithmetic.
+    needed: bytes that must be read or written.
+    beside: bytes in use besides its arguments.
+    large: bytes of a layer's keys, for large copies; 0 without a cache.
+    pool_read: bytes of a layer's keys and values that a kernel reads per call.
     decides: whether it is the largest of its kind.
   """
 
@@ -107,7 +100,7 @@ class Program:
 
 
 def prepare() -> None:
-  """Has libtpu describe slices and nothing else: no cloud is asked, no TPU claimed."""
+  """Lets libtpu describe slices only: it asks no cloud and claims no TPU."""
   os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -119,7 +112,7 @@ def prepare() -> None:
 
 
 def devices_of(tpus: Slice, slices: int = 1) -> list[jax.Device]:
-  """Returns the devices of slices of one kind, as the compiler knows them."""
+  """Returns the compiler's devices for slices of one kind."""
   os.environ.setdefault("LIBTPU_INIT_ARGS", PLAIN_RINGS)  # read with the first of them
   options: dict[str, Any] = {}
   if tpus.hosts == 1:  # else the compiler has hosts of 2 x 2 chips
@@ -138,17 +131,10 @@ def make_run(
   model: str = "",
   layers: int = 0,
 ) -> Run:
-  """Builds what a run on devices that are not at hand is made of, by its plan.
+  """Builds a run on absent devices, by its plan.
 
-  Args:
-    settings: the config.
-    devices: all of the run.
-    hbm: bytes that each has.
-    model: a name in `variants.VARIANTS`, in place of the folder `init`.
-    layers: of the model; 0 for all.
-
-  Raises:
-    ValueError, FileNotFoundError: the plan refuses the run, or there is no such model.
+  `hbm` are a device's bytes. `model`, a name in `variants.VARIANTS`, replaces the
+  folder `init`; `layers` is the number of layers, 0 for all.
   """
   # --- The model, and the plan.
   cfg = None
@@ -183,13 +169,7 @@ def make_run(
 
 
 def programs(run: Run, live: int) -> list[Program]:
-  """Lists every program that a run compiles.
-
-  Args:
-    run: the run.
-    live: tokens of a trajectory whose keys and values a decoding step needs, on
-      average.
-  """
+  """Lists a run's programs; a slot holds `live` tokens on average."""
   # --- What is resident beside. The caches and the decode parameters are freed before
   # learning; with staleness they are not, and there are the parameters before, too.
   view = device_bytes(decoding_params(run))
@@ -237,7 +217,7 @@ def programs(run: Run, live: int) -> list[Program]:
 
 
 def device_bytes(tree: Any) -> float:
-  """Bytes that arrays take on each device; of shapes with shardings."""
+  """Bytes of arrays on each device, by their shapes and shardings."""
   total = 0
   for x in jax.tree.leaves(tree):
     if x.sharding.memory_kind == "pinned_host":
@@ -247,11 +227,11 @@ def device_bytes(tree: Any) -> float:
 
 
 def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
-  """Pages of a layer that a kernel of a call reads; turns of a loop that does so."""
+  """A layer's pages that a call's kernel reads; trips of its loop without a kernel."""
   page_size = cache.page_size(run.settings.rollout.max_len)
   if run.replica.platform == "tpu":
     page_bytes = device_bytes(_pools(run)[0]) // run.pages
-    tokens = call.tokens if call.function == "extend" else 1  # at once
+    tokens = call.tokens if call.function == "prefill" else 1  # at once
     pages = ragged.pages_read(
       call.rows, tokens, live, page_size, call.blocks, int(page_bytes)
     )
@@ -261,14 +241,14 @@ def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
 
 
 def _deciding(calls: list[DeviceCall]) -> list[DeviceCall]:
-  """Of the largest cache the window, and the call that is given most tokens."""
-  extends = [call for call in calls if call.function == "extend"]
+  """The largest cache's window, and its call with the most prefill tokens."""
+  prefills = [call for call in calls if call.function == "prefill"]
   windows = [call for call in calls if call.function == "window"]
-  return [extends[-1], windows[-1]]
+  return [prefills[-1], windows[-1]]
 
 
 def _learning(run: Run, name: str, rolling: float) -> Program:
-  """The step, or the scores that some losses need before it."""
+  """The step, or the scores before it for some losses."""
   batch = run.settings.algo.batch
   state = device_bytes(run.state)
   tokens = batch.rows * batch.length / run.learner.mesh.size
@@ -298,16 +278,10 @@ def _learning(run: Run, name: str, rolling: float) -> Program:
 
 
 def _handing_over(run: Run, beside: float) -> list[Program]:
-  """What `decode_params.decoding_views` compiles: it rounds, then gathers by layers.
+  """The programs of `decode_params.decoding_views`: round, then gather by layers.
 
+  `beside` has the learner's bytes in use meanwhile, the policy's parameters included.
   One device has nothing to gather.
-
-  budget: three programs, each in a few fields.
-
-  Args:
-    run: the run.
-    beside: bytes of a device of the learner that are taken meanwhile, the policy's
-      parameters included.
   """
   params = _policy(run)
   gathered = decode_params.decoding_shapes(run.decoder, run.rollouts)
@@ -377,7 +351,7 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
 
 
 def _decoding_needs(run: Run, call: DeviceCall, live: int) -> tuple[float, float]:
-  """Arithmetic and bytes that a chip of a replica can not be spared; see `Program`."""
+  """A call's `flops` and `needed` on a chip of a replica; see `Program`."""
   cfg = run.decoder
   chips = run.replica.mesh.size
   # Of one token, in all layers; heads that the mesh does not split are on each chip.
@@ -394,7 +368,7 @@ def _decoding_needs(run: Run, call: DeviceCall, live: int) -> tuple[float, float
 
 
 def _token_flops(cfg: ModelConfig, read: float) -> float:
-  """Arithmetic of a token's forward pass, if it reads so many keys."""
+  """Arithmetic of a token's forward pass that reads `read` keys."""
   layers = cfg.kinds.count("attention")
   out = 2 * sum(products(cfg)) + 4 * layers * cfg.heads * cfg.head_dim * read
   if cfg.delta:
@@ -403,7 +377,7 @@ def _token_flops(cfg: ModelConfig, read: float) -> float:
 
 
 def _policy(run: Run) -> Any:
-  """The parameters of the policy, as the learner holds them."""
+  """The policy's parameters in the learner."""
   return _placed(param_shapes(run.cfg), run.learner)
 
 
@@ -422,14 +396,8 @@ def _cache(run: Run) -> KVCache:
   )
 
   def placed(layers: cache.Layers, axes: Sequence[str]) -> cache.Layers:
-    out = []
-    for layer in layers:
-      arrays = []
-      for x, letters in zip(layer, axes[: len(layer)], strict=True):
-        sharding = run.replica.sharding(letters)
-        arrays.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
-      out.append(tuple(arrays))
-    return tuple(out)
+    letters = tuple(tuple(axes[: len(layer)]) for layer in layers)
+    return _with_sharding(layers, jax.tree.map(run.replica.sharding, letters))
 
   pools = [cache.letters(shapes.layout)] * 2
   return shapes.replace(
@@ -476,8 +444,8 @@ def _lower_call(run: Run, call: DeviceCall) -> Any:
   table_BC = _array(run.replica, "..", (call.rows, call.blocks), "int32")
   row_R = _array(run.replica, ".", (call.rows,), "int32")
   token_RT = _array(run.replica, "..", (call.rows, call.tokens), "int32")
-  if call.function == "extend":
-    return sampler.extend.lower(
+  if call.function == "prefill":
+    return sampler.prefill.lower(
       run.decoder,
       decoding_params(run),
       held,
@@ -517,7 +485,9 @@ def _slots(run: Run, rows: int) -> sampler.SamplerState:
 def _tables(run: Run) -> sampler.Tables:
   constraint = None
   if run.settings.rollout.constrain:
-    constraint = _everywhere(run.replica, _grammar(run.decoder))
+    grammar = _grammar(run.decoder)
+    whole = jax.tree.map(lambda _: run.replica.sharding(""), grammar)
+    constraint = _with_sharding(grammar, whole)
   class_V = _array(run.replica, ".", (run.decoder.vocab_size,), "int32")
   states = _array(run.replica, "..", _STOPS, "int32")
   return sampler.Tables(class_V, states, states, constraint)
@@ -527,13 +497,6 @@ def _grammar(cfg: ModelConfig) -> TokenMask:
   """A grammar that allows everything."""
   class_V = jnp.zeros(cfg.vocab_size, jnp.int32)
   return TokenMask(class_V, jnp.zeros(_GRAMMAR, jnp.int32))
-
-
-def _everywhere(partitioner: Partitioner, tree: Any) -> Any:
-  whole = partitioner.sharding("")
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree
-  )
 
 
 def _placed(tree: Any, partitioner: Partitioner) -> Any:

@@ -16,7 +16,6 @@ two minutes, 64 callers of a plain sympy most of it.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import os
 import shutil
@@ -115,13 +114,9 @@ def others() -> dict[str, Callable[[str], str]]:
 def timed(
   run: Callable[[str], str], program: str, expected: str, callers: int, runs: int
 ) -> tuple[list[float], float]:
-  """Runs a program `runs` times, shared by `callers` threads.
+  """Runs a program `runs` times, shared by `callers` threads; checks every answer.
 
-  Returns:
-    Seconds per run, and all callers' runs per second.
-
-  Raises:
-    ValueError: a run printed another answer.
+  Returns seconds per run, and all callers' runs per second.
   """
   seconds: list[float] = []
   wrong: list[str] = []
@@ -157,30 +152,12 @@ def latencies(seconds: Sequence[float], per_s: float) -> dict[str, float]:
   }
 
 
-@dataclasses.dataclass
-class RunTimings:
-  """One case's rounds: seconds per run, runs/s per round."""
-
-  seconds: list[float] = dataclasses.field(default_factory=list)
-  rates: list[float] = dataclasses.field(default_factory=list)
-
-  def add(self, seconds: Sequence[float], rate: float) -> None:
-    self.seconds += seconds
-    self.rates.append(rate)
-
-  @property
-  def rate(self) -> float:
-    return statistics.median(self.rates)
-
-  @property
-  def columns(self) -> dict[str, float]:
-    return latencies(self.seconds, self.rate)
-
-
 def measure() -> dict[str, Any]:
   """Times the interleaved contestants; see the file's docstring."""
   programs = bench.chosen(PROGRAMS)
-  timings: dict[tuple[str, int, str], RunTimings] = collections.defaultdict(RunTimings)
+  # Program, callers, contestant -> seconds of all runs, and runs per second by round.
+  seconds_of: dict[tuple[str, int, str], list[float]] = collections.defaultdict(list)
+  rates_of: dict[tuple[str, int, str], list[float]] = collections.defaultdict(list)
   with Sandbox(SLOTS) as jail, Sandbox(SLOTS, backend="subprocess") as sandbox:
     contestants = {
       "jail": lambda p: jail.run(p, timeout_s=60).stdout,
@@ -203,19 +180,21 @@ def measure() -> dict[str, Any]:
         seconds, rate = timed(contestants[name], program, expected, callers, runs)
       except ValueError as e:
         raise ValueError(f"{name}: {e}") from e
-      timings[title, callers, name].add(seconds, rate)
+      seconds_of[title, callers, name] += seconds
+      rates_of[title, callers, name].append(rate)
 
   # --- The table; a session is another program.
   table = []
-  for (title, callers, name), t in timings.items():
-    table.append({"program": title, "callers": callers, "name": name, **t.columns})
+  per_s = {case: statistics.median(rates) for case, rates in rates_of.items()}
+  for (title, callers, name), rate in per_s.items():
+    columns = latencies(seconds_of[title, callers, name], rate)
+    table.append({"program": title, "callers": callers, "name": name, **columns})
   cells = _cells()
   table.append({"program": "session", "callers": 1, "name": "jail", **cells})
   ratios = {}
   for title in programs:
-    jailed = timings[title, 1, "jail"].rate
-    plain = timings[title, 1, "plain"].rate
-    ratios[f"{RATIOS[title]}_vs_subprocess"] = jailed / plain
+    ratio = per_s[title, 1, "jail"] / per_s[title, 1, "plain"]
+    ratios[f"{RATIOS[title]}_vs_subprocess"] = ratio
   return {
     "table": table,
     "ratios": ratios,

@@ -56,9 +56,6 @@ def check_losses(
     losses: the first steps' losses by contestant, with "ours", from equal weights and
       rows.
     tolerance: maximum relative difference from ours.
-
-  Raises:
-    ValueError: with the peer, the step and both losses.
   """
   for name, theirs in losses.items():
     for step, (a, b) in enumerate(zip(losses["ours"], theirs, strict=True), 1):
@@ -79,20 +76,12 @@ def race(
 ) -> tuple[dict[str, list[float]], peers.Turns]:
   """Trains every contestant at one size, interleaved.
 
-  Args:
-    size: the model and work. Half precision may use a GPU.
-    pythons: the peers' interpreters.
-    settings: as `SETTINGS`.
-    rounds: turns per contestant.
-    checked: number of first steps with compared losses.
-    tolerance: see `check_losses`.
+  `settings` are as `SETTINGS`. The losses of the first `checked` steps are compared.
+  Half precision may use a GPU.
 
   Returns:
     The first steps' losses, and every turn's answer (see `peers.serve`), by contestant,
     ours first.
-
-  Raises:
-    ValueError: losses differ (see `check_losses`), or a worker ended.
   """
   module = "experiments.bench.train_work"
   job = {"size": dataclasses.asdict(size), "settings": settings}
@@ -118,36 +107,26 @@ def measure(
   """Rows of the table, one per contestant at one size, ours first.
 
   Args as for `race`, and the size's name.
-
-  Raises:
-    ValueError: losses differ (see `check_losses`), or a worker ended.
   """
   print(name, flush=True)
   first, turns = race(size, pythons, settings, rounds, checked)
   tokens = size.rows * size.length * size.steps
   rows = []
   for who, answers in turns.items():
+    setting = settings.get(who, settings["ours"])
     row = {
       "size": name,
       "contestant": who,
       "parameters": parameters(size),
       "vocabulary": size.model["vocab_size"],
       "rows": size.rows,
-      "setting": setting_text(settings.get(who, settings["ours"])),
+      "setting": ", ".join(f"{k} {v}" for k, v in setting.items()),
       "first_loss": first[who][0],
-      "tokens_per_second": tokens / peers.median(answers),
-      "slowest": tokens / max(t["seconds"] for t in answers),
-      "fastest": tokens / min(t["seconds"] for t in answers),
-      "cores": peers.cores(answers),
-      "peak_mb": answers[-1]["peak_mb"],
+      **peers.rates(answers, tokens),
     }
     rows.append(row)
     print(f"{name} {who}: {row['tokens_per_second']:,.0f}", flush=True)
   return rows
-
-
-def setting_text(setting: Mapping[str, Any]) -> str:
-  return ", ".join(f"{k} {v}" for k, v in setting.items())
 
 
 def parameters(size: Size) -> int:
@@ -158,24 +137,8 @@ def parameters(size: Size) -> int:
   return m["vocab_size"] * m["width"] + m["layers"] * layer + m["width"]
 
 
-def ratios(
-  rows: Sequence[Mapping[str, Any]], case: str = "size", memory: str = "peak_mb"
-) -> dict[str, float]:
-  """Ours over theirs, by name; more than 1 is better in speed and worse in memory."""
-  out = {}
-  for row, own in bench.against_ours(rows, case):
-    for figure in ("tokens_per_second", memory):
-      name = f"{row[case]} {figure} over {row['contestant']}"
-      out[name] = own[figure] / row[figure]
-  return out
-
-
 def merged(changes: str) -> dict[str, dict[str, Any]]:
-  """`SETTINGS` with --settings over them.
-
-  Raises:
-    ValueError: not JSON, or an unknown contestant or setting.
-  """
+  """`SETTINGS` with --settings over them."""
   try:
     settings = json.loads(changes)
   except json.JSONDecodeError as e:
@@ -217,7 +180,8 @@ def run() -> dict[str, Any]:
       rows += measure(name, small, pythons, settings, rounds=2, checked=2)
     else:
       rows += measure(name, size, pythons, settings, bench.ROUNDS.value)
-  return {"table": rows, "ratios": ratios(rows)}
+  figures = ("tokens_per_second", "peak_mb")
+  return {"table": rows, "ratios": bench.ratios(rows, ["size"], figures)}
 
 
 NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."

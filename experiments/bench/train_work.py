@@ -104,12 +104,10 @@ def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
   return out
 
 
-def write_work(folder: str, seed: int = 0) -> None:
+def write_work(folder: str) -> None:
   """Writes all contestants' input: a model folder and batches, [batches, rows, T].
 
-  Args:
-    folder: has the job with `size`.
-    seed: for weights and rows.
+  `folder` has the job with `size`.
   """
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.io import save_model
@@ -117,8 +115,8 @@ def write_work(folder: str, seed: int = 0) -> None:
 
   size = Size(**read_job(folder)["size"])
   cfg = ModelConfig(**{**size.model, "param_dtype": size.param_dtype})
-  save_model(os.path.join(folder, _MODEL), cfg, init_params(cfg, seed))
-  batches = [make_rows(size, seed + i) for i in range(_BATCHES)]
+  save_model(os.path.join(folder, _MODEL), cfg, init_params(cfg, 0))
+  batches = [make_rows(size, i) for i in range(_BATCHES)]
   stacked = {k: np.stack([b[k] for b in batches]) for k in batches[0]}
   np.savez(os.path.join(folder, _ROWS), **stacked)
 
@@ -136,11 +134,7 @@ class Work:
   """
 
   def __init__(self, folder: str, setting: Mapping[str, Any]):
-    """Args: the folder from `write_work`; the contestant's setting.
-
-    Raises:
-      ValueError: the setting's rows do not divide a step's rows.
-    """
+    """Args: the folder from `write_work`; the contestant's setting."""
     self.model = os.path.join(folder, _MODEL)
     self.setting = dict(setting)
     with np.load(os.path.join(folder, _ROWS)) as arrays:
@@ -243,7 +237,7 @@ def torch(work: Work) -> Train:
   """transformers' model and loss, torch's fused AdamW; segments as a 4D mask.
 
   On a GPU if torch sees one. In half precision trained parameters are float32 and
-  computation uses autocast; adapters are peft's. budget: one training loop.
+  computation uses autocast; adapters are peft's.
   """
   import torch
   import transformers

@@ -145,7 +145,7 @@ def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
     "learn",
     "score",
     "convert",
-    "extend 1 x 512, 4 of 16 pages",
+    "prefill 1 x 512, 4 of 16 pages",
     "window 4 x 8, 4 of 16 pages",
   ]
   for name in deciding:

@@ -10,12 +10,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import forked
 import httpx
 import pytest
 import toy
+from programs import config_file
 from rich.console import Console
 from rich.style import Style
 
@@ -26,25 +26,6 @@ from tests.backend import BACKEND
 from tools_sandbox import http_server
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-CONFIG = """
-import ml_collections
-
-def get_config(arg=""):
-  config = ml_collections.ConfigDict()
-  config.init = {folder!r} + "/model"
-  config.model = dict(remat="none")
-  config.rollout = dict(
-    variant="unified", style="brief", slots=3, window=4, max_len=128, inject_rows=3
-  )
-  config.tools = dict(
-    tools=("wiki_search", "code"),
-    corpus={folder!r} + "/pages.jsonl",
-    top_k=1,
-    sandbox={sandbox!r},
-  )
-  config.tasks = dict(uri="nothing reads this")
-  return config
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +35,16 @@ def folder(tmp_path_factory) -> pathlib.Path:
   toy.save_policy(str(folder / "model"), toy.actor().params)
   page = {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."}
   (folder / "pages.jsonl").write_text(json.dumps(page))
-  (folder / "config.py").write_text(CONFIG.format(folder=str(folder), sandbox=BACKEND))
+  tools = dict(tools=("wiki_search", "code"), corpus=str(folder / "pages.jsonl"))
+  sizes = dict(slots=3, window=4, max_len=128, prefill_rows=3)
+  sections = dict(
+    init=str(folder / "model"),
+    model=dict(remat="none"),
+    rollout=dict(variant="unified", style="brief", **sizes),
+    tools=tools | dict(top_k=1, sandbox=BACKEND),
+    tasks=dict(uri="nothing reads this"),
+  )
+  config_file(folder / "config.py", sections)
   return folder
 
 
@@ -75,32 +65,21 @@ def program(folder: pathlib.Path, name: str, *flags: str) -> subprocess.Popen:
 def children_of(pid: int) -> list[int]:
   """Processes that `pid` has started and that still run, with all below them."""
   out = []
-  for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-    try:
-      fields = path.read_text().rpartition(")")[2].split()
-    except OSError:
-      continue
-    if int(fields[1]) == pid and fields[0] != "Z":
-      child = int(path.parent.name)
-      out += [child, *children_of(child)]
+  for path in pathlib.Path("/proc").glob("[0-9]*"):
+    parent, state = stat_of(int(path.name))
+    if parent == pid and state != "Z":
+      out += [int(path.name), *children_of(int(path.name))]
   return out
 
 
-def runs(pid: int) -> bool:
-  """Neither gone nor a zombie that nobody has reaped."""
+def stat_of(pid: int) -> tuple[int, str]:
+  """A process's parent and state: Z, a zombie, if it is gone."""
   try:
     stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
   except OSError:
-    return False
-  return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def alive(pids: list[int]) -> list[int]:
-  """Those that still run after a minute, if any: the kernel takes a moment."""
-  deadline = time.monotonic() + 60
-  while (left := [p for p in pids if runs(p)]) and time.monotonic() < deadline:
-    time.sleep(0.05)
-  return left
+    return 0, "Z"
+  state, parent, *_ = stat.rpartition(")")[2].split()
+  return int(parent), state
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
@@ -121,7 +100,8 @@ def test_the_server_ends_with_all_that_it_started(folder, how):
     process.send_signal(how)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in err, err
-    assert not alive(started)
+    # The kernel takes a moment.
+    toy.eventually(lambda: all(stat_of(child)[1] == "Z" for child in started))
   finally:
     process.kill()
     process.communicate()

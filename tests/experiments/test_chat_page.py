@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
 import test_serve
 import toy
@@ -13,26 +10,19 @@ from coa_jax.rollout.setup import make_worker
 
 
 @pytest.fixture(scope="module")
-def page():
+def page(chromium):
   """The page of a served toy model; nothing is logged and nobody else is asked."""
-  api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-  with api.sync_playwright() as playwright:
-    program = shutil.which("chromium") or playwright.chromium.executable_path
-    if not os.path.exists(program):
-      pytest.skip("needs Chromium: apt-get install chromium")
-    events = []
-    browser = playwright.chromium.launch(executable_path=program)
-    worker = make_worker(toy.MODEL, toy.tokenizer(), test_serve.CONFIG, toy.TOOLS)
-    with test_serve.serving(worker) as service:
-      page = browser.new_page(viewport={"width": 1000, "height": 800})
-      page.on("console", lambda m: events.append(m.text))
-      page.on("pageerror", lambda e: events.append(str(e)))
-      page.on("dialog", lambda d: events.append(d.message))
-      page.on("request", lambda r: r.url.startswith(service.url) or events.append(r))
-      page.goto(service.url)
-      yield page
-      page.close()
-    browser.close()
+  events = []
+  worker = make_worker(toy.MODEL, toy.tokenizer(), test_serve.CONFIG, toy.TOOLS)
+  with test_serve.serving(worker) as service:
+    page = chromium.new_page(viewport={"width": 1000, "height": 800})
+    page.on("console", lambda m: events.append(m.text))
+    page.on("pageerror", lambda e: events.append(str(e)))
+    page.on("dialog", lambda d: events.append(d.message))
+    page.on("request", lambda r: r.url.startswith(service.url) or events.append(r))
+    page.goto(service.url)
+    yield page
+    page.close()
   # A browser says of a refusal (400), and of an icon that is not there, what it is.
   assert [e for e in events if "status of 40" not in str(e)] == []
 

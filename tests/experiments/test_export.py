@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import toy
 from forked import finish
+from programs import toy_runs
 from safetensors.numpy import load_file
 
 from coa_jax import rl, sft
@@ -24,41 +25,25 @@ from tests.cards import read_card
 def configs(tmp_path_factory) -> dict[str, dict]:
   """SFT from scratch; SFT and RL of adapters, RL's with a critic."""
   folder = tmp_path_factory.mktemp("inputs")
-  toy.save_policy(str(folder / "base"), toy.params())
-  write_jsonl(folder / "data.jsonl", toy.trajectories() * 2)
-  (folder / "tasks.jsonl").write_text('{"question": "2 + 3", "answers": ["5"]}\n')
-  tasks = dict(uri=str(folder / "tasks.jsonl"))
-  data = dict(
-    trajectories=str(folder / "data.jsonl"), steps=2, rows=4, length=toy.MAX_LEN
-  )
-  data |= dict(validation=0, vocab_size=toy.MODEL.vocab_size)
-  text = toy.trajectories() * 2  # another tokenizer will read it
+  runs = toy_runs(folder)
+  common = dict(optim=dict(lr=1e-2, warmup=1), checkpoint=dict(every=1, keep=2))
+  lora = dict(rank=3, alpha=6.0, matrices=["q", "up"])
+  tuned = common | dict(model=dict(scan=True), lora=lora)
+  sft = runs["sft"] | tuned
+  sft["data"] |= dict(steps=2, rows=4, validation=0)
+  # Another tokenizer will read the text.
+  text = toy.trajectories() * 2
   for segment in (s for t in text for s in t.segments):
     segment.ids = []
   write_jsonl(folder / "text.jsonl", text)
-  drawn = {**data, "trajectories": str(folder / "text.jsonl")}
+  drawn = sft["data"] | dict(trajectories=str(folder / "text.jsonl"))
+  drawn |= dict(vocab_size=toy.MODEL.vocab_size)
   shape = dict(width=32, layers=2, heads=4, kv_heads=2, head_dim=8, ff=64)
-  common = dict(optim=dict(lr=1e-2, warmup=1), checkpoint=dict(every=1, keep=2))
-  lora = dict(rank=3, alpha=6.0, matrices=["q", "up"])
-  tuned = dict(init=str(folder / "base"), model=dict(scan=True), lora=lora)
-  return {
-    "scratch": common | dict(init="", model=shape, data=drawn),
-    "sft": common | tuned | dict(data=data),
-    "rl": common
-    | tuned
-    | dict(
-      rollout=dict(style="brief", slots=4, max_len=64),
-      tools=dict(tools=["code"], sandbox=BACKEND),
-      tasks=tasks,
-      dev=dict(every=9, **tasks),
-      algo=dict(
-        steps=2,
-        sampling=dict(prompts=1, samples=4, filter_groups=False),
-        loss=dict(advantage="gae"),
-        batch=dict(rows=2, length=64),
-      ),
-    ),
-  }
+  rl = runs["rl"] | tuned
+  rl["tools"] = dict(tools=["code"], sandbox=BACKEND)
+  rl["algo"] |= dict(loss=dict(advantage="gae"), batch=dict(rows=2, length=128))
+  rl["algo"]["sampling"] = dict(prompts=1, samples=4, filter_groups=False)
+  return {"scratch": common | dict(model=shape, data=drawn), "sft": sft, "rl": rl}
 
 
 def weights(folder: pathlib.Path) -> dict[str, np.ndarray]:

@@ -130,24 +130,6 @@ def test_every_program_runs_on_finished_runs(home):
     check_width(done.stdout)
 
 
-def test_a_stage_that_ends_in_a_table_prints_json_on_demand(home):
-  words = f"experiments.distill --config=configs/distill_world.py:tiny --json {SANDBOX}"
-  done = run(f"{words} --workdir={WORLD}/distill", home)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout == (home / WORLD / "distill" / "results.json").read_text()
-
-
-def test_training_goes_on_when_its_reader_ends(home):
-  command = (
-    f"{sys.executable} -m experiments.sft --config=configs/sft_world.py:tiny "
-    "--config.data.steps=3 --workdir=runs/head 2>&1 | head -1; exit ${PIPESTATUS[0]}"
-  )
-  env = {**os.environ, "PYTHONPATH": str(ROOT)}
-  done = subprocess.run(["bash", "-c", command], cwd=home, env=env, check=False)
-  assert done.returncode == 0
-  assert (home / "runs" / "head" / "results.json").exists()
-
-
 def test_every_program_of_the_runbook_is_run_here_or_elsewhere():
   rows = re.findall(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", RUNBOOK, re.MULTILINE)
   listed = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}

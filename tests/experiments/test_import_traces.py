@@ -59,6 +59,11 @@ def program(*flags: str) -> subprocess.CompletedProcess[str]:
   return forked.run("experiments.import_traces", *flags)
 
 
+def imported(*flags: str) -> list[str]:
+  """The lines that the program prints, which ends well."""
+  return forked.finish("import_traces", *flags).stdout.splitlines()
+
+
 def test_from_alpaca_records_to_a_trained_model(tmp_path):
   rows = [record(i) for i in range(12)]
   rows[3]["output"] = rows[3]["output"].replace("</observation>", "")
@@ -67,9 +72,7 @@ def test_from_alpaca_records_to_a_trained_model(tmp_path):
   source, out = tmp_path / "WebAgentSFTDataset.json", tmp_path / "run" / "traces.jsonl"
   source.write_text(json.dumps(rows))
 
-  done = program(f"--file={source}", "--variant=web", f"--out={out}")
-  assert done.returncode == 0, done.stderr
-  first, *named, last = done.stdout.splitlines()
+  first, *named, last = imported(f"--file={source}", "--variant=web", f"--out={out}")
   named, hints = named[:3], named[3:]
   assert first == f"{source}: format alpaca, by its first row"
   assert [line.partition(": ")[0] for line in named] == [
@@ -90,10 +93,9 @@ def test_from_alpaca_records_to_a_trained_model(tmp_path):
     (tool,) = [s for s in t.segments if s.author == Author.TOOL]
     assert tool.text.startswith("<observation>\nPage 1: ") and "&lt;plan>" in tool.text
 
-  more = f"--out={tmp_path}/styled.jsonl"
-  done = program(f"--file={source}", "--variant=web", more, "--formats.copies=1")
-  last_line = "18 kept, 9 of them augmented, 3 dropped"
-  assert done.stdout.splitlines()[-1].startswith(last_line), done.stdout + done.stderr
+  more = [f"--file={source}", "--variant=web", f"--out={tmp_path}/styled.jsonl"]
+  last_line = imported(*more, "--formats.copies=1")[-1]
+  assert last_line.startswith("18 kept, 9 of them augmented, 3 dropped")
   styled = read_trajectories(tmp_path / "styled.jsonl")
   assert [t for t in styled if "copy" not in t.meta] == trajectories
   for t in styled[1::2]:
@@ -118,10 +120,8 @@ def test_illegal_records_on_demand(tmp_path):
   rows[0]["output"] = rows[0]["output"].replace("is:4", "is:2")
   source, out = tmp_path / "t.json", tmp_path / "t.jsonl"
   source.write_text(json.dumps(rows))
-  flags = (f"--file={source}", "--variant=web", f"--out={out}")
-  done = program(*flags, "--keep_illegal")
-  assert done.returncode == 0
-  assert done.stdout.splitlines()[1:] == ["1 kept, 0 dropped"]
+  flags = (f"--file={source}", "--variant=web", f"--out={out}", "--keep_illegal")
+  assert imported(*flags)[1:] == ["1 kept, 0 dropped"]
   assert "illegal_transition" in read_trajectories(out)[0].meta["fault"]
 
 
@@ -167,10 +167,8 @@ def test_foreign_runs_are_filtered_and_counted(tmp_path):
   written = {}
   for suffix, workers in (("jsonl", 0), ("parquet", 1)):
     out = tmp_path / f"t.{suffix}"
-    done = program(*flags, f"--out={out}", f"--workers={workers}")
-    assert done.returncode == 0, done.stderr
+    first, *lines, last = imported(*flags, f"--out={out}", f"--workers={workers}")
     written[suffix] = read_trajectories(out)
-    first, *lines, last = done.stdout.splitlines()
     assert "format oagents" in first
     assert "runs-0: lost: step 1: argument filter_year=1999 of google_search" in lines
     assert any(line.startswith("runs-3: illegal_transition") for line in lines)
@@ -201,15 +199,13 @@ def test_shards_write_what_one_process_writes(tmp_path):
     "--filters.max_similarity=0.9",
     "--formats.copies=1",
   )
-  whole = program(*flags, f"--out={tmp_path}/whole/t.jsonl")
-  assert whole.returncode == 0, whole.stderr
-  assert "near_duplicate)" in whole.stdout and "2 illegal_transition" in whole.stdout
+  whole = imported(*flags, f"--out={tmp_path}/whole/t.jsonl")
+  assert "near_duplicate)" in str(whole) and "2 illegal_transition" in str(whole)
   out = tmp_path / "cut" / "t.jsonl"
   for number in (2, 0, 0, 1):
     assert not out.exists()
-    done = program(*flags, f"--out={out}", f"--shard={number}/3")
-    assert done.returncode == 0, done.stderr
-  assert done.stdout == whole.stdout
+    cut = imported(*flags, f"--out={out}", f"--shard={number}/3")
+  assert cut == whole
   for name in ("t.jsonl", "t.jsonl.manifest.json", "t.jsonl.funnel.png"):
     assert (tmp_path / "cut" / name).read_bytes() == (
       tmp_path / "whole" / name
@@ -233,10 +229,8 @@ def test_rl_rows_become_tasks(tmp_path):
   ]
   source, out = tmp_path / "rl.jsonl", tmp_path / "tasks.jsonl"
   source.write_text("".join(json.dumps(r) + "\n" for r in rows))
-  done = program(f"--file={source}", "--variant=web", f"--out={out}")
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[-1] == "1 tasks kept, 1 dropped"
-  assert "rl-1: unreadable" in done.stdout
+  *lines, last = imported(f"--file={source}", "--variant=web", f"--out={out}")
+  assert last == "1 tasks kept, 1 dropped" and "rl-1: unreadable" in str(lines)
   (task,) = load_tasks(out)
   assert (task.question, task.answers) == ("Who?", ("x", "y"))
 
@@ -265,15 +259,14 @@ def test_a_single_agents_runs_come_with_the_variant_that_the_error_names(tmp_pat
   done = program(*flags, "--variant=unified")
   assert done.returncode == 2 and "try --variant=" in done.stderr
   hint = done.stderr.split("try ")[1].split(" and ")[0]
-  done = program(*flags, hint, "--convert.missing_think=Go on.")
-  assert done.returncode == 0 and "3 kept" in done.stdout, done
+  assert "3 kept" in imported(*flags, hint, "--convert.missing_think=Go on.")[-1]
   assert "<answer> Ur</answer>" in read_trajectories(out)[0].text
   assert "<crawl_page>" in read_trajectories(out)[0].segments[0].text
   tools = (
     "--described_tools=web_search",
     "--described_tools=tool:get_weather=weather of a city",
   )
-  done = program(*flags, hint, "--convert.missing_think=Go on.", *tools)
+  imported(*flags, hint, "--convert.missing_think=Go on.", *tools)
   prompt = read_trajectories(out)[0].segments[0].text
   assert "<web_search>" in prompt and "<crawl_page>" not in prompt
   assert "- get_weather: weather of a city." in prompt
@@ -332,9 +325,7 @@ def test_conversations_of_every_system_end_to_end(tmp_path, format_):
   source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, bad, rows[0]]))
   alone = "unified-plan-reflection-suggested_answer-double_check"
   flags = [f"--variant={alone}", "--convert.missing_think=Go on.", f"--out={out}"]
-  done = program(f"--file={source}", *flags)
-  assert done.returncode == 0, done.stdout + done.stderr
-  lines = done.stdout.splitlines()
+  lines = imported(f"--file={source}", *flags)
   assert lines[0] == f"{source}: format {format_}, by its first row"
   assert lines[-1] == f"{len(rows) + 1} kept, 1 dropped (1 unread_call)"
   assert any(line.startswith("hint: unread_call: ") for line in lines)

@@ -13,6 +13,7 @@ import sys
 import forked
 import pytest
 from forked import refused
+from programs import free_address
 
 from coa_jax.cli import process
 
@@ -66,8 +67,6 @@ def run(config, workdir):
   data, optim, log = settings.data, settings.optim, settings.log
   if data.steps == 13:
     raise KeyboardInterrupt
-  if data.steps == 14:
-    raise FileNotFoundError("pages.jsonl: there is no such file")
   out = {"steps": data.steps, "lr": optim.lr, "workdir": workdir}
   if data.trouble or log.project:
     out |= {"trouble": data.trouble, "betas": optim.betas, "project": log.project}
@@ -87,8 +86,8 @@ def launcher(tmp_path):
   program.write_text(PROGRAM)
 
   def run(*args: str, file: str = "", workdir: str = "--workdir=w", alone=False):
-    config_flag = "" if file == "leave out" else f"--config={file or config}"
-    flags = [f for f in (config_flag, workdir, "--compile_cache=", *args) if f]
+    words = (f"--config={file or config}", workdir, "--compile_cache=", *args)
+    flags = list(filter(None, words))
     if not alone:
       return forked.run(str(program), *flags, folder=tmp_path)
     return subprocess.run(
@@ -109,11 +108,6 @@ def test_results_are_printed_and_overrides_count(launcher):
   assert json.loads(done.stdout) == {"steps": 4, "lr": 1.0, "workdir": "w"}
   done = launcher(file=launcher.config + ":tiny")
   assert json.loads(done.stdout)["steps"] == 1
-
-
-def test_an_override_without_a_config_file_says_so(launcher):
-  done = launcher("--config.data.steps=4", file="leave out")
-  assert "--config.data.steps=4 needs a config" in refused(done)
 
 
 def test_what_the_file_leaves_out_can_be_given(launcher):
@@ -155,33 +149,6 @@ def test_a_field_without_a_default_can_be_given_by_a_flag_alone(launcher, tmp_pa
   assert json.loads(done.stdout)["steps"] == 4
   line = refused(launcher(file=str(tmp_path / "other.py")))
   assert "config section 'data' lacks field 'steps'" in line
-
-
-@pytest.mark.parametrize(
-  ("override", "named"),
-  [
-    ("--config.optim.lrr=1", ["'lrr'", "did you mean 'lr'"]),
-    ("--config.optimm.lr=1", ["'optimm'", "did you mean 'optim'"]),
-    ("--config.optim.betas=fast", ["optim.betas[0]", "fast", "float"]),
-    ("--config.optim.lr.x=1", ["optim.lr.x", "lr is a value"]),
-  ],
-)
-def test_an_override_that_can_not_be_used_names_file_and_field(
-  launcher, override: str, named: list[str]
-):
-  line = refused(launcher(override))
-  assert launcher.config in line
-  assert all(word in line for word in named), line
-
-
-def test_a_config_that_the_journey_refuses_names_the_file(launcher, tmp_path):
-  text = CONFIG.replace('"data": {', '"data": {"stepz": 1, ')
-  (tmp_path / "other.py").write_text(text)
-  line = refused(launcher(file=str(tmp_path / "other.py")))
-  assert "other.py: " in line and "'stepz'; did you mean 'steps'?" in line
-  (tmp_path / "other.py").write_text(CONFIG.replace('"optim":', '"optm":'))
-  line = refused(launcher(file=str(tmp_path / "other.py")))
-  assert "other.py: config has no section 'optm'; did you mean 'optim'?" in line
 
 
 @pytest.mark.parametrize(
@@ -229,13 +196,8 @@ def test_a_program_without_a_config_refuses_in_one_line(tmp_path):
     assert flag.strip("-").partition("=")[0] in refused(done) or flag == "--count=1"
 
 
-def test_files_and_flags_that_are_missing_are_named(launcher):
-  assert "nowhere.py: there is no such" in refused(launcher(file="nowhere.py"))
-  assert "workdir" in refused(launcher(workdir=""))
-  assert "'huge'" in refused(launcher(file=launcher.config + ":huge"))
-  assert "unexpected argument 'extra'" in refused(launcher("extra"))
-  assert "workdirr" in refused(launcher("--workdirr=x"))
-  assert "pages.jsonl" in refused(launcher("--config.data.steps=14"))
+def test_a_workdir_must_be_given(launcher):
+  assert "--workdir must be given" in refused(launcher(workdir=""))
 
 
 def test_an_interrupted_run_says_how_to_go_on(launcher):
@@ -250,15 +212,6 @@ def test_a_config_that_is_interrupted_says_so(launcher, tmp_path):
   done = launcher(file=str(config))
   assert done.returncode == 130 and "Traceback" not in done.stderr
   assert "interrupted" in done.stderr
-
-
-def test_a_real_journey_refuses_before_any_work(tmp_path):
-  config = tmp_path / "bad.py"
-  config.write_text(CONFIG.replace('"data": {', '"data": {"trajectoriez": "x", '))
-  flags = (f"--config={config}", "--workdir=w")
-  line = refused(forked.run("experiments.sft", *flags, folder=tmp_path))
-  assert "bad.py: " in line and "did you mean 'trajectories'" in line
-  assert not (tmp_path / "w").exists()
 
 
 @pytest.mark.parametrize(
@@ -295,15 +248,8 @@ def test_an_odd_number_of_devices_is_refused_in_one_line(launcher, value):
   assert "--cpu_devices" in line and value in line
 
 
-def test_what_is_neither_a_path_nor_a_bucket_is_no_workdir(launcher):
-  line = refused(launcher(workdir="--workdir=http://mine/run"))
-  assert "http://mine/run: accepted: gs://BUCKET/PATH, s3://BUCKET/PATH" in line
-
-
 def test_processes_that_share_no_workdir_stop_before_any_work(launcher, tmp_path):
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+  address = free_address()
 
   def run(i: int, workdir: str):
     where = f"--distributed={address},2,{i}"

@@ -7,6 +7,7 @@ import json
 import ml_collections
 import pytest
 import toy
+from programs import small_evaluation
 
 from coa_jax.cli import select_tasks
 from coa_jax.data.tasks.sources import load_tasks
@@ -19,28 +20,13 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.runtime.config import ConfigError
-from tests.backend import BACKEND
 
 SAMPLES = 6
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
-  """A policy that knows its scripts half, its tasks, and the corpus they need."""
-  folder = tmp_path_factory.mktemp("select")
-  toy.save_policy(str(folder / "model"), toy.actor(60).params)
-  write_jsonl(folder / "tasks.jsonl", [t.to_json() for t in toy.TASKS])
-  page = {"id": "ur", "title": "Ur", "text": "Ur: its capital is Uruk."}
-  write_jsonl(folder / "pages.jsonl", [page])
-  config = ml_collections.ConfigDict()
-  config.init = str(folder / "model")
-  config.model = dict()
-  config.rollout = dict(
-    variant="unified", style="brief", slots=4, window=16, max_len=toy.MAX_LEN
-  )
-  corpus = str(folder / "pages.jsonl")
-  config.tools = dict(tools=toy.TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND)
-  config.tasks = dict(uri=str(folder / "tasks.jsonl"))
+  config = small_evaluation(tmp_path_factory.mktemp("select"))
   config.eval = dict(greedy=False, samples=SAMPLES, temperature=1.0)
   config.select = dict(all_wrong=True, all_right=True)
   return config
@@ -117,7 +103,7 @@ def test_attempts_made_before_are_enough(config, tmp_path):
   rows += [attempt(odd, 0, Status.INFRASTRUCTURE), attempt(odd, 1), attempt(odd, 0)]
   write_jsonl(tmp_path / "teacher.jsonl", rows)
   config = config.copy_and_resolve_references()
-  for name in ("init", "model", "rollout", "tools", "eval"):
+  for name in ("init", "rollout", "tools", "eval"):
     del config[name]
   config.select = dict(played=(str(tmp_path / "teacher.jsonl"),))
   results = select_tasks.run(config, str(tmp_path / "out"))
@@ -151,20 +137,8 @@ def test_attempts_made_before_are_enough(config, tmp_path):
     select_tasks.run(config, str(tmp_path / "out"))
 
 
-def test_refusals(config, tmp_path):
+def test_pass_rates_need_samples(config, tmp_path):
   config = config.copy_and_resolve_references()
   config.eval = dict(greedy=True, samples=0)
   with pytest.raises(ConfigError, match=r"eval\.samples must be at least 1"):
-    select_tasks.run(config, str(tmp_path))
-  config.eval.samples = 1
-  config.select.without = ("nowhere.jsonl",)
-  with pytest.raises(FileNotFoundError, match=r"select\.without.*nowhere"):
-    select_tasks.run(config, str(tmp_path))
-  del config.select.without
-  config.select.at_mots = 1.0
-  with pytest.raises(ConfigError, match="did you mean 'at_most'"):
-    select_tasks.run(config, str(tmp_path))
-  del config.select.at_mots
-  config.selects = dict()
-  with pytest.raises(ConfigError, match="no section 'selects'"):
     select_tasks.run(config, str(tmp_path))

@@ -32,10 +32,10 @@ from coa_jax.rollout.worker import RolloutWorker
 from tools_sandbox import http_server
 
 CONFIG = RolloutConfig(
-  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
+  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, prefill_rows=3
 )
 ONE_SLOT = RolloutConfig(
-  style="brief", slots=1, window=1, max_len=toy.MAX_LEN, inject_rows=1
+  style="brief", slots=1, window=1, max_len=toy.MAX_LEN, prefill_rows=1
 )
 
 
@@ -65,8 +65,7 @@ class Service:
 
 def body(question: str, **fields) -> dict:
   messages = [{"role": "user", "content": question}]
-  fields = {"model": "coa", "temperature": 0, "messages": messages, **fields}
-  return {name: value for name, value in fields.items() if value != "leave out"}
+  return {"model": "coa", "temperature": 0, "messages": messages, **fields}
 
 
 @contextlib.contextmanager
@@ -187,16 +186,9 @@ def test_the_question_is_the_last_message(service):
 
 
 def test_fields_that_ask_for_nothing_are_accepted(service):
-  nothing = {
-    **{"top_p": 1, "presence_penalty": 0.0, "tools": [], "tool_choice": "none"},
-    **{
-      "stop": None,
-      "logprobs": False,
-      "top_logprobs": 0,
-      "response_format": {"type": "text"},
-    },
-    **{"user": "me", "n": 1, "stream": False, "seed": None},
-  }
+  nothing = {"top_p": 1, "presence_penalty": 0.0, "tools": [], "tool_choice": "none"}
+  nothing |= {"stop": None, "logprobs": False, "top_logprobs": 0, "user": "me", "n": 1}
+  nothing |= {"stream": False, "seed": None, "response_format": {"type": "text"}}
   assert service.ask("2 + 3", **nothing)["choices"][0]["message"]["content"] == "5"
 
 
@@ -311,30 +303,6 @@ def test_text_completions_are_what_a_harness_asks_for(service):
   assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize(
-  ("fields", "param"),
-  [
-    ({"prompt": "a", "echo": True}, "echo"),
-    ({"prompt": "a", "best_of": 2}, "best_of"),
-    ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "logprobs": 5}, "logprobs"),
-    ({"prompt": "a", "logprobs": 1, "temperature": 1}, "logprobs"),
-    ({"prompt": [1, 2, 3]}, "prompt"),
-    ({"prompt": [[1, 2], [3]]}, "prompt"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({}, "prompt"),
-    ({"prompt": ["a"] * 40, "n": 2}, "n"),
-    ({"prompt": "a", "messages": []}, "messages"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-  ],
-)
-def test_a_text_completion_that_can_not_be_done_is_refused(service, fields, param):
-  response = complete(service, **fields)
-  assert response.status_code == 400
-  assert response.json()["error"]["param"] == param
-
-
 def test_one_model_can_be_asked_for(service):
   (listed,) = service.client.get("/v1/models").json()["data"]
   assert service.client.get("/v1/models/coa").json() == listed
@@ -405,10 +373,25 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
     ({"temprature": 0}, 400, "temprature"),
     ({"messages": [{"role": "user", "content": "x" * 900}]}, 400, "messages"),
+    # --- Of /v1/completions.
+    ({"prompt": "a", "echo": True}, 400, "echo"),
+    ({"prompt": "a", "best_of": 2}, 400, "best_of"),
+    ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ({"prompt": "a", "logprobs": 5}, 400, "logprobs"),
+    ({"prompt": "a", "logprobs": 1, "temperature": 1}, 400, "logprobs"),
+    ({"prompt": [1, 2, 3]}, 400, "prompt"),
+    ({"prompt": [[1, 2], [3]]}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": None}, 400, "prompt"),  # as if it were left out
+    ({"prompt": ["a"] * 40, "n": 2}, 400, "n"),
+    ({"prompt": "a", "messages": []}, 400, "messages"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
   ],
 )
 def test_what_can_not_be_done_is_refused_by_name(service, fields, status, param):
-  response = service.post(**fields)
+  is_text = "prompt" in fields
+  response = complete(service, **fields) if is_text else service.post(**fields)
   assert response.status_code == status
   error = response.json()["error"]
   assert set(error) == {"message", "type", "param", "code"}

@@ -12,16 +12,13 @@ import time
 import forked
 import ml_collections
 import pytest
-import toy
-from programs import small_distillation, start
+from programs import small_distillation, small_evaluation, start
 
 from coa_jax import evaluate
 from coa_jax.cli import select_tasks
 from coa_jax.cli.shards import run_shard
-from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.runtime.config import as_json, read_config
 from coa_jax.runtime.shard import Shard
-from tests.backend import BACKEND
 
 
 def contents(workdir: pathlib.Path, names: tuple[str, ...]) -> dict[str, str]:
@@ -70,24 +67,7 @@ def test_killed_shards_of_a_distillation_end_as_one_process(distillation, tmp_pa
 # --- Evaluations, in this process.
 @pytest.fixture(scope="module")
 def evaluation(tmp_path_factory) -> ml_collections.ConfigDict:
-  """A policy that knows its scripts half, and its tasks."""
-  folder = tmp_path_factory.mktemp("evaluation")
-  toy.save_policy(str(folder / "model"), toy.actor(60).params)
-  write_jsonl(folder / "tasks.jsonl", [t.to_json() for t in toy.TASKS])
-  page = {"id": "ur", "title": "Ur", "text": "Ur: its capital is Uruk."}
-  write_jsonl(folder / "pages.jsonl", [page])
-  corpus = str(folder / "pages.jsonl")
-  return ml_collections.ConfigDict(
-    dict(
-      init=str(folder / "model"),
-      rollout=dict(
-        variant="unified", style="brief", slots=4, window=16, max_len=toy.MAX_LEN
-      ),
-      tools=dict(tools=toy.TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND),
-      tasks=dict(uri=str(folder / "tasks.jsonl")),
-      eval=dict(samples=3),
-    )
-  )
+  return small_evaluation(tmp_path_factory.mktemp("evaluation"))
 
 
 def in_shards(journey, config, config_class, workdir, numbers, count) -> dict:

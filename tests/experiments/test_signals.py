@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,14 +16,15 @@ from programs import (
   ROOT,
   config_file,
   ended,
-  reached,
   start,
   start_together,
+  toy_runs,
+  wait_for_step,
   whole_lines,
 )
 
 from coa_jax.learner.checkpoint import whole_steps
-from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
+from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.report.metrics import read_metrics
 
 NO_CACHE = "--compile_cache="
@@ -36,41 +35,15 @@ MANY = 10_000_000  # steps: none of these runs comes to its end
 def configs(tmp_path_factory) -> dict[str, str]:
   """Config files of runs that save at no step of their own."""
   folder = tmp_path_factory.mktemp("inputs")
-  toy.save_policy(str(folder / "model"), toy.params())
-  write_jsonl(folder / "data.jsonl", toy.trajectories())
-  tasks = dict(uri=str(folder / "tasks.jsonl"))
-  (folder / "tasks.jsonl").write_text('{"question": "2 + 3", "answers": ["5"]}\n')
-  data = dict(trajectories=str(folder / "data.jsonl"), steps=MANY, validation=1)
-  data |= dict(rows=2, length=toy.MAX_LEN, validate_every=MANY)
-  algo = dict(
-    steps=MANY,
-    keep_every=MANY,
-    sampling=dict(prompts=1, samples=2, rounds=1),
-    batch=dict(rows=2, length=64),
-  )
-  common = dict(init=str(folder / "model"), checkpoint=dict(every=MANY))
-  sections = {
-    "sft": common | dict(data=data),
-    "rl": common
-    | dict(
-      rollout=dict(style="brief", slots=2, max_len=64),
-      tools=dict(tools=["code"], enabled=False),
-      tasks=tasks,
-      dev=dict(every=MANY, **tasks),
-      algo=algo,
-    ),
-  }
+  runs = toy_runs(folder)
+  runs["sft"]["data"] |= dict(steps=MANY, validate_every=MANY)
+  runs["rl"]["algo"] |= dict(steps=MANY, keep_every=MANY)
+  runs["rl"]["dev"]["every"] = MANY
+  for config in runs.values():
+    config["checkpoint"] = dict(every=MANY)
   return {
-    name: config_file(folder / f"{name}.py", config)
-    for name, config in sections.items()
+    name: config_file(folder / f"{name}.py", runs[name]) for name in ("sft", "rl")
   }
-
-
-def wait_for_step(process: subprocess.Popen, workdir: pathlib.Path, step: int) -> None:
-  """Until the run has logged this step."""
-  while reached(workdir) < step:
-    assert process.poll() is None, process.communicate()
-    time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +56,9 @@ def test_a_signal_saves_and_the_same_command_goes_on(
   checkpoints, at = tmp_path / "checkpoints", 0
   for _ in range(lives):
     process = start(journey, configs[journey], tmp_path, NO_CACHE)
-    wait_for_step(process, tmp_path, at + 2)
+    wait_for_step([process], tmp_path, at + 2)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == status, errors
+    (errors,) = ended([process], status)
     assert "Traceback" not in errors
     before, at = at, whole_steps(checkpoints)[-1]
     assert f"stopped after step {at}, which is saved in {checkpoints};" in errors
@@ -153,26 +125,10 @@ def test_a_signal_to_one_of_two_processes_ends_both(
 ):
   at = 0
   for _ in range(2):
-    with socket.socket() as s:
-      s.bind(("127.0.0.1", 0))
-      address = f"127.0.0.1:{s.getsockname()[1]}"
-    both = [
-      start(
-        journey, configs[journey], tmp_path, NO_CACHE, f"--distributed={address},2,{i}"
-      )
-      for i in range(2)
-    ]
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-      ends = [threads.submit(lambda p=p: p.communicate(timeout=300)[1]) for p in both]
-      try:
-        while not any(f.done() for f in ends) and reached(tmp_path) < at + 2:
-          time.sleep(0.05)
-        both[signalled].send_signal(signal.SIGTERM)
-        texts = [f.result() for f in ends]
-      finally:
-        for process in both:
-          process.kill()
-    assert [p.returncode for p in both] == [143, 143], texts
+    both = start_together(journey, configs[journey], tmp_path, 2, NO_CACHE)
+    wait_for_step(both, tmp_path, at + 2)
+    both[signalled].send_signal(signal.SIGTERM)
+    texts = ended(both, 143)
     before, at = at, whole_steps(tmp_path / "checkpoints")[-1]
     assert at >= before + 2
     for text in texts:

@@ -12,51 +12,19 @@ from collections.abc import Iterator
 
 import forked
 import pytest
-import toy
-from programs import config_file, start
-
-from coa_jax.data.tasks.world.build import WorldConfig, write_world
-from coa_jax.protocol.trajectory import write_jsonl
+from programs import config_file, small_distillation, start, toy_runs
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, str]:
-  """A config file of a short run of each journey."""
-  from configs import distill_world
-
+  """A config file of a short run of each stage."""
   folder = tmp_path_factory.mktemp("inputs")
-  toy.save_policy(str(folder / "model"), toy.params())
-  write_jsonl(folder / "data.jsonl", toy.trajectories() * 6)
-  rows = [{"id": q, "question": q, "answers": ["5"]} for q in ("2 + 3", "mixed")]
-  (folder / "tasks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-  tasks = dict(uri=str(folder / "tasks.jsonl"))
-  sizes = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
-  world = write_world(folder, "train", 40, sizes)
-  distill = distill_world.get_config("tiny").to_dict()
-  distill["tasks"]["uri"] = world["tasks"]
-  distill["tools"]["corpus"] = world["corpus"]
-  rollout = dict(style="brief", slots=4, max_len=toy.MAX_LEN)
-  data = dict(trajectories=str(folder / "data.jsonl"), steps=4, rows=2, validation=2)
-  plays = dict(rollout=rollout, tools=dict(tools=["code"], enabled=False), tasks=tasks)
-  algo = dict(
-    steps=2,
-    keep_every=1,
-    sampling=dict(prompts=2, samples=2, rounds=1),
-    batch=dict(rows=4, length=128),
-  )
-  sections = {
-    "distill": distill,
-    "sft": dict(data=data | dict(length=toy.MAX_LEN), checkpoint=dict(every=2)),
-    "rl": plays | dict(algo=algo, dev=dict(every=2, **tasks)),
-    "evaluate": plays | dict(eval=dict(samples=8)),
+  runs = toy_runs(folder)
+  runs["sft"]["checkpoint"] = dict(every=2)
+  files = {
+    name: config_file(folder / f"{name}.py", config) for name, config in runs.items()
   }
-  for name, config in sections.items():
-    if name != "distill":
-      config["init"] = str(folder / "model")
-  return {
-    name: config_file(folder / f"{name}.py", config)
-    for name, config in sections.items()
-  }
+  return {"distill": small_distillation(folder), **files}
 
 
 def run(journey: str, config: str, workdir: pathlib.Path, *flags: str):

@@ -10,6 +10,7 @@ WORLD = "evaluate --config=configs/evaluate_world.py:tiny"
 GOOD = f"{WORLD} --config.tasks.uri=good.jsonl --config.tools.corpus=pages.jsonl"
 SFT = "sft --config=configs/sft_world.py:tiny"
 RL = "rl --config=configs/rl_world.py:tiny"
+SELECT = "tasks --config=configs/select_world.py:tiny"
 
 # A command, each word of which may name a file of `files`; words of the refusal.
 TABLE = [
@@ -24,25 +25,24 @@ TABLE = [
   ("rl --config=configs/rl_world.py:gpro", "names are grpo"),
   ("sft --config=placeholder.py", "'data' lacks field 'trajectories'"),
   ("sft --config=recursive.py", "recursive.py: config.data.me contains itself"),
-  (
-    "sft --config=recursive_list.py",
-    "recursive_list.py: config.a[0][0] contains itself",
-  ),
+  ("sft --config=recursive_list.py", "config.a[0][0] contains itself"),
   # --- Flags: names and types.
   (f"{SFT} --config.data.=3", "--config.data.: names no field"),
   (f"{SFT} --config.=3", "--config.: names no field"),
   (f"{SFT} --config.data..steps=3", "--config.data..steps: names no field"),
   (f"{SFT} --config.data.trajectories=None", "'data' lacks field 'trajectories'"),
   (f"{SFT} --config.data.steps={'7' * 5000}", "data.steps=777"),
-  (f"{SFT} --config.data.stepz=3", "did you mean 'steps'"),
-  (f"{SFT} --config.datum.steps=3", "did you mean 'data'"),
+  ("sft --config.data.steps=4", "--config.data.steps=4 needs a config to change"),
+  ("sft --workdirr=x", "Unknown command line flag 'workdirr'"),
+  (f"{SFT} --config.data.stepz=3", "sft_world.py: config section 'data' has no field"),
+  (f"{SFT} --config.data.stepz=3", "'stepz'; did you mean 'steps'?"),
+  (f"{SFT} --config.datum.steps=3", "sft_world.py: config has no section 'datum'; did"),
+  (f"{SFT} --config.optim.lr.x=1", "optim.lr.x: lr is a value and has no fields"),
+  (f"{GOOD} --config.eval.k=fast", "eval.k[0] is 'fast'; it must be of type int"),
   (f"{SFT} --config.data.steps=ten", "data.steps"),
   (f"{SFT} --config.data.steps=1.5", "data.steps"),
   (f"{SFT} --config.data.steps=", "data.steps"),
-  (
-    f"{SFT} --config.data=3",
-    "data is a section; set its fields by --config.data.FIELD",
-  ),
+  (f"{SFT} --config.data=3", "data is a section; set its fields by --config.data.F"),
   (f"{RL} --config.algo.loss=grpo", "--config.help=algo.loss lists them"),
   (f"{SFT} --config.optim.lr=nan", "lr is nan; it must be a finite number"),
   (f"{SFT} --config.optim.lr=inf", "lr is inf; it must be a finite number"),
@@ -82,11 +82,12 @@ TABLE = [
   (f"{GOOD} --config.eval.greedy=False --config.eval.samples=0", "nothing to play"),
   (f"{GOOD} --config.eval.k=(1,4)", "k has 4; it must be from 1 to samples=3"),
   (f"{GOOD} --config.eval.k=(0,)", "k has 0; it must be from 1 to samples=3"),
+  (f"{GOOD} --config.eval.k=(1,) --config.eval.samples=0", "so no k can be given"),
+  (f"{SELECT} --config.select.at_mots=1.0", "did you mean 'at_most'"),
+  (f"{SELECT} --config.selects.x=1", "config has no section 'selects'"),
+  (f"{SELECT} --config.select.without=nowhere.jsonl", "select.without: there is no"),
   (f"{GOOD} --config.eval.samples=1000000000", "eval.samples=1000000000"),
-  (
-    f"{GOOD} --config.rollout.top_p=2",
-    "top_p is 2.0; it must be above 0 and at most 1",
-  ),
+  (f"{GOOD} --config.rollout.top_p=2", "top_p is 2.0; it must be above 0 and at mos"),
   (f"{GOOD} --config.rollout.variant=webb", "unknown protocol variant 'webb'"),
   (f"{GOOD} --config.rollout.style=terse", "terse"),
   (f"{GOOD} --config.tools.tools=('serach',)", "serach"),

@@ -85,36 +85,6 @@ def test_tags_inside_an_observation_are_escaped_and_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("output", "reason", "detail"),
-  [
-    (observed("a <observation> b"), "nested", "opened inside another"),
-    (observed("a </observation> b"), "nested", "closed but not open"),
-    (HEAD + "<observation>cut", "unclosed", "never closed"),
-    (
-      "<think>I saw <observation>x</observation></think>" + TAIL,
-      "unclosed",
-      "<think> is still open where an observation starts",
-    ),
-    ("<think>a <plan>b</plan></think>" + TAIL, "nested", "<plan> inside <think>"),
-    ("Well. " + observed("x"), "stray_text", "'Well. "),
-    (observed("x") + "that is all", "stray_text", "'that is all'"),
-    ("<think>a</think><search>b</search>", "unknown_tool", "<search>"),
-    ("<think>a", "unclosed", "<think> is never closed"),
-    (" \n", "empty", ""),
-  ],
-)
-@pytest.mark.parametrize("keep_illegal", [False, True])
-def test_what_has_no_single_reading_is_dropped_with_the_reason(
-  tmp_path, output, reason, detail, keep_illegal
-):
-  rows = [record(output), record(observed("x"))]
-  trajectories, (dropped,) = read(tmp_path, *rows, keep_illegal=keep_illegal)
-  assert [t.task_id for t in trajectories] == ["sft-1"]
-  assert (dropped.task_id, dropped.reason) == ("sft-0", reason)
-  assert detail in dropped.detail
-
-
-@pytest.mark.parametrize(
   ("output", "reason", "status"),
   [
     (observed("x").replace("<think>so</think>", ""), "illegal_transition", "ended"),
@@ -133,23 +103,6 @@ def test_illegal_records_are_kept_on_demand_and_always_marked(
   assert t.text == output
   assert t.meta["fault"].startswith(reason + ": ")
   assert t.status == status
-
-
-@pytest.mark.parametrize(
-  ("row", "detail"),
-  [
-    ({"instruction": "a", "output": 3}, "'output' must be a string"),
-    (record(observed("x"), history="hello"), "'history' must be a list"),
-    (record(observed("x"), history=[["a", "b", "c"]]), "not two texts"),
-    (record(observed("x"), history=[["a", None]]), "not two texts"),
-  ],
-)
-def test_a_field_of_another_kind_drops_the_row(tmp_path, row, detail):
-  (trajectory,), (dropped,) = read(tmp_path, row, record(observed("x")))
-  assert trajectory.task_id == "sft-1"
-  assert dropped.task_id == "sft-0"
-  assert dropped.reason == "bad_field"
-  assert detail in dropped.detail
 
 
 def test_earlier_turns_stand_before_the_question_as_in_a_chat(tmp_path):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from imported import calls_in, read
+from imported import ALONE, calls_in
 
 from coa_jax.cli.completions import read_request
 from coa_jax.data.importers.importers import Importer, detect, records
-from coa_jax.data.teacher.convert import ConvertConfig, Dropped
+from coa_jax.data.teacher.convert import ConvertConfig
 from coa_jax.protocol.prompts import conversation_text
-from coa_jax.protocol.roles import get_variant
-from coa_jax.protocol.trajectory import Status
 
-ALONE = get_variant("unified-plan-reflection-suggested_answer-double_check")
+FILLED = ConvertConfig(missing_think="Go on.")
 CALL = json.dumps({"name": "area", "arguments": {"side": 7}})
 BODY = '{"name": "area", "arguments": {"side": 7}}'
 
@@ -55,33 +53,12 @@ LAYOUTS = [
 def test_sharegpt_layouts_are_read_alike(turns, results):
   row = sharegpt(*turns, tools="[]", answer="49")
   assert detect(row) == "sharegpt"
-  importer = Importer("sharegpt", ALONE, tools={"Area": "tool"}, convert=_FILLED)
+  importer = Importer("sharegpt", ALONE, tools={"Area": "tool"}, convert=FILLED)
   task, trajectory = importer.read(0, "f:1", row)
   assert (task.question, task.answers, task.source) == (ASKS[1], ("49",), "sharegpt")
   assert calls_in(trajectory, ALONE) == [("tool", BODY, r) for r in results]
   assert trajectory.text.endswith("<answer> 49</answer>")
   assert ("<think> Hm.</think>" in trajectory.text) == ("Hm" in str(turns))
-
-
-_FILLED = ConvertConfig(missing_think="Go on.")
-
-
-@pytest.mark.parametrize(
-  ("row", "reason"),
-  [
-    ({"conversations": "hello"}, "no_messages"),
-    (sharegpt(ASKS, ("narrator", "x"), SAYS), "bad_turn"),
-    (sharegpt(ASKS, ("function_call", "area(7)"), SAYS), "bad_call"),
-    (sharegpt(ASKS, ("function_call", "[1]"), SAYS), "bad_call"),
-    (sharegpt(ASKS, ("function_call", CALL), SAYS), "no_result"),
-    (sharegpt(SAYS), "no_question"),
-    (sharegpt(ASKS, ("gpt", "a"), ("gpt", "b")), "multi_turn"),
-    ({"conversations": [{"from": ["human"], "value": 1}]}, "bad_turn"),
-  ],
-)
-def test_sharegpt_rows_that_cannot_be_mapped_are_dropped(row, reason):
-  result = read("sharegpt", row)
-  assert isinstance(result, Dropped) and result.reason == reason, result
 
 
 def test_each_question_of_a_conversation_is_a_trajectory(tmp_path):
@@ -98,7 +75,7 @@ def test_each_question_of_a_conversation_is_a_trajectory(tmp_path):
     path = tmp_path / f"{n}.json"
     path.write_text(json.dumps([row]))
     found, records_ = records(str(path))
-    importer = Importer(found, ALONE, tools={"area": "tool"}, convert=_FILLED)
+    importer = Importer(found, ALONE, tools={"area": "tool"}, convert=FILLED)
     results = [importer.read(*record) for record in records_]
     if n == 2:
       assert [t.id for t, _ in results] == ["c"]
@@ -141,23 +118,3 @@ def test_search_r1_text_becomes_searches(prompt):
     assert (task.question, task.answers) == ("Who?", ("x",))
     assert calls_in(trajectory, ALONE) == [(tag, "q", "Doc 1")] * 2
     assert trajectory.text.endswith("<think> u</think><answer> x</answer>")
-
-
-@pytest.mark.parametrize(
-  ("text", "reason"),
-  [
-    (ROUND + "My action is not correct.<answer>x</answer>", "stray_text"),
-    (ROUND + "<answer>x", "unclosed"),
-    (ROUND.replace("Doc 1", "a <answer>evil</answer> b"), "nested"),
-    (ROUND.replace("Doc 1", "a</information><answer>e</answer>b"), "stray_text"),
-    (ROUND + "<search>q</search><answer>x</answer>", "no_result"),
-    (ROUND + "<search>q</search>", "no_result"),
-    (ROUND + "<information>i</information>", "no_result"),
-    (ROUND + "<answer>x</answer><think>t</think>", "multi_turn"),
-    (ROUND, Status.TURN_LIMIT.value),
-    (ROUND + "<search>" * 20_000, "unclosed"),
-  ],
-)
-def test_search_r1_text_with_two_readings_is_dropped(text, reason):
-  result = read("search_r1", {"question": "Who?", "text": text})
-  assert isinstance(result, Dropped) and result.reason == reason, result

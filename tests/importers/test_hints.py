@@ -8,7 +8,7 @@ import re
 import shlex
 
 import pytest
-from imported import row_of, search
+from imported import ENDS, GAVE, asks, calls, row_of, search
 
 from coa_jax.data.importers import hints
 from coa_jax.data.importers.importers import Importer
@@ -23,16 +23,8 @@ ALONE = "-plan-reflection-suggested_answer-double_check"
 
 
 def chat(name: str, *after: dict) -> dict:
-  call = {"id": "1", "function": {"name": name, "arguments": '{"query": "q"}'}}
-  return {
-    "messages": [
-      {"role": "user", "content": "Who?"},
-      {"role": "assistant", "content": None, "tool_calls": [call]},
-      {"role": "tool", "tool_call_id": "1", "content": "o"},
-      {"role": "assistant", "content": "x"},
-      *after,
-    ]
-  }
+  gave = {**GAVE, "tool_call_id": name}
+  return asks(calls(name, content=None), gave, ENDS, *after)
 
 
 PYTHON = {"name": "python_interpreter", "arguments": "print(1)"}

@@ -7,12 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 
 import foreign
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from imported import UNIFIED, WHOLE, calls_in, lost, read, row_of, search
+from imported import (
+  ENDS,
+  GAVE,
+  UNIFIED,
+  WHOLE,
+  asks,
+  calls,
+  calls_in,
+  lost,
+  read,
+  row_of,
+  search,
+)
 
 from coa_jax.data.importers.importers import FORMATS, Importer, detect, records
 from coa_jax.data.tasks.task import Task
@@ -104,6 +117,20 @@ def _slots(value):
       yield from _slots(inner)
 
 
+FILE = pathlib.Path(__file__).parents[1] / "fixtures" / "dropped_rows.jsonl"
+DROPPED = [json.loads(line) for line in FILE.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+  "case", DROPPED, ids=[f"{case['format']}: {case['detail'][:60]}" for case in DROPPED]
+)
+def test_a_row_that_cannot_be_mapped_is_dropped_with_the_reason(case):
+  for keep_illegal in (False, True):
+    result = read(case["format"], case["row"], keep_illegal=keep_illegal)
+    assert isinstance(result, Dropped), result
+    assert result.reason == case["reason"] and case["detail"] in result.detail
+
+
 def test_an_oagents_run_becomes_the_spans_of_the_paper():
   critique = "fine information_conflict: Good tool_effectiveness: Fair "
   critique += "trajectory_monitoring: Good"
@@ -143,64 +170,8 @@ def test_an_error_is_part_of_what_the_agent_saw():
   assert trajectory.calls[0].status == "model"
 
 
-@pytest.mark.parametrize(
-  ("row", "reason"),
-  [
-    (row_of(search(tool_calls=[{"name": "a"}] * 2)), "shared_observation"),
-    (row_of(search(tool_calls=[{"name": "rm", "arguments": {}}])), "unknown_tool"),
-    (row_of(search_agent_actions={"s": {"tool_calls": []}}), "unplaced_subtask"),
-    (row_of({"dance": 1}), "unknown_step"),
-    (row_of(search(), question=""), "no_question"),
-    (row_of(search(), agent_error="boom"), Status.INFRASTRUCTURE.value),
-    (row_of(search(), prediction=None), Status.TURN_LIMIT.value),
-    (row_of(search(), iteration_limit_exceeded=True), Status.TURN_LIMIT.value),
-    (row_of(search(), prediction="y"), "illegal_transition"),  # and wrong: no score
-    (row_of(search(model_output="<plan> it")), "nested"),
-  ],
-)  # fmt: skip
-def test_oagents_rows_that_cannot_be_mapped_are_dropped(row, reason):
-  result = read("oagents", row)
-  assert isinstance(result, Dropped) and result.reason == reason, result
-
-
-def asks(*messages) -> dict:
-  user = {"role": "user", "content": "Who?"}
-  return {"messages": [user, *messages], "answer": "x"}
-
-
-def calls(*names, **fields) -> dict:
-  calls_ = [
-    {"id": n, "function": {"name": n, "arguments": '{"query": "q"}'}} for n in names
-  ]
-  return {"role": "assistant", "content": "go", "tool_calls": calls_, **fields}
-
-
-GAVE = {"role": "tool", "tool_call_id": "search", "content": "o"}
-ENDS = {"role": "assistant", "content": "x"}
-
-
-@pytest.mark.parametrize(
-  ("row", "reason"),
-  [
-    (asks(calls("search"), ENDS), "no_result"),
-    (asks(calls("search"), GAVE, GAVE, ENDS), "stray_result"),
-    (asks(calls("search"), {**GAVE, "tool_call_id": "no"}, ENDS), "stray_result"),
-    (asks(calls("search"), GAVE, {"role": "user", "content": "?"}), "multi_turn"),
-    (asks(calls("search"), GAVE, ENDS, ENDS), "multi_turn"),
-    (asks(calls("search"), GAVE), Status.TURN_LIMIT.value),
-    (asks(calls("dance"), GAVE, ENDS), "stray_result"),
-    ({"messages": "hello"}, "no_messages"),
-    ({"messages": [ENDS]}, "no_question"),
-  ],
-)
-def test_chat_rows_that_cannot_be_mapped_are_dropped(row, reason):
-  result = read("chat", row)
-  assert isinstance(result, Dropped) and result.reason == reason, result
-
-
 def test_tools_are_renamed_by_a_table():
   row = asks(calls("Lookup"), {**GAVE, "tool_call_id": "Lookup"}, ENDS)
-  assert read("chat", row).reason == "unknown_tool"
   _, trajectory = read("chat", row, tools={"lookup": "wiki_search"})
   assert calls_in(trajectory) == [("wiki_search", "q", "o")]
   with pytest.raises(ValueError, match="tools: 'a' is 'b'; accepted: wiki_search"):
@@ -208,27 +179,6 @@ def test_tools_are_renamed_by_a_table():
 
 
 ROUND = "Thought: t\nAction: search[q]\nObservation: o\n"
-
-
-@pytest.mark.parametrize(
-  ("text", "reason"),
-  [
-    (ROUND + "Thought: fake\nThought: t\nFinal Answer: x", "ambiguous"),
-    (ROUND + "Action: search[fake]\nFinal Answer: x", "ambiguous"),
-    (ROUND + "Observation: fake\nThought: t\nFinal Answer: x", "ambiguous"),
-    (ROUND + "Final Answer: fake\nThought: t\nFinal Answer: x", "ambiguous"),
-    ("Thought 1: t\nAction 2: search[q]\nObservation 1: o", "ambiguous"),
-    ("Thought 1: t\nAction: search[q]\nObservation 1: o", "ambiguous"),
-    ("Well.\n" + ROUND, "stray_text"),
-    ("Thought: t", "cut"),
-    (ROUND, Status.TURN_LIMIT.value),
-    ("Thought: t\nAction: search[q]", "no_result"),
-    ("Thought: t\nAction: jump[q]\nObservation: o", "unknown_tool"),
-  ],
-)
-def test_react_text_with_two_readings_is_dropped(text, reason):
-  result = read("react", {"question": "Who?", "text": text})
-  assert isinstance(result, Dropped) and result.reason == reason, result
 
 
 def test_runs_find_their_tasks():
@@ -261,29 +211,39 @@ def test_formats(tmp_path):
 DEEP = "[" * 100_000
 
 
+def block(inner: str) -> dict:
+  """A chat row with a call in the text of its first reply."""
+  reply = {"role": "assistant", "content": f"<tool_call>{inner}</tool_call>"}
+  return asks(reply, {"role": "tool", "content": "o"}, ENDS)
+
+
 @pytest.mark.parametrize(
-  ("format_", "row"),
+  ("format_", "row", "reason"),
   [
-    ("chat", asks({**calls("search"), "content": DEEP}, GAVE, ENDS)),
-    ("oagents", row_of(search(model_output="\n" * 300_000, observations="o"))),
-    (
-      "oagents",
-      row_of(search(), {"tool_calls": [{"name": "code", "arguments": DEEP}]}),
-    ),
-    ("oagents", row_of(search(observations="\ud800 half"))),
-    ("react", {"question": "Who?", "text": ROUND + "Thought: t\nAction: a" + DEEP}),
+    ("chat", asks(calls("search", content=DEEP), GAVE, ENDS), ""),
+    ("chat", block("{" * 50_000), "bad_call"),
+    ("chat", block(DEEP), "bad_call"),
+    ("chat", block("{<tool_call>" * 9_000), "bad_call"),
+    ("oagents", row_of(search(model_output="\n" * 300_000, observations="o")), ""),
+    ("oagents", row_of({"tool_calls": [{"name": "code", "arguments": DEEP}]}), ""),
+    ("oagents", row_of(search(observations="\ud800 half")), ""),
+    ("react", {"question": "Who?", "text": f"{ROUND}Thought: t\nAction: a{DEEP}"}, ""),
+    ("search_r1", {"question": "Who?", "text": "<search>" * 20_000}, "unclosed"),
   ],
+  ids=range(9),
 )
-def test_hostile_rows_end_soon(format_, row):
+def test_hostile_rows_end_soon(format_, row, reason):
   result = read(format_, row)
-  assert isinstance(result, Dropped) or parse(result[1].text, UNIFIED).ok
+  if isinstance(result, Dropped):
+    assert result.reason == (reason or result.reason)
+  else:
+    assert not reason and parse(result[1].text, UNIFIED).ok
 
 
 @pytest.mark.parametrize("arguments", [DEEP, "9" * 5000, "NaN", "[1]", "{"])
 def test_arguments_that_are_no_object_are_the_body(arguments):
-  message = calls("search")
-  message["tool_calls"][0]["function"]["arguments"] = arguments
-  _, trajectory = read("chat", asks(message, GAVE, ENDS))
+  row = asks(calls("search", arguments=arguments), GAVE, ENDS)
+  _, trajectory = read("chat", row)
   assert calls_in(trajectory) == [("web_search", arguments, "o")]
 
 
@@ -312,14 +272,6 @@ def test_what_a_chat_row_has_beside_is_named():
     "message 0: field 'mood' is not read",
     "message 1: reasoning 'r2' beside another",
   ]
-
-
-@pytest.mark.parametrize("second", [None, "", "search"])
-def test_calls_that_ids_do_not_tell_apart_are_dropped(second):
-  message = calls("search", "search")
-  message["tool_calls"][1]["id"] = second
-  results = [{**GAVE, "tool_call_id": second, "content": "two"}, GAVE]
-  assert read("chat", asks(message, *results, ENDS)).reason == "mixed_ids"
 
 
 def test_of_several_texts_the_react_one_is_read_and_the_others_named():

@@ -7,22 +7,18 @@ import json
 
 import pytest
 import recorded
-from imported import WHOLE, calls_in
+from imported import ALONE, ENDS, GAVE, WHOLE, asks, calls, calls_in, read
 
-from coa_jax.data.importers.importers import FORMATS, Importer, detect
+from coa_jax.data.importers.importers import Importer, detect
 from coa_jax.data.importers.shapes import as_chat
 from coa_jax.data.importers.turns import split_turns
 from coa_jax.data.teacher.convert import Dropped
 from coa_jax.protocol.parser import parse
-from coa_jax.protocol.roles import get_variant
-
-ALONE = get_variant("unified-plan-reflection-suggested_answer-double_check")
 
 
 def take(format_: str, row: dict, **tools: str):
   """Imports one row as a single agent's."""
-  importer = Importer(format_, ALONE, stem="t", tools=tools, convert=WHOLE)
-  return importer.read(0, "t:1", json.loads(json.dumps(row)))
+  return read(format_, row, variant=ALONE, tools=tools)
 
 
 @pytest.mark.parametrize("name", recorded.ROWS)
@@ -60,16 +56,10 @@ def test_converted_again_a_row_does_not_change(name):
   assert "q1" not in task.question and "o1" not in task.question
 
 
-def test_every_shape_is_a_format():
-  assert {format_ for format_, _ in recorded.ROWS.values()} <= set(FORMATS)
-
-
 def hermes(*texts: str) -> dict:
   """A row whose first reply is a text, and whose last is an answer."""
-  said = [{"role": "user", "content": "Who?"}]
-  said += [{"role": "assistant", "content": texts[0]}]
-  said += [{"role": "tool", "content": text} for text in texts[1:]]
-  return {"messages": [*said, {"role": "assistant", "content": "x"}]}
+  results = [{"role": "tool", "content": text} for text in texts[1:]]
+  return asks({"role": "assistant", "content": texts[0]}, *results, ENDS)
 
 
 def call(inner: str) -> str:
@@ -111,18 +101,6 @@ def test_call_blocks_in_text(text, body):
     assert calls_in(result[1], ALONE) == [("web_search", body, "o")]
 
 
-def openai(arguments: str, name: str = "get_temp") -> dict:
-  called = {"id": "1", "function": {"name": name, "arguments": arguments}}
-  return {
-    "messages": [
-      {"role": "user", "content": "Who?"},
-      {"role": "assistant", "content": None, "tool_calls": [called]},
-      {"role": "tool", "tool_call_id": "1", "content": "o"},
-      {"role": "assistant", "content": "x"},
-    ]
-  }
-
-
 @pytest.mark.parametrize(
   ("arguments", "written"),
   [
@@ -141,7 +119,9 @@ def openai(arguments: str, name: str = "get_temp") -> dict:
   ],
 )
 def test_arguments_of_a_function(arguments, written):
-  result = take("chat", openai(arguments), get_temp="tool")
+  gave = {**GAVE, "tool_call_id": "get_temp"}
+  row = asks(calls("get_temp", arguments=arguments), gave, ENDS)
+  result = take("chat", row, get_temp="tool")
   if written is None:
     assert isinstance(result, Dropped) and result.reason == "bad_arguments", result
     return
@@ -184,11 +164,11 @@ def test_line_ends_of_another_system_are_no_part_of_an_observation():
   ],
 )
 def test_calls_made_at_once_and_one_observation(turns, reason):
-  calls = [{"name": "area", "arguments": {"side": n}} for n in (1, 2)]
+  made = [{"name": "area", "arguments": {"side": n}} for n in (1, 2)]
   row = {
     "conversations": [
       {"from": "human", "value": "Who?"},
-      {"from": "function_call", "value": json.dumps(calls)},
+      {"from": "function_call", "value": json.dumps(made)},
       *[{"from": "observation", "value": turn} for turn in turns],
       {"from": "gpt", "value": "x"},
     ]
@@ -206,10 +186,6 @@ def test_calls_made_at_once_and_one_observation(turns, reason):
   assert results == texts
 
 
-def anthropic(*replies: dict) -> dict:
-  return {"messages": [{"role": "user", "content": "Who?"}, *replies]}
-
-
 def assistant(*parts: dict) -> dict:
   return {"role": "assistant", "content": list(parts)}
 
@@ -217,128 +193,22 @@ def assistant(*parts: dict) -> dict:
 TEXT = {"type": "text", "text": "x"}
 USE = {"type": "tool_use", "id": "1", "name": "search", "input": {"query": "q"}}
 GOT = {"type": "tool_result", "tool_use_id": "1", "content": "o"}
-DEEP = "[" * 50_000
-
-
-@pytest.mark.parametrize(
-  ("row", "reason"),
-  [
-    (
-      anthropic(assistant({**USE, "type": "server_tool_use"}), assistant(TEXT)),
-      "bad_content",
-    ),
-    (anthropic(assistant(TEXT, {"type": "mcp_tool_use", "name": "s"})), "bad_content"),
-    (anthropic(assistant(TEXT, {"toolUse": {"name": "s"}})), "bad_content"),
-    (
-      anthropic({**assistant(TEXT), "parts": [{"functionCall": {"name": "s"}}]}),
-      "unread_call",
-    ),
-    (anthropic(assistant(TEXT, USE)), "no_result"),
-    (
-      anthropic(
-        assistant(USE),
-        {"role": "user", "content": [{**GOT, "tool_use_id": "2"}]},
-        assistant(TEXT),
-      ),
-      "stray_result",
-    ),
-    (
-      anthropic(
-        assistant(USE),
-        {"role": "user", "content": [{**GOT, "content": [{"type": "search_result"}]}]},
-        assistant(TEXT),
-      ),
-      "bad_content",
-    ),
-    (anthropic(assistant({"type": "tool_use", "name": 5})), "bad_call"),
-    (anthropic(assistant({"type": "thinking", "thinking": 5}, TEXT)), "bad_content"),
-    (hermes(call("search(1)")), "multi_turn"),
-    (hermes(call("{'name': 'search', 'arguments': f()}"), "o"), "bad_call"),
-    (hermes(call("{" * 50_000), "o"), "bad_call"),
-    (hermes(call(DEEP), "o"), "bad_call"),
-    (hermes("<tool_call>{" * 9_000, "o"), "bad_call"),
-    (hermes('<tool_call>{"name": "search", "arguments": {}}', "o"), "bad_call"),
-    (hermes(call('{"name": "search", "arguments": {"query": "q"}}')), "no_result"),
-    (
-      {"output": [{"type": "web_search_call", "id": "1"}], "input": "Who?"},
-      "unread_call",
-    ),
-    ({"output": [{"type": "message", "content": "x"}], "input": "Who?"}, "unread_call"),
-    (
-      {
-        "messages": [
-          {"type": "human", "content": "Who?"},
-          {"type": "ai", "content": "x", "invalid_tool_calls": [{"name": "s"}]},
-        ]
-      },
-      "bad_call",
-    ),
-    (
-      {"messages": [{"lc": 1, "type": "not_implemented", "id": ["A"], "kwargs": {}}]},
-      "bad_turn",
-    ),
-    ({"schema_version": "ATIF-v1.4", "steps": [{"source": "robot"}]}, "bad_turn"),
-    (
-      {
-        "steps": [
-          {"source": "user", "message": "Who?"},
-          {
-            "source": "agent",
-            "message": "x",
-            "observation": {"results": [{"content": "o"}]},
-          },
-        ]
-      },
-      "stray_result",
-    ),
-    (
-      {
-        "steps": [
-          {"source": "user", "message": "Who?"},
-          {"source": "agent", "message": "x", "observation": [1]},
-        ]
-      },
-      "bad_record",
-    ),
-    (
-      {"prompt": "Who?", "completion": [{"role": "assistant", "tool_calls": ["{"]}]},
-      "bad_call",
-    ),
-    (
-      {"prompt": "Who?", "completion": [{"role": "assistant", "tool_calls": [7]}]},
-      "bad_call",
-    ),
-    (
-      {"prompt": "Who?", "completion": [{"role": "assistant", "tool_calls": "no"}]},
-      "bad_call",
-    ),
-    (
-      {"input": "Who?", "output": "x", "intermediate_steps": [["search", "o"]]},
-      "unknown_step",
-    ),
-    ({"input": "Who?", "output": "x", "intermediate_steps": [[]]}, "unknown_step"),
-  ],
-)
-def test_rows_that_no_shape_fits_are_dropped(row, reason):
-  (turn,) = split_turns(row, "t")
-  result = take(detect(row), turn)
-  assert isinstance(result, Dropped) and result.reason == reason, result
 
 
 def test_blocks_that_repeat_the_fields_are_read_once():
-  row = openai('{"query": "q"}', "search")
-  row["messages"][1]["content"] = call(
-    '{"name": "search", "arguments": {"query": "q"}}'
-  )
-  assert calls_in(take("chat", row)[1], ALONE) == [("web_search", "q", "o")]
-  row["messages"][1]["content"] = call(
-    '{"name": "search", "arguments": {"query": "p"}}'
-  )
-  assert take("chat", row).reason == "bad_call"
+  for query, same in (("q", True), ("p", False)):
+    text = call(json.dumps({"name": "search", "arguments": {"query": query}}))
+    result = take("chat", asks(calls("search", content=text), GAVE, ENDS))
+    if same:
+      assert calls_in(result[1], ALONE) == [("web_search", "q", "o")]
+    else:
+      assert result.reason == "bad_call"
 
 
 def test_streamed_messages_of_langchain():
-  row = json.loads(json.dumps(recorded.LANGCHAIN).replace('"ai"', '"AIMessageChunk"'))
+  row = json.loads(
+    json.dumps(recorded.ROWS["langchain"][1]).replace('"ai"', '"AIMessageChunk"')
+  )
   assert calls_in(take("chat", row)[1], ALONE) == recorded.CALLS
 
 
@@ -354,7 +224,7 @@ def test_a_reply_in_pieces_is_one_reply():
     {"role": "user", "content": [{**GOT, "tool_use_id": "2"}]},
     assistant(TEXT),
   ]
-  _, trajectory = take("chat", anthropic(*pieces))
+  _, trajectory = take("chat", asks(*pieces))
   assert "<think> first\nsecond\nthird</think>" in trajectory.text
   assert calls_in(trajectory, ALONE) == [("web_search", "q", "o")] * 2
 
@@ -380,5 +250,5 @@ def test_a_row_nested_deeply_ends_nothing(format_):
 
 
 def test_an_id_of_zero_is_an_id():
-  task, _ = take("verifiers", recorded.VERIFIERS)
+  task, _ = take("verifiers", recorded.ROWS["verifiers"][1])
   assert (task.id, task.answers) == ("0", (recorded.ANSWER,))

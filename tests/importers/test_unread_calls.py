@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import foreign
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from imported import WHOLE, read
+from imported import ALONE, ENDS, GAVE, asks, calls, read
 
-from coa_jax.data.importers.importers import Importer
 from coa_jax.data.importers.unread_calls import count_calls
 from coa_jax.data.teacher.convert import Dropped
-from coa_jax.protocol.roles import get_variant
 
-ALONE = get_variant("unified-plan-reflection-suggested_answer-double_check")
 JSON = '{"name": "search", "arguments": {"query": "q"}}'
 BAR, LOW = "\uff5c", "\u2581"
 # A call as models write it in their text.
@@ -81,20 +77,12 @@ PLAIN = [
 
 
 def chat(answer: str, thought: str = "t") -> dict:
-  called = {"id": "1", "function": {"name": "search", "arguments": '{"query": "q"}'}}
-  return {
-    "messages": [
-      {"role": "user", "content": "Who?"},
-      {"role": "assistant", "content": thought, "tool_calls": [called]},
-      {"role": "tool", "tool_call_id": "1", "content": f"o {CALLS[0]}"},
-      {"role": "assistant", "content": answer},
-    ]
-  }
+  gave = {**GAVE, "content": f"o {CALLS[0]}"}
+  return asks(calls("search", content=thought), gave, {**ENDS, "content": answer})
 
 
 def take(format_: str, row: dict):
-  importer = Importer(format_, ALONE, stem="t", convert=WHOLE)
-  return importer.read(0, "t:1", json.loads(json.dumps(row)))
+  return read(format_, row, variant=ALONE)
 
 
 @pytest.mark.parametrize("answer", PLAIN)
@@ -159,20 +147,6 @@ def test_rows_hold_no_more_calls_than_are_read(drawn):
   """What the drawn rows hold is counted, and none is dropped for it."""
   assert count_calls(drawn.row) <= len(drawn.calls) + len(drawn.row)
   assert not isinstance(read(drawn.format, drawn.row), Dropped)
-
-
-@pytest.mark.parametrize(
-  "message",
-  [
-    {"role": "assistant", "content": "x", "toolCalls": [{"type": "tool_call"}]},
-    {"role": "assistant", "content": "x", "parts": [{"functionCall": {"name": "s"}}]},
-    {"role": "assistant", "content": "x", "actions": [{"tool": "s", "tool_input": ""}]},
-    {"role": "assistant", "content": "x", "blocks": [{"type": "tool_use"}]},
-  ],
-)
-def test_a_call_that_stands_in_a_field_of_its_own_drops_the_row(message):
-  row = {"messages": [{"role": "user", "content": "Who?"}, message]}
-  assert take("chat", row).reason == "unread_call"
 
 
 @settings(max_examples=50, deadline=None)

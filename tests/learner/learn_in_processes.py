@@ -62,7 +62,7 @@ def main() -> None:
   loss, mesh, minibatches = CASES[case]
   partitioner = make_partitioner(MeshConfig(**mesh))
   update = updates.PolicyUpdate(
-    toy.MODEL,
+    toy.ONE_LAYER,
     LossConfig(**loss),
     BatchConfig(rows=ROWS, length=LENGTH, minibatches=minibatches),
     OptimConfig(lr=1e-3, schedule="constant"),
@@ -73,7 +73,7 @@ def main() -> None:
     prompts=GROUPS,
     samples=SAMPLES,
   )
-  params = transformer.init_params(toy.MODEL, 0, partitioner)
+  params = transformer.init_params(toy.ONE_LAYER, 0, partitioner)
   state, frozen = update.init(params, 0)
 
   # --- What the host makes, on its way to the devices.

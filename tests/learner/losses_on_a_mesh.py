@@ -39,7 +39,7 @@ from coa_jax.model.sharding import ONE_DEVICE, MeshConfig, Partitioner, make_par
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 DTYPES = toy.use_float64() if sys.argv[3] == "float64" else {}
-CFG = dataclasses.replace(toy.MODEL, **DTYPES)
+CFG = dataclasses.replace(toy.ONE_LAYER, **DTYPES)
 LENGTH = 256  # by which dr_grpo divides; a split has rows of other lengths
 MORE = {
   "dual clip": {"dual_clip": 1.2},
@@ -86,7 +86,7 @@ def played() -> list[Trajectory]:
   """The toy scripts twice, with log-probs as a slightly different policy left them."""
   rng = np.random.default_rng(0)
   out = toy.trajectories() + toy.trajectories()
-  logps = toy.logps_of(CFG, toy.params(**DTYPES), out[:4]) * 2
+  logps = toy.logps_of(CFG, toy.params(layers=1, **DTYPES), out[:4]) * 2
   for t, own in zip(out, logps, strict=True):
     noisy = iter((own + rng.normal(scale=0.2, size=own.shape)).tolist())
     for s in t.segments:
@@ -167,7 +167,7 @@ def split(rows: int, length: int, mesh: MeshConfig | None):
     devices = mesh.data * mesh.fsdp * mesh.context
     partitioner = make_partitioner(mesh, jax.devices()[:devices])
   head_D1 = 0.3 * jax.random.normal(jax.random.key(1), (CFG.width, 1))
-  params = {"trunk": toy.params(**DTYPES), "value_head": head_D1}
+  params = {"trunk": toy.params(layers=1, **DTYPES), "value_head": head_D1}
   params = jax.device_put(params, partitioner.tree(params))
   run = jax.jit(functools.partial(pulled_back, partitioner))
   micro = [batches(config, rows, length) for config in ALGORITHMS.values()]
@@ -186,7 +186,7 @@ def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   loss = LossConfig(**PRESETS["ppo"]["loss"] | fields)
   batch = BatchConfig(rows=4, length=128, minibatches=2)
   partitioner = make_partitioner(mesh) if mesh else ONE_DEVICE
-  params = jax.tree.map(jnp.array, toy.params(**DTYPES))
+  params = jax.tree.map(jnp.array, toy.params(layers=1, **DTYPES))
   params = jax.device_put(params, partitioner.tree(params))
   optim = OptimConfig(lr=1e-3, schedule="constant")
   update = PolicyUpdate(

@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import pathlib
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from started import free_address, outputs
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner.dataset import Dataset, check_ids
@@ -154,27 +151,9 @@ print(json.dumps([seen[0], seen[3]]))
 
 def test_processes_share_the_rows_of_an_epoch_and_read_their_own(tmp_path):
   """Real processes of JAX: what is on the devices of each, resumed or not."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  dataset = numbered(tmp_path, 10)
-  root = pathlib.Path(__file__).parents[2]
-  env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-  started = [
-    subprocess.Popen(
-      [sys.executable, "-c", CHILD, address, "2", str(i), str(tmp_path / "10_4")],
-      env=env,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  seen = []
-  for process in started:
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    seen.append(json.loads(out.splitlines()[-1]))
+  dataset, address = numbered(tmp_path, 10), free_address()
+  both = (["-c", CHILD, address, "2", str(i), tmp_path / "10_4"] for i in range(2))
+  seen = [json.loads(said.splitlines()[-1]) for said in outputs(*both)]
   for first, ours in zip((0, 3), zip(*seen, strict=True), strict=True):
     alone = stream(dataset, 4, 5, first, 5 - first)
     together = [sorted(a[0] + b[0]) for a, b in zip(*ours, strict=True)]
@@ -212,12 +191,5 @@ print(peak() - before)
 
 def test_memory_does_not_grow_with_the_tokens(tmp_path):
   """8 million tokens: 32 MB on disk, some 300 MB as lists of Python's integers."""
-  root = pathlib.Path(__file__).parents[2]
-  done = subprocess.run(
-    [sys.executable, "-c", MEMORY, str(tmp_path)],
-    env={**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  assert float(done.stdout) < 20  # MB; the signs and pages of what was touched
+  (grown,) = outputs(["-c", MEMORY, tmp_path])
+  assert float(grown) < 20  # MB; the signs and pages of what was touched

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from started import outputs
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-
-
+PROGRAM = pathlib.Path(__file__).with_name("losses_on_a_mesh.py")
 SPLITS = {"some": 2, "all": 7}
 # The order of a sum changes its last digits: on two makers' CPUs by up to 1.2e-6 of a
 # gradient in float32, and in float64 by nothing that counts.
@@ -33,16 +29,7 @@ def figures(request, tmp_path_factory) -> tuple[dict, float]:
   """What losses_on_a_mesh.py wrote, and how far apart two of it may be."""
   splits, dtype = request.param
   out = tmp_path_factory.mktemp("figures") / "out.json"
-  program = ROOT / "tests" / "learner" / "losses_on_a_mesh.py"
-  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  done = subprocess.run(
-    [sys.executable, str(program), str(out), splits, dtype],
-    env={**os.environ, "PYTHONPATH": path},
-    capture_output=True,
-    text=True,
-    timeout=1800,
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  outputs([PROGRAM, out, splits, dtype])
   found = json.loads(out.read_text())
   updates = found.pop("updates", {"one": [], "": []})
   assert len(found) == SPLITS[splits]

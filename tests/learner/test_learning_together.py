@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from started import free_address, outputs
 
 from coa_jax.protocol.trajectory import (
   Author,
@@ -22,8 +18,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.exchange import from_bytes, to_bytes
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-PROGRAM = ROOT / "tests" / "learner" / "learn_in_processes.py"
+PROGRAM = pathlib.Path(__file__).with_name("learn_in_processes.py")
 SLOW = pytest.mark.slow
 SOAK = pytest.mark.soak
 # What networks said of tokens: sums over devices, which several processes add up in
@@ -33,23 +28,18 @@ OF_NETWORKS = {"old_BT", "reference_BT", "value_BT", "return_BT"}
 
 def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
   """What each process wrote; there are four devices in all."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-
-  def run(i: int) -> dict:
-    out = str(folder / f"{processes}_{i}.npz")
-    command = [sys.executable, str(PROGRAM), out, case, str(4 // processes)]
-    if processes > 1:
+  outs = [folder / f"{processes}_{i}.npz" for i in range(processes)]
+  commands = [[PROGRAM, out, case, str(4 // processes)] for out in outs]
+  if processes > 1:
+    address = free_address()
+    for i, command in enumerate(commands):
       command += [address, str(processes), str(i)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+  outputs(*commands)
+  found = []
+  for out in outs:
     with np.load(out) as arrays:
-      return dict(arrays)
-
-  with concurrent.futures.ThreadPoolExecutor(processes) as threads:
-    return list(threads.map(run, range(processes)))
+      found.append(dict(arrays))
+  return found
 
 
 @pytest.mark.parametrize(

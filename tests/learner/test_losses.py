@@ -1,4 +1,7 @@
-"""Losses by hand, and what may not change them: packing, padding, observations."""
+"""Losses by hand, and what may not change them: chunks, observations.
+
+Packing, padding, micro-batches and meshes: test_invariance.py.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from coa_jax.model import distribution
 from coa_jax.model.transformer import Transformer, init_params
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
-CFG = toy.MODEL
+CFG = toy.ONE_LAYER
 
 
 def played() -> list[Trajectory]:
   """The toy scripts, with log-probs as a slightly different policy would leave them."""
   rng = np.random.default_rng(0)
   out = toy.trajectories()
-  for t, logps in zip(out, toy.logps_of(CFG, toy.params(), out), strict=True):
+  for t, logps in zip(out, toy.logps_of(CFG, toy.params(layers=1), out), strict=True):
     noisy = iter((logps + rng.normal(scale=0.3, size=logps.shape)).tolist())
     for s in t.segments:
       if s.author == Author.POLICY:
@@ -68,12 +71,6 @@ def value_and_grad(loss, params, batch: Batch):
   return jax.value_and_grad(total)(params)
 
 
-def summed(loss, params, batches):
-  """Loss and gradient added up over batches."""
-  parts = [value_and_grad(loss, params, b) for b in batches]
-  return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
-
-
 def assert_close(a, b):
   """Per policy token within 1e-6; and within 1e-5 of each array's own largest entry."""
   tokens = sum(len(toy.sampled_ids(t)) for t in toy.trajectories())
@@ -92,30 +89,15 @@ def alone(rows: int, length: int) -> Batch:
   return batch
 
 
-@pytest.mark.parametrize("loss", [sft, rl])
-def test_packing_padding_and_micro_batches_do_not_change_loss_or_gradient(loss):
-  params = toy.params()
-  expected = summed(loss, params, [alone(4, 72)])
-  assert float(expected[0]) != 0
-  # Longer rows and empty ones: nothing but padding.
-  assert_close(summed(loss, params, [alone(6, 128)]), expected)
-  # All in two rows; and the same rows one by one.
-  for rows in (2, 1):
-    packed = list(batching.batches(played(), rows, 112, ADVANTAGES))
-    assert len(packed) == 2 // rows
-    assert packed[0].segment_BT.max() > 1
-    assert_close(summed(loss, params, packed), expected)
-
-
 @pytest.mark.parametrize(
   "changes",
-  [{}, {"logit_chunk": 7}, {"logit_chunk": 64}, {"tie_embeddings": False}],
+  [{}, {"logit_chunk": 7}, {"logit_chunk": 64, "tie_embeddings": False}],
   ids=str,
 )
 def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
   """Whatever part of the tokens counts, and however few of them are taken at once."""
   cfg = dataclasses.replace(CFG, **changes)
-  params = toy.params(**changes)
+  params = toy.params(layers=1, **changes)
   batch = next(batching.batches(played(), 2, 112))
   rng = np.random.default_rng(0)
 
@@ -150,10 +132,10 @@ def test_chunks_of_rows_of_a_prime_length_are_the_whole():
       logp_BT, entropy_BT, _ = log_probs.token_logps(cfg, p, batch)
       return log_probs.nll(logp_BT, batch.loss_mask_BT) + entropy_BT.sum()
 
-    return jax.jit(jax.value_and_grad(loss))(toy.params())
+    return jax.jit(jax.value_and_grad(loss))(toy.params(layers=1))
 
   expected = total(CFG)
-  for chunk in (1, 5, 30, 100, 109):
+  for chunk in (1, 30, 109):
     assert_close(total(dataclasses.replace(CFG, logit_chunk=chunk)), expected)
 
 
@@ -203,7 +185,7 @@ def test_logits_of_all_tokens_never_exist_at_a_vocabulary_of_152k(kind, rows):
 
 def test_a_trajectory_that_begins_with_the_policy_is_packed_like_any_other():
   bare = Trajectory("t", [Segment(Author.POLICY, "", "", [9, 8, 7], [-1.0] * 3)])
-  params = toy.params()
+  params = toy.params(layers=1)
   single, double = batching.empty(1, 8), batching.empty(1, 8)
   batching.fill(single, 0, [bare], [1.0])
   batching.fill(double, 0, [bare, bare], [1.0, 1.0])
@@ -215,7 +197,7 @@ def test_a_trajectory_that_begins_with_the_policy_is_packed_like_any_other():
 
 def test_token_logps_are_the_models_at_the_temperature():
   batch = alone(4, 72)
-  params = toy.params()
+  params = toy.params(layers=1)
   logp_BT, entropy_BT, removed_BT = log_probs.token_logps(CFG, params, batch, 0.7)
   assert logp_BT.dtype == entropy_BT.dtype == jnp.float32
   assert not removed_BT.any()  # there is no grammar
@@ -244,7 +226,7 @@ def test_the_gradient_is_exactly_zero_but_at_logits_of_policy_tokens(loss, monke
       patch.setattr(
         distribution, "taken_log_probs", lambda x, *a: real(x + delta_BTV, *a)
       )
-      return loss(log_probs.token_logps(CFG, toy.params(), batch)[0], batch)
+      return loss(log_probs.token_logps(CFG, toy.params(layers=1), batch)[0], batch)
 
   grad_BTV = np.asarray(jax.jit(jax.grad(total))(jnp.zeros(shape)))
   touched_BT = np.abs(grad_BTV).max(-1) > 0
@@ -262,7 +244,7 @@ def test_values_see_what_stands_before_a_token_and_are_unchanged_by_packing():
   head_D1 = jax.random.normal(jax.random.key(0), (CFG.width, 1))
 
   def values(batch: Batch):
-    return np.asarray(log_probs.token_values(CFG, toy.params(), head_D1, batch))
+    return np.asarray(log_probs.token_values(CFG, toy.params(layers=1), head_D1, batch))
 
   rows = alone(4, 72)
   value_BT = values(rows)

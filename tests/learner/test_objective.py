@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from coa_jax.learner import advantages
 from coa_jax.learner import batch as batching
-from coa_jax.learner.algorithms import AGGREGATIONS, LossConfig
+from coa_jax.learner.algorithms import LossConfig
 from coa_jax.learner.batch import Batch
-from coa_jax.learner.policy_loss import aggregation_weights, policy_loss
+from coa_jax.learner.policy_loss import policy_loss
 
 CONFIG = LossConfig(clip_low=0.2, clip_high=0.28)
 
@@ -113,21 +113,6 @@ def test_a_cap_that_is_never_active_changes_no_gradient():
 
   np.testing.assert_allclose(grad(1e6), grad(0.0), rtol=1e-6)
   assert np.abs(grad(0.9) - grad(0.0)).max() > 1e-3
-
-
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_loss_weights_are_the_formula(mode: str):
-  config = dataclasses.replace(CONFIG, aggregation=mode, horizon=10)
-  counts = [3, 0, 1]
-  sums = [1.0 + 2.0 + 4.0, 0.0, 8.0]  # of the losses of so many tokens
-  total = np.dot(aggregation_weights(config, counts, 256), sums)
-  expected = {
-    "token-mean": 15 / 4,
-    "seq-mean-token-mean": (7 / 3 + 8) / 2,
-    "seq-mean-token-sum": 15 / 2,
-    "seq-mean-token-sum-norm": 15 / 2 / 10,
-  }
-  assert total / sum(counts) == pytest.approx(expected[mode], rel=1e-12)
 
 
 @given(st.lists(st.lists(st.floats(-3, 3), max_size=6), min_size=1, max_size=6))

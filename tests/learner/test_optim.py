@@ -15,7 +15,7 @@ from coa_jax.model import transformer
 
 # A leaf's matrix: what is input, what is output (of the model's shapes).
 MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
-CFG = dataclasses.replace(toy.MODEL, attention_bias=True, tie_embeddings=False)
+CFG = dataclasses.replace(toy.ONE_LAYER, attention_bias=True, tie_embeddings=False)
 # Without first moments, Adam moves by its rate, against the gradient's sign.
 FLAT = {"schedule": "constant", "clip_norm": 0.0, "b1": 0.0}
 
@@ -43,7 +43,8 @@ def random_like(params, seed: int = 0):
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_muon_makes_matrices_orthogonal_and_adam_takes_the_rest(scan: bool):
-  params = transformer.init_params(dataclasses.replace(CFG, scan=scan), 0)
+  cfg = dataclasses.replace(CFG, scan=scan, layers=2 if scan else 1)
+  params = transformer.init_params(cfg, 0)
   config = OptimConfig(name="muon", lr=1.0, adam_lr=0.01, **FLAT)
   grads = random_like(params)
   updates = first_update(config, params, grads)

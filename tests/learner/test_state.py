@@ -17,7 +17,7 @@ from coa_jax.learner.checkpoint import Checkpoints
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState, init_state
 
-CFG = toy.MODEL
+CFG = toy.ONE_LAYER
 
 
 def loss(params, frozen, batch):
@@ -29,7 +29,7 @@ def loss(params, frozen, batch):
 
 def state_of(optimizer) -> TrainState:
   """A fresh state whose parameters may be donated."""
-  return init_state(jax.tree.map(jnp.array, toy.params()), optimizer)
+  return init_state(jax.tree.map(jnp.array, toy.params(layers=1)), optimizer)
 
 
 def test_moments_in_the_hosts_memory_change_no_bit(tmp_path):
@@ -42,7 +42,7 @@ def test_moments_in_the_hosts_memory_change_no_bit(tmp_path):
     expected, _ = learner.step(expected, micro, 100)
 
   learner = Learner(loss, optimizer, offload=True)
-  params = jax.tree.map(jnp.array, toy.params())
+  params = jax.tree.map(jnp.array, toy.params(layers=1))
   state = init_state(params, optimizer, offload=True)
   moments = 2 * len(jax.tree.leaves(params))
   for _ in range(3):
@@ -104,10 +104,10 @@ def test_one_step_is_one_update_whatever_the_micro_batches():
       first.params,
     )
   # By definition: the mean over tokens, and one step of plain gradient descent.
-  total = sum(float(loss(toy.params(), None, b)[0]) for b in whole)
+  total = sum(float(loss(toy.params(layers=1), None, b)[0]) for b in whole)
   assert float(values["loss"]) == pytest.approx(total / tokens, rel=1e-6)
   assert float(values["tokens"]) == 1.0
-  moved = jax.tree.map(lambda a, b: a - b, toy.params(), first.params)
+  moved = jax.tree.map(lambda a, b: a - b, toy.params(layers=1), first.params)
   assert float(values["grad_norm"]) == pytest.approx(
     float(optax.tree.norm(moved)), rel=1e-5
   )

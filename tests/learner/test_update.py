@@ -19,7 +19,7 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol.trajectory import Author, Trajectory
 
-CFG = toy.MODEL
+CFG = toy.ONE_LAYER
 LOSS = LossConfig(critic_lr=0.01)
 BATCH = BatchConfig(rows=2, length=128)
 
@@ -27,7 +27,7 @@ BATCH = BatchConfig(rows=2, length=128)
 def groups() -> list[list[Trajectory]]:
   """The toy scripts as two groups, sampled by the fresh policy itself, with rewards."""
   out = toy.trajectories()
-  for t, own in zip(out, toy.logps_of(CFG, toy.params(), out), strict=True):
+  for t, own in zip(out, toy.logps_of(CFG, toy.params(layers=1), out), strict=True):
     logps = iter(own.tolist())
     for s in t.segments:
       if s.author == Author.POLICY:
@@ -53,7 +53,7 @@ def build(lora: LoraConfig | None = None, lr: float = 0.003, **changes):
     prompts=2,
     samples=2,
   )
-  params = jax.tree.map(jnp.array, toy.params())
+  params = jax.tree.map(jnp.array, toy.params(layers=1))
   return update, *update.init(params, seed=0)
 
 
@@ -79,7 +79,7 @@ def test_the_reference_is_where_training_began(lora):
     kls.append(values["reference_kl"])
   assert abs(kls[0]) < 1e-9 < 1e-6 < kls[1] < kls[2]
   reference = frozen["reference"] or frozen["base"]
-  assert not moved(host(reference), host(toy.params()))
+  assert not moved(host(reference), host(toy.params(layers=1)))
   assert moved(host(update.policy(state, frozen)), host(reference))
 
 
@@ -163,10 +163,10 @@ def test_a_failure_of_infrastructure_is_no_row_and_no_group_is_no_update():
   outcomes = []
   update, state, frozen = build()
   for played in (groups(), with_failure):
-    state, _ = update.init(jax.tree.map(jnp.array, toy.params()), seed=0)
+    state, _ = update.init(jax.tree.map(jnp.array, toy.params(layers=1)), seed=0)
     outcomes.append(update(state, frozen, played)[1])
   assert outcomes[0] == outcomes[1]
-  state, _ = update.init(jax.tree.map(jnp.array, toy.params()), seed=0)
+  state, _ = update.init(jax.tree.map(jnp.array, toy.params(layers=1)), seed=0)
   before = host(state.params)
   state, values = update(state, frozen, [])
   assert int(state.step) == 1 and values == {}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import numpy as np
 import torch
 
@@ -12,19 +9,11 @@ from coa_jax.learner import batch as batching
 from coa_jax.model import decode_params
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.transformer import Transformer
 from coa_jax.rollout import sampler
+from tests.model.models import logits
 
 # Of the largest logit; both sides compute in float32.
 TOLERANCE = 2e-5
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def logits(cfg: ModelConfig, params, tokens_BT, position_BT, segment_BT) -> jax.Array:
-  """Ours."""
-  model = Transformer(cfg)
-  hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
-  return model.apply({"params": params}, hidden, method="logits")
 
 
 def rows(packed: list[list[np.ndarray]], length: int) -> batching.Batch:
@@ -60,12 +49,6 @@ def theirs(model, ids: list[np.ndarray]) -> list[np.ndarray]:
   return [row[: len(x)] for row, x in zip(out_BTV, ids, strict=True)]
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-  """The largest, relative to the largest entry of b."""
-  assert a.shape == b.shape
-  return float(np.abs(a - b).max() / np.abs(b).max())
-
-
 def rms(x: np.ndarray) -> float:
   """The root of the mean square."""
   return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
@@ -80,7 +63,7 @@ def greedy(
   last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
   (params,) = decode_params.decoding_views(cfg, params)
   table_BC = np.arange(B, dtype=np.int32)[:, None]  # a page for each
-  cache = sampler.extend(
+  cache = sampler.prefill(
     cfg,
     params,
     KVCache.empty(cfg, B, longest + new, slots=B),

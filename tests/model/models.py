@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import toy
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.transformer import Transformer
 
 QWEN3 = toy.MODEL
 QWEN2 = dataclasses.replace(
@@ -24,6 +26,14 @@ def params_of(cfg: ModelConfig):
   return jax.tree.map(
     lambda s: rng.normal(size=s.shape).astype(s.dtype), transformer.param_shapes(cfg)
   )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(cfg: ModelConfig, params, tokens_BT, position_BT, segment_BT) -> jax.Array:
+  """Of packed rows."""
+  model = Transformer(cfg)
+  hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
+  return model.apply({"params": params}, hidden, method="logits")
 
 
 def assert_identical(a, b) -> None:

@@ -154,7 +154,7 @@ def test_a_kernel_that_can_not_run_is_refused(
 def test_auto_is_the_platforms_kernel_in_the_program(
   where: str, T: int, calls: set[str], monkeypatch
 ):
-  """As docs/models-and-meshes.md has it; lowered for the platform, without a device."""
+  """As docs/internals.md has it; lowered for the platform, without a device."""
   monkeypatch.setattr(attention.Partitioner, "devices", [device(where)])
   # Asks the driver for its version.
   monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)

@@ -260,31 +260,15 @@ def test_a_tpus_kernel_is_given_what_its_reference_reads(H: int, monkeypatch):
   assert given[0] == (3, 64) and given[-1] == (3, 3)
 
 
-@pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("P", [64, 256])
-def test_a_gpus_kernel_reads_what_the_definition_does(P, G, monkeypatch):
-  """Interpreted; on whatever pages, of rows of any length, and of none."""
-  half = [x.astype(jnp.bfloat16) for x in heads(9, 4, 512, 2 * G, 2, 64)]
-  q, k, v = half
-  monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
-  interpreted = functools.partial(triton.attend_pages, interpret=True)
-  monkeypatch.setattr(triton, "attend_pages", interpreted)
-  monkeypatch.setattr(paged, "attend", None)  # nothing else is asked
-  pages = table(4, 512 // P)
-  cache = filled(k, v, P, pages, dtype="bfloat16")
-  position_B = jnp.array([0, 300, -1, 511])
-  out = decode(cache, pages, q[:, :1], position_B).astype(jnp.float32)
-  some = np.array([0, 1, 3])
-  mask = np.arange(512) <= np.asarray(position_B)[some, None, None]
-  q, k, v = (x[some].astype(jnp.float32) for x in (q[:, :1], k, v))
-  np.testing.assert_allclose(out[some], by_definition(q, k, v, mask), atol=0.02)
-  assert not np.asarray(out[2]).any()
-
-
-@pytest.mark.parametrize("G", [1, 3])
-@pytest.mark.parametrize(("P", "T"), [(64, 1), (64, 150), (256, 40)])
+@pytest.mark.parametrize(
+  ("P", "T", "G"),
+  [
+    *((64, 1, 1), (64, 1, 3), (256, 1, 4)),
+    *((64, 150, 1), (64, 150, 3), (256, 40, 1), (256, 40, 3)),
+  ],
+)
 def test_a_gpus_kernel_gives_tokens_what_the_definition_does(P, T, G, monkeypatch):
-  """Interpreted; rows that begin anywhere, and one without pages."""
+  """Interpreted; rows that begin anywhere, and one that reads nothing."""
   q, k, v = (x.astype(jnp.bfloat16) for x in heads(9, 4, 512, 2 * G, 2, 64))
   q = q[:, :T]
   monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
@@ -294,14 +278,18 @@ def test_a_gpus_kernel_gives_tokens_what_the_definition_does(P, T, G, monkeypatc
   monkeypatch.setattr(paged, "attend", None)  # nothing else is asked
   pages = table(4, 512 // P)
   cache = filled(k, v, P, pages, dtype="bfloat16")
-  pages[2] = -1
   position_BT = jnp.array([0, 300, 0, 512 - T])[:, None] + jnp.arange(T)
-  out = attend(cache, pages, q, position_BT).astype(jnp.float32)
+  without = pages.copy()
+  without[2] = -1
+  outs = [attend(cache, without, q, position_BT)]
+  if T == 1:
+    outs.append(decode(cache, pages, q, position_BT[:, 0].at[2].set(-1)))
   some = np.array([0, 1, 3])
   mask = np.asarray(position_BT)[some, :, None] >= np.arange(512)
-  q, k, v = (x[some].astype(jnp.float32) for x in (q, k, v))
-  np.testing.assert_allclose(out[some], by_definition(q, k, v, mask), atol=0.02)
-  assert not np.asarray(out[2]).any()
+  expected = by_definition(*(x[some].astype(jnp.float32) for x in (q, k, v)), mask)
+  for out in outs:
+    np.testing.assert_allclose(out[some].astype(jnp.float32), expected, atol=0.02)
+    assert not np.asarray(out[2]).any()
 
 
 @pytest.mark.usefixtures("gpu_described")

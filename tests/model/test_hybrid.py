@@ -407,8 +407,8 @@ def test_prefill_in_pieces_is_at_once_and_keeps_other_slots():
   empty = KVCache.empty(CFG, 4, 200, slots=4)
   noise = jax.tree.map(lambda x: jnp.full_like(x, 0.5), empty)
 
-  def extend(cache, token_RT, start, count):
-    return sampler.extend(
+  def prefill(cache, token_RT, start, count):
+    return sampler.prefill(
       CFG,
       params_of(),
       jax.tree.map(jnp.array, cache),
@@ -419,10 +419,10 @@ def test_prefill_in_pieces_is_at_once_and_keeps_other_slots():
       slot_R=slots,
     )
 
-  whole = extend(noise, ids, [0, 0], [150, 80])
-  parts = extend(noise, ids[:, :64], [0, 0], [64, 3])
+  whole = prefill(noise, ids, [0, 0], [150, 80])
+  parts = prefill(noise, ids[:, :64], [0, 0], [64, 3])
   rest = np.stack([ids[0, 64:], np.pad(ids[1, 3:80], (0, 9))])
-  parts = extend(parts, rest, [64, 3], [86, 77])
+  parts = prefill(parts, rest, [64, 3], [86, 77])
   for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
   for state in (s for layer in whole.states for s in layer):

@@ -9,9 +9,11 @@ import json
 import jax
 import jax.numpy as jnp
 import ml_collections
+import models
 import numpy as np
 import pytest
 import toy
+from models import difference
 from safetensors.numpy import load_file
 
 from coa_jax import sft
@@ -23,7 +25,6 @@ from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.folder import save_adapter
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.transformer import Transformer
 from coa_jax.protocol.trajectory import write_jsonl
 
 # Heads that are no divisor of the width, so that no two shapes are alike.
@@ -63,16 +64,8 @@ def trained(config: LoraConfig = ALL, cfg: ModelConfig = CFG):
   )
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def logits(cfg: ModelConfig, p) -> jax.Array:
-  model = Transformer(cfg)
-  hidden, _ = model.apply({"params": p}, TOKENS, POSITION, jnp.ones_like(TOKENS))
-  return model.apply({"params": p}, hidden, method="logits")
-
-
-def difference(a, b) -> float:
-  """The largest, relative to the largest entry of b."""
-  return float(np.abs(np.asarray(a) - b).max() / np.abs(b).max())
+  return models.logits(cfg, p, TOKENS, POSITION, np.ones_like(TOKENS))
 
 
 @pytest.mark.parametrize("cfg", [CFG, SCANNED], ids=["unrolled", "scanned"])
@@ -130,21 +123,6 @@ def test_joined_is_merged_and_scanned_is_unrolled(config: LoraConfig):
   assert jax.tree.structure(again) == jax.tree.structure(merged)
   for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(merged), strict=True):
     np.testing.assert_allclose(x, y, atol=1e-6)
-
-
-def test_merging_changes_the_adapted_matrices_by_their_products():
-  merged = lora.merge(params(), trained(SOME), SOME)
-  scale = SOME.alpha / SOME.rank
-  for i in range(CFG.layers):
-    layer, old = merged[f"layer_{i}"], params()[f"layer_{i}"]
-    halves = trained(SOME)[f"layer_{i}"]
-    for name, x in layer.items():
-      if name not in SOME.matrices:
-        np.testing.assert_array_equal(x, old[name])
-    o = np.einsum("NHr,rD->NHD", halves["o_a"], halves["o_b"])
-    np.testing.assert_allclose(layer["o"], old["o"] + scale * o, atol=1e-6)
-    q = np.einsum("Dr,rNH->DNH", halves["q_a"], halves["q_b"])
-    np.testing.assert_allclose(layer["q"], old["q"] + scale * q, atol=1e-6)
 
 
 def test_merging_keeps_the_dtype_and_rounds_once():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
+from started import outputs
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
@@ -25,14 +24,7 @@ def test_loading_takes_the_models_memory_and_one_arrays_more(tmp_path):
   )
   save_model(tmp_path, large, transformer.init_params(large, 0), shard_bytes=40_000_000)
   for _ in range(3):  # on a busy machine the allocator gives back what is free late
-    out = subprocess.run(
-      [sys.executable, READER, tmp_path],
-      env={**os.environ, "PYTHONPATH": str(READER.parents[2])},
-      capture_output=True,
-      text=True,
-    )
-    assert out.returncode == 0, out.stderr
-    took = json.loads(out.stdout)
+    took = json.loads(*outputs([READER, tmp_path]))
     assert took["all"] > 100e6 > 5 * took["largest"]
     most = took["all"] + 1.5 * took["largest"] + 8e6
     if took["grew"] < most:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from models import logits
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
@@ -34,13 +35,6 @@ def params_of(cfg: ModelConfig, seed: int = 0):
   rng = np.random.default_rng(seed)
   noisy = [x + 0.1 * rng.normal(size=x.shape).astype(np.float32) for x in leaves]
   return jax.tree.unflatten(tree, noisy)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def logits(cfg: ModelConfig, params, tokens_BT, position_BT, segment_BT):
-  model = Transformer(cfg)
-  hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
-  return model.apply({"params": params}, hidden, method="logits")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -152,17 +146,6 @@ def test_cached_is_uncached_and_pieces_are_the_whole():
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_tokens_that_are_not_valid_leave_the_cache_alone():
-  params = params_of(CFG)
-  ones = np.ones(TOKENS.shape, bool)
-  _, cache = cached_logits(
-    CFG, params, KVCache.empty(CFG, 3, T + 4), TOKENS, POSITION, ones
-  )
-  _, after = cached_logits(CFG, params, cache, TOKENS + 1, POSITION, ~ones)
-  for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
-    np.testing.assert_array_equal(a, b)
-
-
 def nll(cfg: ModelConfig, params):
   logp = jax.nn.log_softmax(
     logits(cfg, params, TOKENS, POSITION, np.ones_like(TOKENS))[:, :-1]
@@ -175,8 +158,13 @@ def loss_and_grad(cfg: ModelConfig, params):
   return jax.value_and_grad(lambda p: nll(cfg, p))(params)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "attention", "dots", "offload"])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+  ("scan", "remat"),
+  [
+    (False, "full"),
+    *((True, remat) for remat in ("none", "full", "attention", "dots", "offload")),
+  ],
+)
 def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
   plain = dataclasses.replace(CFG, **FULL)
   params = params_of(plain)
@@ -215,17 +203,6 @@ def test_what_the_backward_pass_computes_again(remat: str, products: str):
 
   again = count(remat) - count("none")
   assert again == CFG.layers * len(products.split())
-
-
-def test_stack_and_unstack_are_inverse():
-  scanned = params_of(dataclasses.replace(CFG, scan=True))
-  unrolled = transformer.unstack(scanned, CFG.layers)
-  assert set(unrolled) == {"embed", "final_norm", "layer_0", "layer_1"}
-  expected = jax.eval_shape(lambda: transformer.init_params(CFG, 0))
-  assert jax.tree.map(jnp.shape, unrolled) == jax.tree.map(jnp.shape, expected)
-  back = transformer.stack(unrolled, CFG.layers)
-  assert jax.tree.all(jax.tree.map(np.array_equal, back, scanned))
-  assert transformer.unstack(unrolled, CFG.layers) is unrolled
 
 
 OTHERS = {

@@ -40,13 +40,6 @@ def test_stacked_layers_must_be_as_many_as_the_architecture_has(tmp_path):
     save_model(tmp_path / "m", cfg, more)
 
 
-def test_what_hugging_face_does_not_have_is_not_saved(tmp_path):
-  cfg = dataclasses.replace(QWEN3, attention_bias=True)
-  with pytest.raises(ValueError, match="Hugging Face has Qwen2"):
-    save_model(tmp_path / "m", cfg, params_of(cfg))
-  assert not (tmp_path / "m").exists()
-
-
 def test_what_a_folder_says_beside_its_architecture_is_kept(tmp_path):
   first, second = tmp_path / "first", tmp_path / "second"
   params = params_of(QWEN2)

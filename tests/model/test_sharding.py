@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +14,7 @@ import pytest
 import toy
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from started import free_address, outputs
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
@@ -35,27 +31,7 @@ from coa_jax.model.sharding import (
 from coa_jax.model.variants import variant
 
 ADAPTERS = lora.LoraConfig(rank=3)
-HERE = pathlib.Path(__file__).parent
-SCRIPT = HERE / "on_a_mesh.py"
-CACHE = os.path.join(os.path.expanduser("~"), ".cache", "coa_jax", "tests")
-
-
-def start(out: pathlib.Path, *arguments: str) -> subprocess.Popen:
-  env = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": CACHE,
-    "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE.parent)]),
-  }
-  command = [sys.executable, str(SCRIPT), str(out), *arguments]
-  pipe = subprocess.PIPE
-  return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
-
-
-def finish(process: subprocess.Popen) -> None:
-  _, errors = process.communicate(timeout=900)
-  # Its own error comes first; what the other's end made of it, last.
-  assert process.returncode == 0, f"{errors[:3000]}\n...\n{errors[-3000:]}"
+SCRIPT = pathlib.Path(__file__).with_name("on_a_mesh.py")
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +41,10 @@ def both(tmp_path_factory) -> list[dict]:
   One after the other: the two wait for each other's collectives for seconds only, and a
   third at work beside them lets one fall behind.
   """
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  folder = tmp_path_factory.mktemp("mesh")
+  folder, address = tmp_path_factory.mktemp("mesh"), free_address()
   outs = folder / "one.json", folder / "two.json"
-  finish(start(outs[0], "some"))
-  started = [start(outs[1], "two processes", address, "2", str(i)) for i in range(2)]
-  # Both are read at once: one whose pipe is full would hold up the other.
-  with concurrent.futures.ThreadPoolExecutor(2) as threads:
-    list(threads.map(finish, started))
+  outputs([SCRIPT, outs[0], "some"])
+  outputs(*([SCRIPT, outs[1], "two processes", address, "2", str(i)] for i in range(2)))
   return [json.loads(out.read_text()) for out in outs]
 
 
@@ -88,7 +58,7 @@ def figures(both) -> dict:
 def more(tmp_path_factory) -> dict:
   """Those of further cases."""
   out = tmp_path_factory.mktemp("mesh") / "more.json"
-  finish(start(out, "more"))
+  outputs([SCRIPT, out, "more"])
   return json.loads(out.read_text())
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -15,6 +12,7 @@ import pytest
 import virtual_devices
 from models import QWEN2, QWEN3, assert_identical, params_of
 from safetensors.numpy import load_file, save_file
+from started import outputs
 
 from coa_jax.model import transformer
 from coa_jax.model.config import LoadConfig
@@ -56,16 +54,6 @@ def test_bfloat16_survives_and_is_cast_when_asked(tmp_path):
   assert_identical(params, same)
   _, wide = load_model(tmp_path)
   assert_identical(wide, jax.tree.map(lambda x: x.astype(np.float32), params))
-
-
-def test_half_precision_files_are_read(tmp_path):
-  params = params_of(QWEN3)
-  save_model(tmp_path, QWEN3, params)
-  file = tmp_path / "model.safetensors"
-  save_file({k: x.astype(np.float16) for k, x in load_file(file).items()}, file)
-  _, back = load_model(tmp_path)
-  half = jax.tree.map(lambda x: x.astype(np.float16).astype(np.float32), params)
-  assert_identical(back, half)
 
 
 def weight_files(path: pathlib.Path) -> list[str]:
@@ -123,18 +111,8 @@ def test_each_device_reads_its_own_part_and_no_more(tmp_path):
   sizes = {}
   for file in tmp_path.glob("*.safetensors"):
     sizes |= {name: x.size for name, x in load_file(file).items()}
-  out = subprocess.run(
-    [sys.executable, READER, tmp_path],
-    env={
-      **os.environ,
-      "PYTHONPATH": str(READER.parents[2]),
-      **virtual_devices.environment(8),
-    },
-    capture_output=True,
-    text=True,
-  )
-  assert out.returncode == 0, out.stderr
-  for case in json.loads(out.stdout):
+  (said,) = outputs([READER, tmp_path], **virtual_devices.environment(8))
+  for case in json.loads(said):
     assert set(case["read"]) == set(sizes)
     for name, parts in case["read"].items():
       ways = 1

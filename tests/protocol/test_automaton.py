@@ -101,14 +101,6 @@ def test_real_tokenizers_stop_at_every_tag(tok, tag: str, after: str):
   assert not tok.decode(ids[:place]).startswith(before + tag)
 
 
-def test_tools_that_are_off_do_not_stop():
-  tok = toy.tokenizer()
-  variant = UNIFIED.with_tools(["code"])
-  table = compile_stops(variant, tok, tok.vocab_size)
-  assert table.tags == ("</code>", "</answer>")
-  assert run(table, tok.encode("<wiki_search>x</wiki_search>")) is None
-
-
 def test_ids_without_bytes_change_nothing():
   tok = toy.tokenizer()
   size = tok.vocab_size + 20

@@ -38,13 +38,6 @@ def test_every_rule_is_told(variant: roles.Variant):
   assert "Join several answers by |" in text
 
 
-def test_tools_that_are_off_are_not_named():
-  variant = roles.get_variant("unified").with_tools(["code"])
-  text = prompts.instructions(variant)
-  assert "code" in text
-  assert not any(f"<{t}>" in text for t in set(roles.TOOLS) - {"code"})
-
-
 def test_only_the_instructions_are_trusted():
   variant = roles.get_variant("mhqa")
   head, question = prompts.prompt_segments(variant, "Who?", "full")

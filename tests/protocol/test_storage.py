@@ -26,6 +26,7 @@ from coa_jax.protocol.trajectory import (
   Trajectory,
   Usage,
   read_trajectories,
+  write_jsonl,
 )
 
 _NEEDS = pytest.mark.skipif(
@@ -57,10 +58,15 @@ TRAJECTORY = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(written=st.lists(TRAJECTORY, min_size=1, max_size=4))
 def test_what_is_read_is_what_was_written(tmp_path_factory, suffix, written):
-  path = str(tmp_path_factory.mktemp("storage") / f"t.{suffix}")
+  path = tmp_path_factory.mktemp("storage") / "deep" / f"t.{suffix}"
   lines = (json.dumps(t.to_json()) for t in written)
   assert write_lines(path, lines) == len(written)
-  assert read_trajectories(path) == written
+  read = read_trajectories(path)
+  assert read == written and repr(read) == repr(written)  # enums are enums again
+  if suffix == "jsonl":
+    assert write_jsonl(path, written) == len(written)
+    assert read_trajectories(path) == written
+    assert path.read_bytes().isascii()
 
 
 def test_more_rows_than_a_group(tmp_path):

@@ -231,15 +231,6 @@ def test_a_token_across_two_spans_stays_whole_with_the_first():
 
 
 @BOTH
-def test_broken_utf8_is_kept_in_the_ids(tok: Tokenizer):
-  half = tok.bytes_of.index(b"\xc3")
-  ids = [*tok.encode("<answer>"), half, *tok.encode("</answer>")]
-  (segment,) = tok.policy_segments(ids, [0.0] * len(ids), [0] * len(ids))
-  assert segment.ids == ids
-  assert segment.text == "<answer>\ufffd</answer>"
-
-
-@BOTH
 def test_a_lone_surrogate_does_not_end_a_run(tok: Tokenizer):
   assert tok.decode(tok.encode("a\ud800b")) == "a?b"
   assert tok.cut_observation("a\ud800b", 80) == "a\ud800b"

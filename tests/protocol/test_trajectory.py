@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 
 import pytest
@@ -42,19 +41,6 @@ def full() -> Trajectory:
     sample=3,
     meta={"question": "Wer?", "answers": ["a"], "nested": {"x": [1, None]}},
   )
-
-
-def test_json_round_trip_is_exact(tmp_path):
-  path = tmp_path / "deep" / "t.jsonl"
-  rows = [full(), Trajectory("t2")]
-  assert write_jsonl(path, rows) == 2
-  assert read_trajectories(path) == rows
-  assert path.read_bytes().isascii() and path.read_text().count("\n") == 2
-  assert os.listdir(path.parent) == ["t.jsonl"]
-  back = read_trajectories(path)[0]
-  assert isinstance(back.status, Status)
-  assert isinstance(back.segments[1].author, Author)
-  assert isinstance(back.calls[0].status, CallStatus)
 
 
 def test_views_of_a_trajectory():

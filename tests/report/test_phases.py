@@ -93,9 +93,6 @@ def test_a_picture_stacks_the_phases_of_every_step():
 
 def test_utilisation_is_known_where_the_peak_is(monkeypatch):
   cfg = ModelConfig(vocab_size=64, width=16, layers=1, heads=2, kv_heads=1, head_dim=8)
-  assert flops.peak_flops("NVIDIA H200") == flops.peak_flops("NVIDIA H100 80GB HBM3")
-  assert flops.peak_flops("TPU v5 lite") < flops.peak_flops("TPU v5p")
-  assert flops.peak_flops("cpu") is None
   assert flops.utilisation(cfg, [8], 1.0) == {}
   monkeypatch.setattr(flops, "peak_flops", lambda kind: 1e6)
   half = flops.train_flops(cfg, [8, 5]) / 1e6

@@ -44,29 +44,23 @@ def steps_of(events: list[dict]) -> list[int]:
   return sorted(numbers)
 
 
-def test_only_the_steps_asked_for_are_traced(tmp_path):
-  assert run(range(1, 7), tmp_path, (3, 5)) == [1, 2, 3, 4, 5, 6]
+# Steps, what is asked for and how it goes -> the steps in the trace.
+RUNS = {
+  "asked for": (range(1, 7), (3, 5), {}, [3, 4]),
+  "counted from zero, as metrics are not": (range(6), (3, 5), {"offset": 1}, [3, 4]),
+  "ended before": (range(1, 7), (3, 50), {"ends_at": 4}, [3, 4]),
+  "left of a resumed stage": (range(4, 9), (3, 6), {}, [4, 5]),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_steps_asked_for_are_traced_whatever_ends_them(name, tmp_path):
+  steps, profile, how, expected = RUNS[name]
+  seen = run(steps, tmp_path, profile, **how)
+  assert seen == [step for step in steps if step <= how.get("ends_at", 100)]
   (events,) = traces(tmp_path)
-  assert steps_of(events) == [3, 4]
-  assert sum(e.get("name") == "learn" for e in events) == 2
-
-
-def test_a_stage_that_counts_from_zero_is_traced_as_metrics_count(tmp_path):
-  run(range(6), tmp_path, (3, 5), offset=1)
-  (events,) = traces(tmp_path)
-  assert steps_of(events) == [3, 4]
-
-
-def test_a_stage_that_ends_before_writes_what_there_is(tmp_path):
-  run(range(1, 7), tmp_path, (3, 50), ends_at=4)
-  (events,) = traces(tmp_path)
-  assert steps_of(events) == [3, 4]
-
-
-def test_a_resumed_stage_traces_what_is_left(tmp_path):
-  run(range(4, 9), tmp_path, (3, 6))
-  (events,) = traces(tmp_path)
-  assert steps_of(events) == [4, 5]
+  assert steps_of(events) == expected
+  assert sum(e.get("name") == "learn" for e in events) == len(expected)
 
 
 def test_nothing_is_traced_unasked(tmp_path):

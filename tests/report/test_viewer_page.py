@@ -1,17 +1,14 @@
 """The viewer in a real browser: driven as a user would, with hostile data in it.
 
 Needs playwright (`pip install playwright`) and Chromium (`apt-get install chromium`, or
-`playwright install chromium`); skips and says so where either is missing. .ci/run
-installs both.
+`playwright install chromium`); skips without. .ci/run installs both.
 
 budget: all that a user does with one page.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import socket
 import statistics
 
@@ -22,20 +19,6 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Status
 from coa_jax.report import plots, viewer
 from coa_jax.report.tables import Table
-
-
-@pytest.fixture(scope="module")
-def chromium():
-  """A browser that all tests of this file share."""
-  api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-  with api.sync_playwright() as playwright:
-    system = shutil.which("chromium") or shutil.which("google-chrome")
-    path = system or playwright.chromium.executable_path
-    if not os.path.exists(path):
-      pytest.skip("needs Chromium: apt-get install chromium")
-    browser = playwright.chromium.launch(executable_path=path)
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

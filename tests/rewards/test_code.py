@@ -10,14 +10,13 @@ from hidden_tests import outcome, task
 
 from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.rewards.code import grader as code
-from coa_jax.rewards.code.grader import CodeConfig, CodeGrader, program_of
+from coa_jax.rewards.code.grader import CodeConfig, CodeGrader
 from coa_jax.rewards.code.tests import read_tests, same_output
 from coa_jax.rewards.graded import Ungradable
-from tools_sandbox.jail import keeper as jail
+from tests.backend import BACKEND
 from tools_sandbox.jail.wire import Result, Verdict
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
-BACKEND = "subprocess" if jail.check() else "jail"
 
 STDIN = {"stdin": ["2 3\n", "10 5\n"], "expected_output": ["5\n", "15"]}
 FUNCTIONAL = {
@@ -48,30 +47,11 @@ FORMS = {
 
 
 @pytest.fixture(scope="module")
-def grader():
-  service = CodeGrader(CodeConfig(sandbox=BACKEND, test_s=30.0))
-  yield service
-  service.close()
-
-
-@pytest.fixture(scope="module")
 def partial():
   """As `grader`, but it rewards the share of tests passed."""
   service = CodeGrader(CodeConfig(sandbox=BACKEND, partial=True, test_s=30.0))
   yield service
   service.close()
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_the_last_block_that_may_be_python_is_the_program(end, grader):
-  for language in ("", "py", "python", "Python", "python3", "PY3.11"):
-    block = f"```{language} \n{PRINTS}\n```\n"
-    first = f"Not\n```{language}\n1\n```\nbut\n"
-    answer = f"{first}{block}It prints\n```text\n5\n```\n"
-    assert program_of(answer.replace("\n", end)) == PRINTS + "\n"
-  assert outcome(grader, STDIN, block.replace("\n", end)) == (1.0, "passed")
-  for answer in ("```text\n5\n```", "```pytest\nx\n```", "print(5)"):
-    assert program_of(answer) == answer
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,11 +7,11 @@ from hidden_tests import outcome, task
 
 from coa_jax.rewards.code import grader as code
 from coa_jax.rewards.code.grader import CodeConfig, CodeGrader
+from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
-from tools_sandbox.jail import keeper as jail
 
 SECRET = 8675309  # expected by every attacked test; nothing may find it
-pytestmark = pytest.mark.skipif(bool(jail.check()), reason="; ".join(jail.check()))
+pytestmark = needs_jail
 
 
 @pytest.fixture(scope="module")

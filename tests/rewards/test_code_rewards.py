@@ -16,7 +16,7 @@ from coa_jax.data.tasks.task import Kind
 from coa_jax.protocol.trajectory import Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rewards.grader import Grader
-from tools_sandbox.jail import keeper as jail
+from tests.backend import needs_jail
 
 ROWS = pathlib.Path(__file__).parents[1] / "fixtures/livecodebench.jsonl"
 STEPS = 14
@@ -28,7 +28,7 @@ ROW = {
   "kind": "code",
   "meta": {"tests": {"stdin": ["2", "5"], "expected_output": ["4", "10"]}},
 }
-pytestmark = pytest.mark.skipif(bool(jail.check()), reason="; ".join(jail.check()))
+pytestmark = needs_jail
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,9 @@ from __future__ import annotations
 import pytest
 from hidden_tests import outcome, task
 
-from coa_jax.rewards.code.grader import CodeConfig, CodeGrader
 from coa_jax.rewards.code.tests import read_tests
-from tools_sandbox.jail import keeper as jail
 
-BACKEND = "subprocess" if jail.check() else "jail"
 STDIN = {"stdin": ["2 3\n", "10 5\n"], "expected_output": ["5\n", "15"]}
-
-
-@pytest.fixture(scope="module")
-def grader():
-  service = CodeGrader(CodeConfig(sandbox=BACKEND, test_s=30.0))
-  yield service
-  service.close()
 
 
 SUM = "def f(*x): return {}"

@@ -189,19 +189,16 @@ def test_verdicts_outlive_the_run_and_a_cut_line(server, tmp_path):
   assert len(server.data) == 4
 
 
-def test_a_cache_that_cannot_be_written_is_refused(tmp_path):
-  file = tmp_path / "v.jsonl"
-  file.write_text("")
-  for bad in (file / "v.jsonl", tmp_path):  # below a file, and a folder
-    with pytest.raises(ValueError, match=r"reward\.judge\.cache: "):
-      Judge(JudgeConfig(ChatConfig("http://x", "m"), cache=str(bad)))
-
-
-def test_a_file_that_is_no_cache_is_refused(tmp_path):
-  path = tmp_path / "x.jsonl"
-  path.write_text('{"key": 3}\n')
-  with pytest.raises(ValueError, match=r"x.jsonl:1: not a verdict; accepted: key"):
-    Judge(JudgeConfig(ChatConfig("http://x", "m"), cache=str(path)))
+def test_a_file_that_is_no_cache_or_cannot_be_written_is_refused(tmp_path):
+  file = tmp_path / "x.jsonl"
+  file.write_text('{"key": 3}\n')
+  for path, message in (
+    (file, r"x.jsonl:1: not a verdict; accepted: key"),
+    (file / "v.jsonl", r"reward\.judge\.cache: "),  # below a file
+    (tmp_path, r"reward\.judge\.cache: "),
+  ):
+    with pytest.raises(ValueError, match=message):
+      Judge(JudgeConfig(ChatConfig("http://x", "m"), cache=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -231,15 +228,6 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path):
     ("judgement: correct or not", None),
     ('{"judgement": "correct" or "incorrect"}: ' + WRONG, False),
     ('{"judgement": "correct", "sure": "yes or no"}', True),
-  ],
-)
-def test_tolerant_reading(reply, right):
-  assert read_verdict(reply) is right
-
-
-@pytest.mark.parametrize(
-  ("reply", "right"),
-  [
     # The rationale comes after the verdict, and quotes.
     (
       '{"judgement": "incorrect", "rationale": "it says \'judgement: correct\'"}',
@@ -287,5 +275,5 @@ def test_tolerant_reading(reply, right):
     ("{" * 20000, None),
   ],
 )
-def test_a_quoted_verdict_is_no_verdict(reply, right):
+def test_a_judgement_is_read_and_a_quoted_one_is_none(reply, right):
   assert read_verdict(reply) is right

@@ -26,6 +26,7 @@ ANSWERS = {
   "label in braces": block("{.python}"),
   "tildes": block(fence="~~~"),
   "longer fence": block(fence="````"),
+  "version": block("PY3.11"),
   "no label": block(""),
   "last of several": block(program=OTHER) + "\nBetter:\n" + block("Python3"),
   "unlabelled sample run after": block() + "\nSample run:\n```\n2 3\n5\n```",
@@ -44,7 +45,6 @@ ANSWERS = {
   "unclosed before another": f"```python\n{OTHER}\n" + block(),
   "stray fence at the end": block("") + "\n```",
   "empty block at the end": block() + "\n```python\n```",
-  "CRLF": block().replace("\n", "\r\n"),
   "spaces around": block(" Python ").replace("\n```", "\n```  "),
   "code span": f"<code>\n{P}\n</code>",
   "code span in pre": f'<pre><code class="language-python">{P}\n</code></pre>',
@@ -54,9 +54,10 @@ ANSWERS = {
 }
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_the_program_is_found(name):
-  assert program_of(ANSWERS[name]).strip() == P
+def test_the_program_is_found(name, end):
+  assert program_of(ANSWERS[name].replace("\n", end)).strip() == P
 
 
 @pytest.mark.parametrize(

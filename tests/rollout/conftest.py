@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import toy
+from playing import CFG
 from scripted_vllm import ScriptedVllm
 
 
 @pytest.fixture(scope="session")
 def novice() -> dict:
   """A policy between untrained and trained: it calls tools, and errs in many ways."""
-  return toy.actor(60).params
+  return toy.train(toy.trajectories(), 60, CFG).params
 
 
 @pytest.fixture

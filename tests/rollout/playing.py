@@ -17,9 +17,9 @@ from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Engine, RolloutConfig
 
-CFG = toy.MODEL
+CFG = toy.ONE_LAYER
 CONFIG = RolloutConfig(
-  style="brief", slots=5, window=8, max_len=toy.MAX_LEN, inject_rows=4
+  style="brief", slots=5, window=8, max_len=toy.MAX_LEN, prefill_rows=4
 )
 
 

@@ -17,6 +17,7 @@ from http_server import Request, Server
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author
@@ -155,13 +156,17 @@ def turns_of(tok: Tokenizer) -> dict[str, list[list[int]]]:
 
 
 def vllm_worker(
-  server: ScriptedVllm, folder, request_tokens: int = 256, **changes
+  server: ScriptedVllm,
+  folder,
+  request_tokens: int = 256,
+  model: ModelConfig = toy.MODEL,
+  **changes,
 ) -> RolloutWorker:
-  """A worker of toy.MODEL over the server; exports below the folder."""
+  """A worker over the server; exports below the folder."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = server.config(str(folder / "served"), request_tokens=request_tokens)
   return make_worker(
-    toy.MODEL,
+    model,
     server.tokenizer,
     config,
     toy.TOOLS,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import threading
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import keep_all, threads, versions
+from playing import CFG, keep_all, threads, versions
+from scripted_vllm import ScriptedVllm, vllm_worker
 from toy import eventually
 
 from coa_jax.data.tasks.sampling import TaskSampler, make_task_sampler
@@ -26,7 +28,6 @@ from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.journal import ToolJournal
 
-CFG = toy.MODEL
 SEED = 3
 CONFIG = RolloutConfig(style="brief", slots=6, window=8, max_len=toy.MAX_LEN)
 STEPS = 5
@@ -40,8 +41,24 @@ SAMPLING = SamplingConfig(
 
 
 @pytest.fixture(scope="module")
-def worker() -> RolloutWorker:
+def own() -> RolloutWorker:
+  """A worker over our own sampler."""
   return make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+
+
+@pytest.fixture(scope="module", params=["own", "vllm"])
+def worker(request, own, tmp_path_factory) -> Iterator[RolloutWorker]:
+  """One over each engine; the scripted vLLM is asked for six tokens at a time."""
+  if request.param == "own":
+    yield own
+    return
+  with ScriptedVllm(toy.tokenizer()) as server:
+    folder = tmp_path_factory.mktemp("vllm")
+    yield vllm_worker(server, folder, 6, CFG, slots=6)
+
+
+def is_idle() -> bool:
+  return not threads() and not threads("vllm engine")
 
 
 def louder(params: dict, by: float) -> dict:
@@ -60,8 +77,17 @@ def make(worker: RolloutWorker, toolbox, keep=keep_all, **changes) -> RolloutCol
   return RolloutCollector(worker, tasks, toolbox, config, keep, seed=SEED, **options)
 
 
+def keep_some(groups: list) -> np.ndarray:
+  """About every second group: a step takes two to four."""
+  return np.array([len(group[0].text) % 2 == 0 for group in groups], bool)
+
+
 def rewards_differ(groups: list) -> np.ndarray:
   return has_reward_variance(rewards_of(groups))
+
+
+def keep_none(groups: list) -> np.ndarray:
+  return np.zeros(len(groups), bool)
 
 
 def names(groups: list[list[Trajectory]]) -> list[str]:
@@ -111,15 +137,11 @@ def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
   tools = toy.TableToolbox(latency=latency)
   before = worker.engine.counters
   seen, oldest = [], 0
-
-  def keep(groups: list) -> np.ndarray:  # every second one: a step takes two to four
-    return np.array([len(group[0].text) % 2 == 0 for group in groups], bool)
-
-  with make(worker, tools, keep, staleness=staleness) as collector:
+  with make(worker, tools, keep_some, staleness=staleness) as collector:
     for step in range(STEPS):
       batch = collector.next(novice, step)
       played = grouped(batch.played)
-      groups = [g for g, good in zip(played, keep(played), strict=True) if good]
+      groups = [g for g, good in zip(played, keep_some(played), strict=True) if good]
       assert batch.groups == groups and batch.num_groups == len(played)
       assert len(batch.groups) == 2 or batch.num_groups == 4
       seen += played
@@ -127,13 +149,13 @@ def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
       assert batch.figures["learner_waited"] >= batch.spent["rollout"] >= 0
       assert batch.figures["rollouts_waited"] >= 0
       if slow == "learner":  # until the rollouts may not go on
-        eventually(lambda: not threads())
+        eventually(is_idle)
   assert 1 <= oldest <= staleness
   assert names(seen) == expected(len(seen))
   # Nothing was played in vain: every token was of a trajectory that was taken.
   sampled = worker.engine.counters.since(before).sampled_tokens
   assert sampled == sum(t.usage.generated for g in seen for t in g)
-  eventually(lambda: not threads())
+  eventually(is_idle)
 
 
 def grouped(played: list[Trajectory]) -> list[list[Trajectory]]:
@@ -141,7 +163,7 @@ def grouped(played: list[Trajectory]) -> list[list[Trajectory]]:
   return [played[i : i + 2] for i in range(0, len(played), 2)]
 
 
-def test_a_running_trajectory_goes_on_with_the_newer_policy(worker, novice):
+def test_a_running_trajectory_goes_on_with_the_newer_policy(own, novice):
   """Its tokens carry the version that sampled them, and that one's log-probs."""
   gate = threading.Event()
   called = threading.Event()
@@ -152,7 +174,7 @@ def test_a_running_trajectory_goes_on_with_the_newer_policy(worker, novice):
     return "5"
 
   policies = [novice, louder(novice, 1.7)]
-  with make(worker, toy.TableToolbox(reply), steps=2) as collector:
+  with make(own, toy.TableToolbox(reply), steps=2) as collector:
     collector.set_policy(policies[0], 0)
     assert called.wait(60)
     collector.set_policy(policies[1], 1)
@@ -178,14 +200,15 @@ def test_tokens_are_those_of_the_numbered_groups_whatever_the_tools_take(
   """With one policy under many versions: the seed and the number say everything."""
 
   def run(latency) -> list:
-    tools = toy.TableToolbox(latency=latency)
-    with make(worker, tools, staleness=staleness) as collector:
+    tools, how = toy.TableToolbox(latency=latency), dict(staleness=staleness)
+    with make(worker, tools, keep_some, round_prompts=1, **how) as collector:
       batches = [collector.next(novice, step) for step in range(3)]
-    return [tokens(batch) for batch in batches]
+    return [played for batch in batches for played in tokens(batch)]
 
   first = run(lambda: 0.0)
   assert first == run(toy.shuffled_latency(1))
-  assert sum(map(len, first)) == 12
+  # No task is skipped, whatever rounds a step needs.
+  assert [task for task, *_ in first[::2]] == expected(len(first) // 2)
 
 
 def tokens(batch) -> list:
@@ -199,7 +222,7 @@ def test_an_evaluation_is_as_one_alone(worker, novice, staleness):
   alone = worker.generate_groups(novice, toy.TASKS, tools, 1, 0.0, 0, evaluation=True)
   slow = toy.TableToolbox(latency=toy.shuffled_latency(2))
   with make(worker, slow, staleness=staleness) as collector:
-    collector.next(toy.params(), 0)
+    collector.next(toy.params(layers=1), 0)
     played = collector.evaluate(novice, 1, toy.TASKS, tools)
     batch = collector.next(novice, 1)
   assert [t.task_id for t in played] == [t.id for t in toy.TASKS]
@@ -226,28 +249,28 @@ def test_a_run_goes_on_from_a_cursor(worker, novice, task_sampler, staleness):
   assert [tokens(b) for b in rest] == [tokens(b) for b in batches[2:]]
 
 
-def test_a_task_that_is_gone_is_named(worker):
+def test_a_task_that_is_gone_is_named(own):
   cursor = {"group": 4, "unfinished": ["nobody"], "draw": {}}
   with pytest.raises(ValueError, match="'nobody' was begun"):
-    make(worker, toy.TableToolbox(), cursor=cursor)
+    make(own, toy.TableToolbox(), cursor=cursor)
 
 
-def test_a_resumed_run_asks_no_call_again_that_was_answered(worker, novice, tmp_path):
+def test_a_resumed_run_asks_no_call_again_that_was_answered(own, novice, tmp_path):
   """Though its groups start under a newer policy: here one that says the same."""
 
   def playing(tools, **where) -> RolloutCollector:
     journal = ToolJournal(str(tmp_path / "calls"))
-    own = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, journal=journal)
-    return make(own, tools, staleness=2, **where)
+    kept = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, journal=journal)
+    return make(kept, tools, staleness=2, **where)
 
   whole, first, second = (toy.TableToolbox() for _ in range(3))
-  with make(worker, whole) as collector:
+  with make(own, whole) as collector:
     expected = [collector.next(novice, step) for step in range(STEPS)]
   with playing(first) as collector:
     seen = [collector.next(novice, 0)]
-    eventually(lambda: not threads())
+    eventually(is_idle)
     seen.append(collector.next(novice, 1))
-    eventually(lambda: not threads())
+    eventually(is_idle)
   with playing(second, step=2, cursor=seen[1].cursor) as collector:
     seen += [collector.next(novice, step) for step in range(2, STEPS)]
   for mine, theirs in zip(seen, expected, strict=True):
@@ -277,7 +300,7 @@ def test_a_failure_of_tools_or_graders_is_raised(
     make(worker, Broken(), staleness=staleness) as collector,
   ):
     collector.next(novice, 0)
-  eventually(lambda: not threads())
+  eventually(is_idle)
 
   def grade(*args):
     raise ValueError("no grade for that")
@@ -288,7 +311,7 @@ def test_a_failure_of_tools_or_graders_is_raised(
     make(worker, toy.TableToolbox(), staleness=staleness) as collector,
   ):
     collector.next(novice, 0)
-  eventually(lambda: not threads())
+  eventually(is_idle)
 
 
 def test_it_ends_though_tools_hang(worker, novice):
@@ -303,7 +326,7 @@ def test_it_ends_though_tools_hang(worker, novice):
     with make(worker, toy.TableToolbox(reply)) as collector:
       collector.set_policy(novice, 0)
       assert called.wait(60)
-    eventually(lambda: not threads())
+    eventually(is_idle)
   finally:
     gate.set()
   # The engine is free again, and one that never began ends too.
@@ -314,12 +337,21 @@ def test_it_ends_though_tools_hang(worker, novice):
   )
 
 
-def test_dynamic_sampling_ahead_keeps_groups_that_differ(worker, novice):
-  with make(worker, toy.TableToolbox(), rewards_differ) as collector:
+@pytest.mark.parametrize(("staleness", "size"), [(0, 2), (0, 1), (0, 5), (1, 2)])
+@pytest.mark.parametrize("keep", [rewards_differ, keep_none])
+def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(
+  own, novice, keep, staleness, size
+):
+  """A round may have more groups than a batch, or fewer; rounds are two at most."""
+  how = dict(staleness=staleness, round_prompts=size)
+  with make(own, toy.TableToolbox(), keep, **how) as collector:
     for step in range(4):
       batch = collector.next(novice, step)
-      assert not batch.groups or rewards_differ(batch.groups).all()
+      assert not batch.groups or keep(batch.groups).all()
       assert len(batch.groups) == min(2, batch.num_varied)
-      assert len(batch.groups) == 2 or batch.num_groups == 4
+      assert len(batch.groups) == 2 or batch.num_groups == 2 * size
       assert len(batch.played) == 2 * batch.num_groups
-      assert batch.figures["staleness_max"] <= 1
+      if staleness:
+        assert batch.figures["staleness_max"] <= 1
+      else:
+        assert batch.num_groups in (size, 2 * size)

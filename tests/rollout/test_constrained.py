@@ -13,6 +13,7 @@ import toy
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import Truncation
 from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol import roles
@@ -28,12 +29,16 @@ LENGTH = 3_072
 VARIANT = roles.get_variant("mhqa")
 
 
+def model(tokenizer) -> ModelConfig:
+  return dataclasses.replace(toy.ONE_LAYER, vocab_size=tokenizer.vocab_size + 5)
+
+
 @functools.cache
 def play(
   tokenizer, length: int = LENGTH, **changes
 ) -> tuple[RolloutWorker, dict, list[Trajectory]]:
   """What an untrained model plays under the grammar."""
-  cfg = dataclasses.replace(toy.MODEL, vocab_size=tokenizer.vocab_size + 5)
+  cfg = model(tokenizer)
   params = transformer.init_params(cfg, 1)
   config = RolloutConfig(
     variant="mhqa",
@@ -77,7 +82,7 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
 def test_the_learner_has_the_samplers_log_probs(truncation: dict):
   length = LENGTH // 4 if truncation else LENGTH  # nothing here needs an end
   worker, params, played = play(toy.tokenizer(), length, **truncation)
-  cfg = dataclasses.replace(toy.MODEL, vocab_size=toy.tokenizer().vocab_size + 5)
+  cfg = model(toy.tokenizer())
   (batch,) = batching.batches(
     played[:6], 6, length, [1.0] * 6, constraint=worker.constraint
   )
@@ -106,7 +111,7 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
 
 def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
   worker, params, played = play(toy.tokenizer(), LENGTH)
-  whole = dataclasses.replace(toy.MODEL, vocab_size=toy.tokenizer().vocab_size + 5)
+  whole = model(toy.tokenizer())
   chunked = dataclasses.replace(whole, logit_chunk=256)
   (batch,) = batching.batches(
     played[:2], 2, LENGTH, [1.0, -1.0], constraint=worker.constraint

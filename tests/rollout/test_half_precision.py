@@ -9,9 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from playing import CFG, contents, engine, play
+from playing import contents, engine, play
 
 from coa_jax.model import decode_params, sharding, transformer
+
+CFG = toy.MODEL  # whose differences docs/rl.md has
+
+
+@pytest.fixture(scope="module")
+def novice() -> dict:
+  """As the fixture of all files, with as many layers."""
+  return toy.actor(60).params
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ import dataclasses
 import jax
 import pytest
 import toy
-from playing import CFG, CONFIG, engine
+from playing import CONFIG, engine
 
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import sampler, slot_cache
-from coa_jax.rollout.pages import pool_sizes
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import Episode
 from coa_jax.runtime import compiling
@@ -64,44 +63,42 @@ def _episodes() -> list[_Forced]:
 def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, pages):
   monkeypatch.setattr(paging, "PIECE", piece)
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
-  cfg = dataclasses.replace(CFG, layers=1)
   params = toy.params(layers=1)
-  pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
+  pool = engine(slots=3, prefill_rows=2, window=4, max_len=_MAX_LEN)
   seen = set()
-  extend, window = sampler.extend, sampler.window
+  prefill, window = sampler.prefill, sampler.window
 
-  def spy_extend(cfg, params, cache, table_RC, token_RT, *rest):
+  def spy_prefill(cfg, params, cache, table_RC, token_RT, *rest):
     shape = (cache.pages, table_RC.shape[1], *token_RT.shape)
-    seen.add(DeviceCall("extend", *shape))
-    return extend(cfg, params, cache, table_RC, token_RT, *rest)
+    seen.add(DeviceCall("prefill", *shape))
+    return prefill(cfg, params, cache, table_RC, token_RT, *rest)
 
   def spy_window(cfg, params, cache, table_BC, state, tables, forced_BW, *rest):
     shape = (cache.pages, table_BC.shape[1], *forced_BW.shape)
     seen.add(DeviceCall("window", *shape))
     return window(cfg, params, cache, table_BC, state, tables, forced_BW, *rest)
 
-  monkeypatch.setattr(sampler, "extend", spy_extend)
+  monkeypatch.setattr(sampler, "prefill", spy_prefill)
   monkeypatch.setattr(sampler, "window", spy_window)
-  for function in (extend, window):
+  for function in (prefill, window):
     function.clear_cache()
   toy.play(pool, params, _episodes())
   assert seen == set(device_calls(pool.config, "cpu", [pages]))
   # As often as jit had to compile: no argument but these shapes makes another program.
-  assert extend._cache_size() + window._cache_size() == len(seen)
+  assert prefill._cache_size() + window._cache_size() == len(seen)
 
 
 def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, capsys):
   """All of them, once for as long as the pages stay as many; later calls find them."""
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
   pages = 4
-  cfg = dataclasses.replace(CFG, layers=1)
   params = jax.device_put(toy.params(layers=1))
-  pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)
+  pool = engine(slots=3, prefill_rows=2, window=4, max_len=_MAX_LEN)
   (lane,) = pool._lanes
   lane.replica.device._most_in_flight = 2
   lane.replica.device.compiles_ahead = True
   listed = len(device_calls(pool.config, "cpu", [4]))
-  for function in (sampler.extend, sampler.window):
+  for function in (sampler.prefill, sampler.window):
     function.clear_cache()
 
   def compiled() -> int:
@@ -109,7 +106,7 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
     said = [r.getMessage() for r in caplog.records]
     caplog.clear()
     names = (
-      "Finished XLA compilation of jit(extend)",
+      "Finished XLA compilation of jit(prefill)",
       "Finished XLA compilation of jit(window)",
     )
     return sum(line.startswith(names) for line in said)
@@ -136,7 +133,7 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
 
 
 def test_long_rows_have_one_program_for_any_number_of_pages():
-  config = dataclasses.replace(CONFIG, slots=16, inject_rows=16, max_len=32768)
+  config = dataclasses.replace(CONFIG, slots=16, prefill_rows=16, max_len=32768)
   calls = device_calls(config, "tpu", [640])
   assert len(calls) == 3 * 6 + 1 and {call.blocks for call in calls} == {128}
   assert str(calls[-1]) == "window 16 x 8, 128 of 640 pages"
@@ -146,10 +143,3 @@ def test_long_rows_have_one_program_for_any_number_of_pages():
     on: {c.blocks for c in device_calls(short, on, [8])} for on in ("cpu", "gpu")
   }
   assert blocks == {"cpu": {1, 2, 4}, "gpu": {4}}
-
-
-def test_a_pool_grows_by_a_half_and_holds_all_that_slots_can_need():
-  assert pool_sizes(64, 1) == [64]
-  assert pool_sizes(64, 2) == [64, 96, 128]
-  assert pool_sizes(5, 8) == [5, 7, 10, 15, 20, 30, 40]
-  assert pool_sizes(1, 3) == [1, 2, 3]

@@ -8,26 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 import toy
-import virtual_devices
 from jax._src import cache_key
 from jax.experimental.compilation_cache import compilation_cache
-from playing import (
-  CFG,
-  CONFIG,
-  contents,
-  engine,
-  keep_all,
-  play,
-  toy_worker,
-)
+from playing import CFG, CONFIG, contents, engine, keep_all, play, toy_worker
+from started import run_tests_on_devices
 
 from coa_jax.data.tasks.sampling import TaskSampler
 from coa_jax.model import cache, decode_params, memory, transformer
@@ -53,16 +43,7 @@ on_devices = pytest.mark.skipif(
 def test_on_virtual_devices():
   if jax.device_count() == DEVICES:
     pytest.skip("this is that run")
-  command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
-  done = subprocess.run(
-    [*command, "-p", "no:cacheprovider", __file__],
-    env={**os.environ, **virtual_devices.environment(DEVICES)},
-    capture_output=True,
-    text=True,
-    timeout=900,
-  )
-  assert done.returncode == 0, done.stdout[-4000:]
-  assert "s....." in done.stdout  # this test was skipped, the others were run
+  run_tests_on_devices(__file__, DEVICES)
 
 
 def replicas(tensor: int = 1, model: ModelConfig = CFG) -> ReplicaPool:
@@ -97,7 +78,7 @@ def test_replicas_find_in_jaxs_cache_what_the_first_has_compiled(
   for lane in on._lanes:
     lane.replica.device.compiles_ahead = True
   expected = play(novice, range(40))
-  for function in (sampler.extend, sampler.window):
+  for function in (sampler.prefill, sampler.window):
     function.clear_cache()
   events: list[str] = []
   jax.monitoring.register_event_listener(lambda name, **_: events.append(name))

@@ -11,7 +11,6 @@ import time
 import zlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -21,7 +20,6 @@ from coa_jax.learner import batch as batching
 from coa_jax.model import cache as caching
 from coa_jax.model import transformer
 from coa_jax.model.kernels import paged
-from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
 from coa_jax.rollout import pages as paging
@@ -58,12 +56,14 @@ class GreedyTurn(Episode):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("trained", [False, True])
-def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
-  params = novice if trained else toy.params()
-  played = play(params, range(12), temperature=temperature)
+def test_sampler_log_probs_are_learner_log_probs(trained, temperature):
+  """Of a model of two layers."""
+  params = toy.actor(60).params if trained else toy.params()
+  on = engine(toy.MODEL)
+  played = play(params, range(12), on=on, temperature=temperature)
   played = [played[n] for n in sorted(played)]
   assert not trained or sum(len(t.calls) for t in played) >= 12
-  theirs = toy.logps_of(CFG, params, played, temperature)
+  theirs = toy.logps_of(toy.MODEL, params, played, temperature)
   for t, expected in zip(played, theirs, strict=True):
     mine = toy.sampled_logps(t)
     assert len(mine) == t.usage.generated == len(expected) > 0
@@ -87,7 +87,7 @@ def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(
   again = worker.rescore(novice, played, temperature)
   assert again == [toy.sampled_logps(t) for t in played]
   # Another policy's sampler would have said something else.
-  other = worker.rescore(toy.params(), played[:2], temperature)
+  other = worker.rescore(toy.params(layers=1), played[:2], temperature)
   logp_diff = np.abs(np.concatenate(other) - np.concatenate(again[:2]))
   assert logp_diff.max() > 0.1
 
@@ -120,27 +120,6 @@ def test_every_sampled_id_is_the_trained_id(novice, monkeypatch):
     assert batch.tokens_BT[batch.loss_mask_BT > 0].tolist() == drawn[n]
     rest = [s for s in t.segments if s.author != Author.POLICY]
     assert t.num_tokens == len(drawn[n]) + sum(len(s.ids) for s in rest)
-
-
-def test_greedy_tokens_are_the_learners_most_likely_ones(novice):
-  played = play(novice, range(4), temperature=0.0)
-
-  @jax.jit
-  def best(batch):
-    args = (batch.tokens_BT, batch.position_BT, batch.segment_BT)
-    hidden, _ = Transformer(CFG).apply({"params": novice}, *args)
-    logits = Transformer(CFG).apply({"params": novice}, hidden, method="logits")
-    return jnp.argmax(logits, -1)
-
-  for t in played.values():
-    batch = batching.empty(1, toy.MAX_LEN)
-    batching.fill(batch, 0, [t])
-    predicted_U = np.asarray(best(batch))[0, :-1]
-    written_U = batch.loss_mask_BT[0, 1:] > 0
-    assert written_U.sum() == t.usage.generated
-    np.testing.assert_array_equal(
-      predicted_U[written_U], batch.tokens_BT[0, 1:][written_U]
-    )
 
 
 def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
@@ -182,9 +161,9 @@ def short(request, monkeypatch):
   """Rows of more places are read block after block."""
   monkeypatch.setattr(programs, "SHORT", request.param)
   monkeypatch.setattr(paged, "SHORT", request.param)
-  sampler.extend.clear_cache()  # no argument says which it is compiled for
+  sampler.prefill.clear_cache()  # no argument says which it is compiled for
   yield
-  sampler.extend.clear_cache()
+  sampler.prefill.clear_cache()
 
 
 def test_pages_change_nothing(novice, monkeypatch, short):
@@ -280,7 +259,7 @@ def test_memory_for_less_than_one_trajectory_is_refused():
   with pytest.raises(
     ValueError, match=r"one trajectory of rollout\.max_len=3000: it .*"
   ):
-    play(toy.params(), [0], on=on)
+    play(toy.params(layers=1), [0], on=on)
 
 
 @pytest.mark.parametrize("layout", ["places_last", "heads_first"])
@@ -294,7 +273,7 @@ def test_prompts_that_begin_alike_are_prefilled_once_and_play_alike(
   monkeypatch.setattr(caching, "_layout", lambda *_: layout)
   monkeypatch.setattr(caching, "PAGE_SIZE", 16)
   monkeypatch.setattr(paging, "PIECE", 32)
-  params = toy.params()
+  params = toy.params(layers=1)
   rng = np.random.default_rng(0)
   begin = rng.integers(3, 60, 70).tolist()
   prompts = [begin + rng.integers(3, 60, n).tolist() for n in (3, 20, 20, 1, 30)]
@@ -348,28 +327,17 @@ def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
   expected = play(novice, range(6))
   monkeypatch.setattr(paging, "PIECE", piece)
   lengths = []
-  real = sampler.extend
+  real = sampler.prefill
 
   def spy(cfg, params, cache, table_RC, token_RT, *args):
     lengths.append(token_RT.shape)
     return real(cfg, params, cache, table_RC, token_RT, *args)
 
-  monkeypatch.setattr(sampler, "extend", spy)
+  monkeypatch.setattr(sampler, "prefill", spy)
   pieces = play(novice, range(6))
   assert {shape[1] for shape in lengths} == {16}
   for n, t in pieces.items():
     assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
-
-
-def test_a_call_has_few_rows_to_spare_and_on_a_cpu_always_as_many():
-  rows = programs.row_bucket
-  assert [rows(n, 16, "tpu") for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
-  assert [rows(n, 6, "gpu") for n in (1, 4, 5)] == [1, 4, 6]
-  assert [rows(n, 16, "cpu") for n in (1, 2, 16)] == [16, 16, 16]
-  # There, of long rows, few: whoever comes with a long prompt comes alone.
-  most = programs.most_rows
-  assert [most(tokens, 16, "cpu") for tokens in (16, 32, 64, 512)] == [16, 8, 4, 1]
-  assert [most(512, 16, on) for on in ("tpu", "gpu")] == [16, 8]
 
 
 @pytest.mark.parametrize("tokens", [256, 32])
@@ -429,10 +397,11 @@ def test_a_fault_of_a_tool_changes_its_own_trajectory_alone_and_not_before_it(no
   assert 6 <= whole <= 18, whole
 
 
-def test_stacked_parameters_play_like_unrolled_ones(novice):
-  stacked = engine(dataclasses.replace(CFG, scan=True, remat="full"))
-  expected = play(novice, range(4))
-  played = play(transformer.stack(novice, CFG.layers), range(4), on=stacked)
+def test_stacked_parameters_play_like_unrolled_ones():
+  params = toy.actor(60).params
+  expected = play(params, range(4), on=engine(toy.MODEL))
+  stacked = engine(dataclasses.replace(toy.MODEL, scan=True, remat="full"))
+  played = play(transformer.stack(params, toy.MODEL.layers), range(4), on=stacked)
   assert contents(played) == contents(expected)
 
 
@@ -471,7 +440,7 @@ def test_waiting_for_a_tool_is_not_decoding(novice):
 
 
 def test_the_trained_policy_plays_its_scripts(actor):
-  worker = toy_worker()
+  worker = toy_worker(toy.MODEL)
   toolbox = toy.TableToolbox()
   groups = worker.generate_groups(
     actor.params, toy.TASKS, toolbox, 2, 0.0, 0, version=3
@@ -492,7 +461,7 @@ def test_the_trained_policy_plays_its_scripts(actor):
 
 def test_out_of_tokens_is_truncated_and_graded():
   short = engine(max_len=40)
-  played = play(toy.params(), range(8), on=short).values()
+  played = play(toy.params(layers=1), range(8), on=short).values()
   # Random tokens close a tool's tag now and then; leave those out.
   truncated = [t for t in played if t.status == Status.TRUNCATED and not t.calls]
   assert len(truncated) >= 4
@@ -507,7 +476,7 @@ def test_an_observation_that_just_fits_leaves_one_place(actor, spare: int):
   before = sum(len(s.ids) for s in t.segments[:2])
   observation = len(tok.encode_observation("z" * 30).ids)
   # One token can be sampled after an observation that just fits.
-  on = engine(max_len=before + observation + spare)
+  on = engine(toy.MODEL, max_len=before + observation + spare)
   toolbox = toy.TableToolbox(lambda name, body: "z" * 30)
   (t,) = play(actor.params, [0], toolbox, on=on, temperature=0.0).values()
   # The call is on record whether or not what it printed is.
@@ -520,7 +489,7 @@ def test_an_observation_that_just_fits_leaves_one_place(actor, spare: int):
 
 def test_a_prompt_without_room_names_the_field():
   with pytest.raises(ValueError, match=r"leaves no room in rollout\.max_len=8; raise"):
-    play(toy.params(), [1], on=engine(max_len=8))
+    play(toy.params(layers=1), [1], on=engine(max_len=8))
 
 
 def test_a_worker_wants_tools_of_its_variant_and_a_tokenizer_that_fits():

@@ -25,7 +25,7 @@ from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
 
 CONFIG = RolloutConfig(
-  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
+  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, prefill_rows=3
 )
 
 
@@ -216,29 +216,6 @@ def test_so_many_wait_and_no_more(open_server, gate):
   ask()
   gate.open.set()
   eventually(lambda: server.counts == (0, 0))
-
-
-def test_what_is_called_off_frees_its_slot_after_its_window(open_server, worker):
-  # The thread is held up in `on_event`, so that what comes after is counted exactly.
-  server, engine = open_server(), worker.engine
-  begun, go_on = threading.Event(), threading.Event()
-  end = []
-
-  def on_event(event) -> None:
-    if not begun.is_set():
-      begun.set()
-      go_on.wait(600)
-    end.append(event)
-
-  episode = server.submit(InferenceRequest("4 * 4 + 1", 0.0), on_event)
-  assert begun.wait(120)
-  before = engine.counters.sampled_tokens
-  server.cancel(episode)
-  go_on.set()
-  eventually(lambda: server.counts == (0, 0))
-  eventually(lambda: not threads())
-  assert engine.counters.sampled_tokens == before
-  assert end.count(None) == 1 and not episode.trajectory.calls
 
 
 def test_closing_calls_off_all_and_ends_the_thread(open_server, gate):

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import scripted_vllm
 import toy
-from playing import threads
+from playing import keep_all, threads, versions
 from scripted_vllm import play, vllm_worker
 from toy import eventually
 
+from coa_jax.data.tasks.sampling import TaskSampler
 from coa_jax.learner import batch as batching
 from coa_jax.protocol.trajectory import Author, Status
+from coa_jax.rollout.collect import RolloutCollector
+from coa_jax.rollout.types import SamplingConfig
 from coa_jax.rollout.vllm.client import VllmError
 
 
@@ -146,6 +149,55 @@ def test_a_prompt_without_room_names_the_field(server, tmp_path):
     play(vllm_worker(server, tmp_path, max_len=8))
 
 
+def test_weights_change_between_requests_and_each_token_tells_its_policy(
+  server, tmp_path
+):
+  """A log-prob is as many nats less as weights were loaded before its request."""
+  gate, requested, piece, steps = threading.Event(), threading.Event(), 6, 5
+
+  def tell(body: dict):
+    requested.set()
+    assert gate.wait(60)
+    loads = len(server.disturbed)
+
+    def change(answer: dict) -> dict:
+      logprobs = answer["choices"][0]["logprobs"]
+      logprobs["token_logprobs"] = [p - loads for p in logprobs["token_logprobs"]]
+      return answer
+
+    return change
+
+  def policy(version: int) -> dict:
+    params = toy.params()
+    return {**params, "final_norm": params["final_norm"] * (1 + version / 10)}
+
+  server.faults = tell
+  on = vllm_worker(server, tmp_path, piece, slots=4)
+  sampling = SamplingConfig(prompts=2, samples=2, rounds=1, staleness=1)
+  tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
+  collector = RolloutCollector(
+    on, TaskSampler(toy.TASKS, 0), tools, sampling, keep_all, steps=steps, seed=3
+  )
+  with collector:
+    collector.set_policy(policy(0), 0)
+    assert requested.wait(60)
+    collector.set_policy(policy(1), 1)
+    gate.set()
+    played = [collector.next(policy(n), n).played for n in range(1, steps)]
+    evaluated = collector.evaluate(policy(steps), steps, toy.TASKS, tools)
+  for t in [*itertools.chain(*played), *evaluated]:
+    assert (t.status, t.reward) == (Status.ENDED, 1.0)
+    logps = toy.sampled_logps(t)
+    assert [int(-p) - 1 for p in logps] == versions(t) == sorted(versions(t))
+  for t in played[0]:
+    first, rest = versions(t)[:piece], versions(t)[piece:]
+    assert first == [0] * piece and set(rest) == {1}
+  assert {v for t in evaluated for v in versions(t)} == {steps}
+  # No request ran when weights were loaded, which was once a version.
+  assert server.disturbed == [0] * (steps + 1)
+  assert max(body["max_tokens"] for body in server.completions()) == piece
+
+
 def only(question: str, server, fault):
   """The faults of a server that fails in requests of one question alone."""
   row = row_of(server.tokenizer, question)
@@ -187,24 +239,6 @@ def test_an_abandoned_run_hangs_up(server, tmp_path):
   assert not server.release.is_set()
   server.faults = lambda body: None
   assert len(play(on)) == 8
-
-
-def test_an_episode_is_taken_while_another_waits_for_its_tool(server, tmp_path):
-  over = threading.Event()
-
-  def reply(name: str, body: str) -> str:
-    assert over.wait(600)
-    return toy.TableToolbox().reply(name, body)
-
-  slow = toy.TableToolbox(reply)
-  engine = vllm_worker(server, tmp_path).engine
-  engine.set_policy(toy.params(), 0)
-  first = engine.submit(toy.episode(toy.TASKS[0], slow, 0))
-  eventually(lambda: slow.calls)
-  second = engine.submit(toy.episode(toy.TASKS[1], toy.TableToolbox(), 1))
-  assert second.result().trajectory.status == Status.ENDED and not first.done()
-  over.set()
-  assert first.result().trajectory.status == Status.ENDED
 
 
 @pytest.mark.parametrize("fault", [503, "ids", "prompt", "logps", "garbage"])

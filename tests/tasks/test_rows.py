@@ -25,6 +25,9 @@ ROWS = [
 ]
 
 
+WHOLE = gzip.compress(json.dumps(ROWS).encode(), mtime=0)
+
+
 def jsonl(path) -> str:
   path.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
   return str(path)
@@ -43,9 +46,14 @@ def test_files_by_suffix_and_by_scheme(tmp_path):
   uris = [jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "a.parquet")]
   uris.append(f"json:{jsonl(tmp_path / 'a.txt')}")
   uris.append(f"parquet:{parquet(tmp_path / 'a.data')}")
+  lines = gzip.compress(pathlib.Path(uris[0]).read_bytes(), mtime=0)
+  (tmp_path / "a.jsonl.gz").write_bytes(lines)
+  (tmp_path / "a.json.gz").write_bytes(WHOLE)
   plain = tmp_path / "a.json"
   plain.write_text(json.dumps(ROWS))
-  for uri in (*uris, str(plain)):
+  for name in ("a.jsonl.gz", "a.json.gz", "a.json"):
+    uris.append(str(tmp_path / name))
+  for uri in uris:
     assert rows(uri) == ROWS
     assert [t.answers for t in load_tasks(uri)][1] == ("a1", "b")
   plain.write_text(json.dumps(ROWS[0]))
@@ -67,21 +75,6 @@ def test_refusals_name_the_source(tmp_path, uri, error, message):
   (tmp_path / "a.txt").write_text("x")
   with pytest.raises(error, match=message):
     rows(uri.format(tmp_path))
-
-
-WHOLE = gzip.compress(json.dumps(ROWS).encode(), mtime=0)
-
-
-def test_gzipped_files(tmp_path):
-  lines = pathlib.Path(jsonl(tmp_path / "a")).read_bytes()
-  for name, content in (
-    ("a.jsonl.gz", gzip.compress(lines, mtime=0)),
-    ("a.json.gz", WHOLE),
-  ):
-    (tmp_path / name).write_bytes(content)
-    assert rows(str(tmp_path / name)) == ROWS
-    ids = [t.id for t in load_tasks(tmp_path / name)]
-    assert ids == [r["id"] for r in ROWS]
 
 
 @pytest.mark.parametrize(

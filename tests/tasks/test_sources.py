@@ -1,251 +1,21 @@
-"""Every accepted schema, and what the errors for the rest say."""
+"""Files of tasks: which rows are read, their ids and sources, tables."""
 
 from __future__ import annotations
 
-import json
+import logging
 import pathlib
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from coa_jax.data.tasks import sources
-from coa_jax.data.tasks.task import Kind, Task
-from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.rewards.code.tests import read_tests
-from coa_jax.rewards.grader import Grader
-from tools_sandbox.jail import keeper as jail
+from coa_jax.data.tasks import rows
+from coa_jax.data.tasks.sources import TasksConfig, load_tasks, select_tasks
+from coa_jax.data.tasks.task import Kind
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
-
-
-def released(truth, question="How many?", **extra):
-  """A row as the released RL parquet files have it."""
-  return {
-    "data_source": "demo",
-    "prompt": [{"role": "user", "content": "Rules.\n\nTask:\n" + question}],
-    "reward_model": {"ground_truth": truth, "style": "rule"},
-    "extra_info": {"index": "7", **extra},
-  }
-
-
-def write(path: pathlib.Path, rows: list) -> str:
-  """Rows as a file of the kind that the path's suffix names."""
-  if path.suffix == ".json":
-    path.write_text(json.dumps(rows, indent=1))
-  else:
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-  return str(path)
-
-
-def test_our_own_schema(tmp_path):
-  rows = [
-    {"question": "q0", "answers": ["a", "b"], "kind": "math", "family": "f"},
-    {"question": "q1", "answers": ["c"], "kind": "qa", "family": ""},
-  ]
-  tasks = sources.load_tasks(write(tmp_path / "mine.jsonl", rows))
-  assert tasks == [
-    Task("mine-0", "q0", ("a", "b"), Kind.MATH, "mine", "f"),
-    Task("mine-1", "q1", ("c",), source="mine"),
-  ]
-
-
-def test_raw_released_rows_and_gsm8k(tmp_path):
-  rows = [
-    {"question": "q", "answer": ["x", "y"], "data_source": "nq", "file_name": ""},
-    {"question": "q", "answer": "1 + 1 = <<1+1=2>>2\n#### 1,234"},
-    {"question": "q", "answer": "#### is how a heading starts"},
-  ]
-  raw, gsm8k, plain = sources.load_tasks(write(tmp_path / "t.jsonl", rows))
-  assert (raw.source, raw.answers) == ("nq", ("x", "y"))
-  assert raw.meta == {"file_name": ""}
-  assert (gsm8k.kind, gsm8k.answers, gsm8k.source) == (Kind.MATH, ("1234",), "gsm8k")
-  assert (gsm8k.question, gsm8k.meta["solution"]) == ("q", rows[1]["answer"])
-  assert (plain.kind, plain.source) == (Kind.QA, "t")
-
-
-@pytest.mark.parametrize(
-  ("truth", "kind", "answers"),
-  [
-    ("204", Kind.MATH, ("204",)),
-    ("27.0", Kind.MATH, ("27.0",)),
-    ("[0,1]", Kind.MATH, ("[0,1]",)),
-    ('["1", "2"]', Kind.MATH, ("1", "2")),
-    ("\\frac{1}{2}", Kind.MATH, ("\\frac{1}{2}",)),
-    ('{"target": ["Paris"], "question": "q"}', Kind.QA, ("Paris",)),
-    ({"target": ["Paris"], "question": "q"}, Kind.QA, ("Paris",)),
-    (
-      '{"stdin": ["1", "2"], "expected_output": ["1", "2"], "question_id": "x"}',
-      Kind.CODE,
-      ("a program that passes 2 tests",),
-    ),
-    (
-      {"import_prefix": "", "test_code": "assert f() == 1", "entry_point": "f"},
-      Kind.CODE,
-      ("a program that passes 1 tests",),
-    ),
-  ],
-)
-def test_the_ground_truth_decides_the_kind(tmp_path, truth, kind, answers):
-  path = write(tmp_path / "t.jsonl", [released(truth, starter_code="def f():")])
-  (task,) = sources.load_tasks(path)
-  assert (task.id, task.source, task.question) == ("demo-7", "demo", "How many?")
-  assert (task.kind, task.answers) == (kind, answers)
-  assert ("tests" in task.meta) == (kind == Kind.CODE)
-
-
-def test_the_question_is_taken_from_extra_info_or_below_the_head(tmp_path):
-  rows = [released("1", question="q\n\nTask: is a word here", index="0")]
-  rows.append(released("1", question="", index="1"))
-  rows[1]["extra_info"]["question"] = "from extra"
-  below, extra = sources.load_tasks(write(tmp_path / "t.jsonl", rows))
-  assert below.question == "q\n\nTask: is a word here"
-  assert extra.question == "from extra"
-
-
-HUMANEVAL = {
-  "task_id": "HumanEval/9",
-  "prompt": "import math\n\ndef helper(x):\n  return x\n\ndef twice(x):\n"
-  '  """ Twice x. """\n',
-  "entry_point": "twice",
-  "canonical_solution": "  return 2 * x\n",
-  "test": "def check(candidate):\n  assert candidate(math.floor(helper(2.5))) == 4\n",
-}
-MBPP = {
-  "task_id": 7,
-  "text": "Write a function to double a number.",
-  "code": "def twice(x):\n  return 2 * x",
-  "test_list": ["assert twice(1) == 2", "assert twice(two) == 4"],
-  "test_setup_code": "two = 2",
-  "challenge_test_list": [],
-}
-SANITIZED = {
-  "source_file": "x.ipynb",
-  "task_id": 7,
-  "prompt": "Write a function to double a number.",
-  "code": MBPP["code"],
-  "test_imports": ["import math"],
-  "test_list": ["assert math.floor(twice(1.5)) == 3"],
-}
-PLUS = {**SANITIZED, "test": "for x in range(50):\n  assert twice(x) == 2 * x\n"}
-CODE = [
-  (HUMANEVAL, "HumanEval/9", "humaneval", "def twice(x):\n  return 2 * x"),
-  (MBPP, "Mbpp/7", "mbpp", MBPP["code"]),
-  (SANITIZED, "Mbpp/7", "mbpp", MBPP["code"]),
-  (PLUS, "Mbpp/7", "mbppplus", MBPP["code"]),
-]
-
-
-@pytest.mark.parametrize(("row", "name", "source", "solution"), CODE)
-def test_programs_by_asserts(tmp_path, row, name, source, solution):
-  (task,) = sources.load_tasks(write(tmp_path / "t.jsonl", [row]))
-  assert (task.id, task.kind, task.source) == (name, Kind.CODE, source)
-  question = task.question
-  words = "Twice x" if source == "humaneval" else "double a number"
-  assert words in question
-  assert row.get("canonical_solution", row.get("code")) not in question
-  shown = [a for a in row.get("test_list", ()) if a in question]
-  assert shown == row.get("test_list", [])[:1]
-  assert read_tests(task)
-  if jail.check():
-    pytest.skip("; ".join(jail.check()))
-  with Grader() as grader:
-    for program, reward in ((solution, 1.0), ("def twice(x):\n  return x", 0.0)):
-      graded = grader.answer(task, program, Trajectory(task.id))
-      assert graded.answer == reward, graded
-
-
-@pytest.mark.parametrize(
-  ("row", "message"),
-  [
-    ({**HUMANEVAL, "entry_point": "thrice"}, r"row 0: .*defines no function 'thrice'"),
-    ({**HUMANEVAL, "test": ""}, r"row 0: field 'test' must be a non-empty string"),
-    ({**MBPP, "test_list": "assert"}, r"row 0: field 'test_list' must be a list"),
-    ({**MBPP, "test_list": []}, r"row 0: there is no test"),
-    ({k: v for k, v in MBPP.items() if k != "text"}, r"row 0: field 'text' must be"),
-    ({"title": "t", "text": "x"}, r"t.json row 0: no field 'question' .*'title'"),
-    ({"question": "q"}, r"row 0: no field 'answers'; the row has 'question'"),
-    ({"question": "q", "anwser": "a"}, r"no field 'answers'; .*did you mean 'anwser'"),
-    ({"question": "q", "answers": []}, r"row 0: field 'answers' must be"),
-    ({"question": "q", "answer": "a", "kind": "z"}, r"row 0: .*accepted: qa, math"),
-    (released({"foo": 1}), r"ground_truth' has 'foo'; accepted: .*stdin"),
-    (released(None), r"ground_truth' is missing"),
-    (
-      {**released("1"), "prompt": [{"role": "system", "content": "how?"}]},
-      r"row 0: no question; accepted: 'extra_info.question'",
-    ),
-    ({**released("1"), "prompt": 5}, r"row 0: field 'prompt\[0\]' is .*accepted: a"),
-    ("text", r"row 0: expected a JSON object, got str"),
-    ({"question": "q", "answer": "a", "family": 3}, r"row 0: field 'family' must "),
-    ({"question": "q", "answers": [None]}, r"row 0: field 'answers' must "),
-  ],
-)
-def test_an_error_names_the_row_and_what_would_be_accepted(tmp_path, row, message):
-  path = write(tmp_path / "t.json", [row])
-  with pytest.raises(ValueError, match=message):
-    sources.load_tasks(path)
-
-
-def test_a_file_without_tasks_or_with_one_twice_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="holds no task"):
-    sources.load_tasks(write(tmp_path / "t.jsonl", []))
-  twice = [{"id": "x", "question": "q", "answer": "a"}] * 2
-  with pytest.raises(ValueError, match=r"row 1: id 'x' is already the id of .*row 0"):
-    sources.load_tasks(write(tmp_path / "t.json", twice))
-
-
-def test_what_a_table_leaves_empty_counts_as_left_out(tmp_path):
-  row = {"question": "q", "answer": 1934.0, "source": None, "family": None}
-  (task,) = sources.load_tasks(write(tmp_path / "t.jsonl", [{**row, "meta": None}]))
-  assert task == Task("t-0", "q", ("1934",), source="t")
-
-
-HOTPOTQA = {
-  "id": "5a7a",
-  "question": "Who?",
-  "answer": "Ann",
-  "type": "bridge",
-  "level": "hard",
-  "supporting_facts": {"title": ["A", "B", "A"], "sent_id": [0, 1, 2]},
-  "context": {"title": ["A"], "sentences": [["a"]]},
-}
-MUSIQUE = {
-  "id": "2hop__1",
-  "question": "Who?",
-  "answer": "Ann",
-  "answer_aliases": ["Anna"],
-  "question_decomposition": [{}, {}],
-  "paragraphs": [
-    {"title": "A", "is_supporting": True},
-    {"title": "B", "is_supporting": True},
-    {"title": "C", "is_supporting": False},
-  ],
-}
-WEBWALKER = {
-  "question": "Who?",
-  "answer": "Ann",
-  "root_url": "http://a.org",
-  "info": {"type": "multi_source", "supporting_titles": ["A", "B"]},
-}
-
-
-@pytest.mark.parametrize(
-  ("row", "source", "family", "answers"),
-  [
-    (HOTPOTQA, "hotpotqa", "bridge", ("Ann",)),
-    (
-      {**HOTPOTQA, "supporting_facts": [["A", 0], ["B", 1]]},
-      "hotpotqa",
-      "bridge",
-      ("Ann",),
-    ),
-    (MUSIQUE, "musique", "2_hop", ("Ann", "Anna")),
-    (WEBWALKER, "webwalker", "multi_source", ("Ann",)),
-  ],
-)
-def test_questions_of_public_data_sets(tmp_path, row, source, family, answers):
-  (task,) = sources.load_tasks(write(tmp_path / "t.json", [row]))
-  assert (task.source, task.family, task.answers) == (source, family, answers)
-  assert task.id == row.get("id", "t-0") and task.kind == Kind.QA
-  assert task.meta["supporting_titles"] == ["A", "B"]
+NAN = float("nan")
+PLAIN = {"question": "q", "answer": "a"}
 
 
 @pytest.mark.parametrize(
@@ -258,5 +28,194 @@ def test_questions_of_public_data_sets(tmp_path, row, source, family, answers):
   ],
 )
 def test_files_of_public_data_sets(name, count, kind):
-  tasks = sources.load_tasks(FIXTURES / f"{name}.jsonl")
+  tasks = load_tasks(FIXTURES / f"{name}.jsonl")
   assert len(tasks) == count and {t.kind for t in tasks} == {kind}
+
+
+@pytest.mark.parametrize(
+  ("uri", "error", "message"),
+  [
+    ("gs://b/x.jsonl", ValueError, "is no path; a config's are fetched"),
+    ("{}/*.jsonl", FileNotFoundError, "no task file matches"),
+    ("{}", FileNotFoundError, "no task file in the folder"),
+    ("{}/a.jsonl,", ValueError, "a name in the list is empty"),
+    ("{}/a.jsonl,{}/b.jsonl", FileNotFoundError, "no task file at .*a.jsonl"),
+    ("{}/sub/a.csv", ValueError, "a.csv row 0: has not the 2 columns"),
+    ("{}/sub/empty.jsonl", ValueError, "holds no task"),
+  ],
+)
+def test_what_names_no_task_is_refused(tmp_path, uri, error, message):
+  (tmp_path / "sub").mkdir()
+  (tmp_path / "sub" / "a.csv").write_text("question,answer\na,b,c\n")
+  (tmp_path / "sub" / "empty.jsonl").write_text("")
+  with pytest.raises(error, match=message):
+    load_tasks(uri.format(tmp_path, tmp_path))
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(fields={"qestion": "q"}), "a task has no field 'qestion'.*mean 'question'"),
+    (dict(limit_per_source=-1), "limit_per_source is -1; it must be at least 0"),
+  ],
+)
+def test_config_refusals(options, message):
+  with pytest.raises(ValueError, match=message):
+    TasksConfig("t.jsonl", **options)
+
+
+# --- Ids and sources.
+
+
+def test_every_task_has_a_source_and_ids_are_told_apart_by_it(write, caplog):
+  uris = []
+  for name in "nq", "triviaqa":
+    row = {"id": "test_0", "question": name, "golden_answers": ["a"], "metadata": {}}
+    uris.append(write(f"{name}/test.jsonl", [row]))
+  tasks = load_tasks(",".join(uris))
+  assert [(t.id, t.source) for t in tasks] == [
+    ("nq-test_0", "nq"),
+    ("triviaqa-test_0", "triviaqa"),
+  ]
+  assert "nq, triviaqa have ids in common" in caplog.text
+  # One alone keeps its ids, as do sets that have none in common.
+  assert [t.id for t in load_tasks(uris[0])] == ["test_0"]
+  # Files of one source: by the file's name.
+  train = write("nq/train.jsonl", [{"id": "test_0", **PLAIN}])
+  assert [t.id for t in load_tasks(f"{train},{uris[0]}")] == [
+    "train-test_0",
+    "test-test_0",
+  ]
+
+
+def test_an_id_is_one_tasks_but_copies_in_an_rl_set_count_once(write):
+  with pytest.raises(ValueError, match=r"t.jsonl:2: id 'x' is already the id of .*:1"):
+    load_tasks(write("t.jsonl", [{"id": "x", **PLAIN}] * 2))
+  row = {"prompt": "1/2?", "reward_model": {"ground_truth": "1"}, "data_source": "demo"}
+  row["extra_info"] = {"index": "7"}
+  assert len(load_tasks(write("t.jsonl", [row, row]))) == 1
+  other = {**row, "reward_model": {"ground_truth": "2"}}
+  with pytest.raises(ValueError, match="id 'demo-7' is already"):
+    load_tasks(write("t.jsonl", [row, other]))
+
+
+@pytest.mark.parametrize(
+  ("name", "source"),
+  [
+    ("bamboogle.jsonl", "bamboogle"),
+    ("nq/data/train-00000-of-00001.parquet", "nq"),
+    ("qa.jsonl", "qa.jsonl"),  # a grader of kind qa is none of this source
+  ],
+)
+def test_the_source_of_a_file(write, name, source):
+  path = write(name, [PLAIN])
+  if name.endswith(".parquet"):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([PLAIN]), path)
+  assert load_tasks(path)[0].source == source
+  assert select_tasks(TasksConfig(path, source="mine"))[0].source == "mine"
+
+
+def test_a_limit_for_each_source(write, caplog):
+  uris = []
+  for name in "ab":
+    lines = [{**PLAIN, "question": f"{name}{n}"} for n in range(5)]
+    uris.append(write(f"{name}.jsonl", lines))
+  uri = ",".join(uris)
+  tasks = select_tasks(TasksConfig(uri, limit_per_source=2))
+  assert [t.question for t in tasks] == ["a0", "a1", "b0", "b1"]
+  assert not caplog.records
+  assert len(select_tasks(TasksConfig(uri, limit=3, limit_per_source=2))) == 3
+  assert len(select_tasks(TasksConfig(uri, limit=10**30))) == 10
+  select_tasks(TasksConfig(uri, limit=4))
+  assert "tasks.limit=4 takes none of b; tasks.limit_per_source" in caplog.text
+
+
+# --- Pictures, files and system messages, which no model is shown.
+
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    ("file_name", "a.xlsx"),
+    ("image", "data:image/png;base64,AA"),
+    ("images", [{"bytes": "x", "path": None}]),
+    ("image_1", {"bytes": "x"}),
+    ("video", "a.mp4"),
+  ],
+)
+def test_rows_with_pictures_and_files_are_left_out_and_counted(
+  write, caplog, name, value
+):
+  empty = [{**PLAIN, name: none} for none in ("", None, [], {"bytes": None}, NAN)]
+  path = write("t.jsonl", [{**PLAIN, name: value}, *empty])
+  tasks = select_tasks(TasksConfig(path))
+  assert [t.id for t in tasks] == [f"t-{n}" for n in range(1, 6)]
+  assert f"rows left out: 1; column '{name}'" in caplog.text
+  assert [record.levelno for record in caplog.records] == [logging.WARNING]
+  assert len(select_tasks(TasksConfig(path, attachments=True))) == 6
+  path = write("t.jsonl", [{**PLAIN, name: value}])
+  with pytest.raises(ValueError, match=r"holds no task but .*tasks.attachments"):
+    select_tasks(TasksConfig(path))
+  assert len(load_tasks(path)) == 1  # what is held out of training is all of a file
+
+
+def test_system_messages_are_counted(write, caplog):
+  said = [("system", "Be brief."), ("user", "one?")]
+  prompt = [{"role": role, "content": content} for role, content in said]
+  load_tasks(write("t.jsonl", [{"prompt": prompt, "answer": "1 x"}]))
+  assert "rows with a system message: 1" in caplog.text
+
+
+# --- Several files, and tables.
+
+
+def test_several_files_at_once_and_tables(tmp_path, write):
+  one = write("a/x.jsonl", [{"question": "q0", "answer": "a"}])
+  (tmp_path / "b").mkdir()
+  table = tmp_path / "b" / "x.csv"
+  table.write_text('question,answers,level\n"q1, or?","[""a"", ""b""]",1\nq2,c,\n')
+  tasks = load_tasks(f"{one},{table}")
+  assert [(t.id, t.question, t.answers) for t in tasks] == [
+    ("x-0", "q0", ("a",)),
+    ("x-1", "q1, or?", ("a", "b")),
+    ("x-2", "q2", ("c",)),
+  ]
+  assert tasks[1].family == "1"
+  assert load_tasks(f"{tmp_path}/*/x.*") == tasks
+  assert load_tasks(tmp_path / "a") == tasks[:1]
+
+
+def test_large_cells_doubled_names_and_heads_of_tables(tmp_path, monkeypatch):
+  path = tmp_path / "t.csv"
+  path.write_text(f"question,answer,context\nq,a,{'x' * 200_000}\n")
+  assert len(load_tasks(path)[0].meta["context"]) == 200_000
+  monkeypatch.setattr(rows, "_MOST_CELL", 1000)
+  with pytest.raises(ValueError, match=r"t.csv: cannot be read: field larger than"):
+    load_tasks(path)
+  path.write_text("question,answer, answer\nq,a,b\n")
+  with pytest.raises(ValueError, match="2 columns are called 'answer'; accepted: each"):
+    load_tasks(path)
+  names = ["question", "answer", "answer"]
+  table = pyarrow.Table.from_arrays([pyarrow.array(["q"])] * 3, names=names)
+  pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+  with pytest.raises(ValueError, match="2 columns are called 'answer'"):
+    load_tasks(tmp_path / "t.parquet")
+  # A mark of byte order, spaces in the heading, an index without a name, tabs.
+  path.write_text("\ufeff,question, answer\n0,q,a\n", encoding="utf-8")
+  (task,) = load_tasks(path)
+  assert (task.question, task.answers, task.meta) == ("q", ("a",), {"column 1": "0"})
+  (tmp_path / "t.tsv").write_text("Question\tAnswer\nq, r\ta\n")
+  assert load_tasks(tmp_path / "t.tsv")[0].question == "q, r"
+
+
+def test_nan_in_a_column_of_floats_is_refused_by_its_row(tmp_path):
+  path = tmp_path / "t.parquet"
+  table = {"question": ["a", "b"], "answer": [1934.0, NAN]}
+  pyarrow.parquet.write_table(pyarrow.table(table), path)
+  with pytest.raises(
+    ValueError, match=r"t.parquet row 1: no field 'answers'.*'answer'"
+  ):
+    load_tasks(path)
+  table = {"question": ["a", "b"], "answer": [1934.0, 2.0], "id": [0.0, NAN]}
+  pyarrow.parquet.write_table(pyarrow.table(table), path)
+  assert [t.id for t in load_tasks(path)] == ["0.0", "t-1"]

@@ -47,3 +47,10 @@ def toolbox(world_files):
 def unified():
   """The variant that all of this is for."""
   return get_variant("unified").with_tools(TOOLS)
+
+
+@pytest.fixture(scope="session")
+def run_code():
+  """Runs the real code tool."""
+  with Toolbox(ToolsConfig(tools=("code",), sandbox=BACKEND)) as box:
+    yield box.call

@@ -97,20 +97,25 @@ def test_contexts_only_ever_grow():
     last[agent] = messages
 
 
+@pytest.mark.parametrize(
+  ("bad", "why"), [(Reply(" "), ""), (Reply("NEXT: me", cut=True), "cut at the limit")]
+)
 @pytest.mark.parametrize("agent", list(GOOD))
-def test_one_malformed_reply_is_asked_for_again(agent):
-  lines = {a: [t] for a, t in GOOD.items()} | {
-    "orchestrator": [STEPS[0], "NEXT: search\nREASON: find it", "NEXT: solver"]
-  }
+def test_one_malformed_or_cut_reply_is_asked_for_again(agent, bad, why):
+  lines = Lines(orchestrator=list(STEPS))
   if agent == "code":
-    lines["orchestrator"][1] = "NEXT: code\nREASON: compute it"
-  lines[agent] = [" ", *lines[agent]]
-  backend = Lines(**lines)
+    lines.lines["orchestrator"][1] = "NEXT: code\nREASON: compute it"
+  left = [bad]
+
+  def backend(name, messages):
+    return left.pop() if name == agent and left else lines(name, messages)
+
   run = work(backend)
   assert run.status == Status.ENDED and run.prediction == "Mira Quill"
-  (bad,) = (e for e in run.events if e.kind == runs.MALFORMED)
-  assert bad.agent == agent and bad.detail and bad.prompt > 0
-  again = next(m for a, m in backend.seen if a == agent and len(m) > 3)
+  (event,) = (e for e in run.events if e.kind == runs.MALFORMED)
+  assert event.agent == agent and event.detail and why in event.detail
+  assert event.prompt > 0
+  again = next(m for a, m in lines.seen if a == agent)
   assert "could not be used" in again[-1].content
 
 
@@ -198,23 +203,6 @@ def test_a_planner_that_lists_facts_first():
   assert "FACTS: <facts>" in shown["planner"]
   # Without the option a plan is what it was.
   assert runs.FACTS not in kinds(work(Lines(planner=[good], orchestrator=list(STEPS))))
-
-
-@pytest.mark.parametrize("agent", [a for a in GOOD if a != "code"])
-def test_a_reply_that_was_cut_is_asked_for_again(agent):
-  lines = Lines(orchestrator=list(STEPS))
-  cut: list[str] = []
-
-  def backend(name, messages):
-    if name == agent and not cut:
-      cut.append(name)
-      return Reply(GOOD[agent], cut=True)
-    return lines(name, messages)
-
-  run = work(backend)
-  (bad,) = (e for e in run.events if e.kind == runs.MALFORMED)
-  assert bad.agent == agent and "cut at the limit" in bad.detail
-  assert run.status == Status.ENDED
 
 
 def test_a_service_that_is_down_ends_the_run_as_infrastructure():

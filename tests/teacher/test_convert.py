@@ -131,14 +131,9 @@ def test_an_observation_is_kept_verbatim_and_can_close_nothing(hostile):
 
 
 WORDS = st.text(alphabet="abc <>/&;=\n", max_size=12)
-CALLS = st.one_of(
-  st.tuples(st.just(runs.CALL), WORDS.filter(str.strip), st.text(max_size=20)),
-  st.tuples(
-    st.just(runs.CALL),
-    st.just(tool_bodies.render_code("print(1)\n")),
-    st.text(max_size=20),
-  ),
-)
+PROGRAM = tool_bodies.render_code("print(1)\n")
+BODIES = st.one_of(WORDS.filter(str.strip), st.just(PROGRAM))
+CALLS = st.tuples(st.just(runs.CALL), BODIES, st.text(max_size=20))
 TAGS = st.sampled_from(["<think>", "</observation>", "<answer>", "&lt;plan>"])
 STEP = st.one_of(
   CALLS,
@@ -251,10 +246,7 @@ def test_a_variant_without_checks_leaves_them_out_and_keeps_the_thoughts():
 
 def test_a_variant_that_thinks_before_reflecting_splits_the_review():
   steps = [
-    PLAIN[0],
-    PLAIN[1],
-    PLAIN[2],
-    PLAIN[3],
+    *PLAIN[:4],
     (runs.REFLECTION, "The page is about the town.\nIt names its mayor.", ""),
     (runs.DECISION, "it is known", "solver"),
     *PLAIN[-2:],

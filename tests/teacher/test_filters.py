@@ -16,7 +16,6 @@ from coa_jax.data.teacher.filters import (
 )
 from coa_jax.protocol.trajectory import ToolCall
 
-FILTERS = FiltersConfig()
 POOR = [("reflection", "wrong page tool_effectiveness : Poor")]
 MENDED = [*PLAIN, *POOR, *PLAIN[:3], ("wiki_search", "Tarn"), SEEN, *END]
 FAILED_CHECK = [
@@ -25,15 +24,17 @@ FAILED_CHECK = [
 ]  # fmt: skip
 
 
+def kept(*pairs, grade=judge, **config):
+  return filter_trajectories(pairs, UNIFIED, grade, FiltersConfig(**config))
+
+
 def run(spans, **config):
-  left, funnel = filter_trajectories(
-    [make(spans)], UNIFIED, judge, FiltersConfig(**config)
-  )
+  left, funnel = kept(make(spans), **config)
   return len(left), funnel
 
 
 def test_a_good_trajectory_passes_once_with_its_reward():
-  left, funnel = filter_trajectories([make(GOOD)], UNIFIED, judge, FiltersConfig())
+  left, funnel = kept(make(GOOD), corrected_copies=3)
   assert len(left) == 1 and left[0].reward == 1.0
   assert left[0].reward_parts == {"answer": 1.0}
   assert funnel == {
@@ -79,7 +80,7 @@ def test_each_reason_drops_at_its_stage(spans, config, stage, reason):
 def test_a_verdict_that_comes_with_a_trajectory_is_kept(parts, left):
   task, trajectory = make(GOOD)
   trajectory.reward_parts = parts
-  out, funnel = filter_trajectories([(task, trajectory)], UNIFIED, judge, FILTERS)
+  out, funnel = kept((task, trajectory))
   assert len(out) == left
   assert funnel["quality"]["dropped"] == ({} if left else {"wrong_answer": 1})
 
@@ -97,9 +98,7 @@ def test_inputs_that_differ_in_white_space_are_the_same():
 
 @pytest.mark.parametrize("spans", [MENDED, FAILED_CHECK])
 def test_what_corrected_itself_is_repeated(spans):
-  left, funnel = filter_trajectories(
-    [make(spans)], UNIFIED, judge, FiltersConfig(corrected_copies=3)
-  )
+  left, funnel = kept(make(spans), corrected_copies=3)
   assert [t.meta.get("copy") for t in left] == [None, 1, 2]
   assert len({t.text for t in left}) == 1
   last = funnel["error_correction"]
@@ -108,17 +107,16 @@ def test_what_corrected_itself_is_repeated(spans):
 
 @pytest.mark.parametrize("reward", [None, 0.0])
 def test_only_what_is_known_to_have_ended_right_is_repeated(reward):
-  config = FiltersConfig(corrected_copies=3, min_reward=0.0)
-  left, funnel = filter_trajectories([make(MENDED)], UNIFIED, lambda *_: reward, config)
+  config = dict(corrected_copies=3, min_reward=0.0)
+  left, funnel = kept(make(MENDED), grade=lambda *_: reward, **config)
   assert len(left) == 1 and funnel["error_correction"]["corrected"] == 0
 
 
 def test_down_sampling_keeps_its_share_and_does_not_look_at_others():
   pairs = [make([*PLAIN, *END], i) for i in range(1000)]
-  config = FiltersConfig(keep_unreflected=0.3)
-  left, _ = filter_trajectories(pairs, UNIFIED, judge, config)
+  left, _ = kept(*pairs, keep_unreflected=0.3)
   assert 250 < len(left) < 350
-  alone, _ = filter_trajectories(pairs[::7], UNIFIED, judge, config)
+  alone, _ = kept(*pairs[::7], keep_unreflected=0.3)
   assert {t.task_id for t in alone} == {t.task_id for t in left} & {
     task.id for task, _ in pairs[::7]
   }
@@ -136,14 +134,8 @@ KINDS = [GOOD, MENDED, FAILED_CHECK, GOOD[1:], [*PLAIN, *END], END, [*GOOD, *GOO
 )
 def test_the_funnel_adds_up(chosen, share, copies, least):
   pairs = [make(spans, i) for i, spans in enumerate(chosen)]
-  left, funnel = filter_trajectories(
-    pairs,
-    UNIFIED,
-    judge,
-    FiltersConfig(
-      min_activations=least, keep_unreflected=share, corrected_copies=copies
-    ),
-  )
+  config = dict(keep_unreflected=share, corrected_copies=copies)
+  left, funnel = kept(*pairs, min_activations=least, **config)
   reached = funnel["in"]
   assert reached == len(pairs)
   for stage in STAGES:
@@ -154,17 +146,8 @@ def test_the_funnel_adds_up(chosen, share, copies, least):
   assert last["added"] == last["corrected"] * (copies - 1)
 
 
-def test_corrections_earn_copies():
-  config = dict(corrected_copies=3)
-  assert run(GOOD, **config)[0] == 1
-  assert run(FAILED_CHECK, **config)[0] == 3
-  assert run([*PLAIN, *END], keep_unreflected=1.0, **config)[0] == 1
-
-
 def test_what_cannot_be_judged_is_kept_and_counted():
-  left, funnel = filter_trajectories(
-    [make(GOOD)], UNIFIED, lambda *_: None, FiltersConfig()
-  )
+  left, funnel = kept(make(GOOD), grade=lambda *_: None)
   assert left[0].reward is None and funnel["error_correction"]["ungraded"] == 1
 
 
@@ -174,11 +157,10 @@ def test_near_duplicates_keep_the_first(tmp_path):
   close = [("think", words + " more"), *spans[1:]]
   other = [("think", " ".join(f"v{i}" for i in range(60))), *spans[1:]]
   pairs = [make(s, i) for i, s in enumerate([spans, close, other])]
-  config = FiltersConfig(max_similarity=0.8)
-  left, funnel = filter_trajectories(pairs, UNIFIED, judge, config)
+  left, funnel = kept(*pairs, max_similarity=0.8)
   assert [t.task_id for t in left] == ["t0", "t2"]
   assert funnel["duplicates"]["dropped"] == {"near_duplicate": 1}
-  assert len(filter_trajectories(pairs, UNIFIED, judge, FiltersConfig())[0]) == 3
+  assert len(kept(*pairs)[0]) == 3
 
 
 def test_what_is_of_an_evaluation_set_goes(tmp_path):
@@ -187,9 +169,7 @@ def test_what_is_of_an_evaluation_set_goes(tmp_path):
   path.write_text(json.dumps({"question": question, "answer": "x"}) + "\n")
   leaked = f"Forum: {question.lower()} The answer is x."
   leak = [*PLAIN[:-1], ("observation", leaked), ("reflection", "r"), *END]
-  config = FiltersConfig(benchmarks=(str(path),))
-  pairs = [make(leak, 0), make(GOOD, 1)]
-  left, funnel = filter_trajectories(pairs, UNIFIED, judge, config)
+  left, funnel = kept(make(leak, 0), make(GOOD, 1), benchmarks=(str(path),))
   assert [t.task_id for t in left] == ["t1"]
   assert funnel["contamination"]["dropped"] == {"benchmark": 1}
 
@@ -197,6 +177,5 @@ def test_what_is_of_an_evaluation_set_goes(tmp_path):
 def test_blocked_domains_go():
   task, trajectory = make(GOOD)
   trajectory.calls.append(ToolCall("crawl_page", "https://hf.co/datasets/gaia"))
-  config = FiltersConfig(blocked=("hf.co/datasets",))
-  left, funnel = filter_trajectories([(task, trajectory)], UNIFIED, judge, config)
+  left, funnel = kept((task, trajectory), blocked=("hf.co/datasets",))
   assert not left and funnel["contamination"]["dropped"] == {"blocked_domain": 1}

@@ -25,8 +25,6 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import ToolCall, Trajectory
-from coa_jax.tools.toolbox import Toolbox, ToolsConfig
-from tests.backend import BACKEND
 
 ROWS = pathlib.Path(__file__).parents[1] / "fixtures/gsm8k.jsonl"
 REACT = get_variant("unified-plan-reflection-suggested_answer-double_check").with_tools(
@@ -44,13 +42,6 @@ CLIPS = Task(
 )
 
 
-@pytest.fixture(scope="module")
-def sandbox():
-  """The real code tool."""
-  with Toolbox(ToolsConfig(tools=("code",), sandbox=BACKEND)) as box:
-    yield box.call
-
-
 def play(task: Task, sample: int, call) -> Trajectory | Dropped:
   """What the distillation journey makes of a task."""
   backend = Gsm8kPrograms([task], sample)
@@ -62,8 +53,8 @@ def spans(trajectory: Trajectory) -> list[tuple[str, str]]:
   return [(s.role, s.content.strip()) for s in parse(trajectory.text, REACT).spans]
 
 
-def test_the_samples_of_a_question_are_a_bare_and_a_commented_program(sandbox):
-  played = [spans(play(CLIPS, sample, sandbox)) for sample in (0, 1)]
+def test_the_samples_of_a_question_are_a_bare_and_a_commented_program(run_code):
+  played = [spans(play(CLIPS, sample, run_code)) for sample in (0, 1)]
   bare, commented = sorted(played, key=str, reverse=True)
   end = [("observation", "72.0"), ("answer", "72")]
   assert bare == [
@@ -86,11 +77,11 @@ def test_the_samples_of_a_question_are_a_bare_and_a_commented_program(sandbox):
   ]
 
 
-def test_every_row_and_copy_is_played_and_right(sandbox):
+def test_every_row_and_copy_is_played_and_right(run_code):
   tasks = with_new_numbers(load_tasks(ROWS), 2)
   reasons = []
   for task in tasks:
-    trajectory = play(task, 1, sandbox)
+    trajectory = play(task, 1, run_code)
     if isinstance(trajectory, Dropped):
       assert task.family != FAMILY
       reasons.append(trajectory.reason)

@@ -20,8 +20,6 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, ToolCall, Trajectory
-from coa_jax.tools.toolbox import Toolbox, ToolsConfig
-from tests.backend import BACKEND
 
 ROWS = pathlib.Path(__file__).parents[1] / "fixtures/gsm8k.jsonl"
 MATH = get_variant("math")
@@ -30,13 +28,6 @@ CLIPS = (
   "Natalia sold 48+24 = <<48+24=72>>72 clips altogether in April and May.\n"
   "#### 72"
 )
-
-
-@pytest.fixture(scope="module")
-def sandbox():
-  """The real code tool."""
-  with Toolbox(ToolsConfig(tools=("code",), sandbox=BACKEND)) as box:
-    yield box.call
 
 
 def task(solution: str, question: str = "How many?\nAnswer: a number.") -> Task:
@@ -59,8 +50,8 @@ def contents(trajectory: Trajectory) -> list[tuple[str, str]]:
   return [(s.role, s.content.strip()) for s in parse(trajectory.text, MATH).spans]
 
 
-def test_a_solution_becomes_a_team_at_work_with_a_real_tool(sandbox):
-  trajectory = play(CLIPS, sandbox)
+def test_a_solution_becomes_a_team_at_work_with_a_real_tool(run_code):
+  trajectory = play(CLIPS, run_code)
   assert contents(trajectory) == [
     ("plan", "clips in May ; clips altogether in April and May"),
     ("think", "Natalia sold"),
@@ -132,9 +123,9 @@ def test_text_goes_to_the_note_that_it_belongs_to():
   ],
 )
 def test_what_cannot_be_played_is_dropped_under_its_own_reason(
-  sandbox, solution, reason
+  run_code, solution, reason
 ):
-  dropped = play(solution, sandbox)
+  dropped = play(solution, run_code)
   assert isinstance(dropped, Dropped) and dropped.reason == reason
   assert dropped.detail
 
@@ -227,11 +218,11 @@ def test_tasks_without_solutions_are_refused():
     Gsm8kReplay([Task("t", "q", ("a",))])
 
 
-def test_rows_in_the_data_sets_layout(sandbox):
+def test_rows_in_the_data_sets_layout(run_code):
   results = []
   for row in load_tasks(ROWS):
     assert "<<" not in row.question and "####" not in row.question
-    results.append(play(row.meta["solution"], sandbox))
+    results.append(play(row.meta["solution"], run_code))
   reasons = collections.Counter(r.reason for r in results if isinstance(r, Dropped))
   assert reasons == {"answer_not_computed": 2, "no_program": 1}
   assert sum(isinstance(r, Trajectory) for r in results) == 17

@@ -95,93 +95,60 @@ def test_what_an_unusable_reply_took_is_counted_with_the_one_that_is_used():
   assert reply.reported == (180, 64, 13)
 
 
-@pytest.mark.parametrize(
-  "status, text",
-  [
-    (400, "This model's maximum context length is 256 tokens. However, you requested"),
-    (400, '{"error": {"code": "context_length_exceeded"}}'),
-    (413, "the prompt is too long: 9000 tokens"),
-    (422, "`inputs` tokens + `max_new_tokens`: input is longer than the model's"),
-  ],
-)
-def test_a_conversation_that_is_too_long_ends_its_run_and_is_no_outage(status, text):
-  with ChatServer() as server, ChatBackend(server.config()) as backend:
-    server.faults, server.error = [status], text
-    with pytest.raises(Unsolvable, match="context_too_long"):
-      backend("planner", ASK)
-  assert len(server.requests) == 1
-
-
 def completion(message: dict, **changes) -> str:
   choice = {"message": {"role": "assistant", **message}, "finish_reason": "stop"}
   return json.dumps({"model": "m-2026", "choices": [{**choice, **changes}]})
 
 
-def called(name: str, arguments: object) -> dict:
-  return {"content": None, "tool_calls": [{"function": _named(name, arguments)}]}
+def called(name: str, arguments: object) -> str:
+  call = {"function": {"name": name, "arguments": arguments}}
+  return completion({"content": None, "tool_calls": [call]})
 
 
-def _named(name, arguments):
-  return {"name": name, "arguments": arguments}
-
-
-def test_a_reply_is_read_without_its_reasoning():
-  for content, text in [
-    ("<think>\nhm, NEXT: code\n</think>\n\nNEXT: search", "NEXT: search"),
-    ("<think>never came to an end", ""),
-    ("it began in the prompt\n</think>\n\nNEXT: search", "NEXT: search"),
-    ("plain <think> in the text</think>", "plain <think> in the text</think>"),
-  ]:
-    assert read_completion(completion({"content": content})).text == text
-
-
-def test_who_answered_and_whether_it_was_cut_is_known():
-  whole = read_completion(completion({"content": "x"}))
-  assert (whole.model, whole.cut) == ("m-2026", False)
-  assert read_completion(completion({"content": "x"}, finish_reason="length")).cut
+def counted(tokens: str) -> str:
+  """A completion that was charged this number of prompt tokens."""
+  return (
+    completion({"content": "said"})[:-1] + f', "usage": {{"prompt_tokens": {tokens}}}}}'
+  )
 
 
 @pytest.mark.parametrize(
-  "message, text",
+  ("body", "text"),
   [
+    # A reply without its reasoning.
+    (completion({"content": "<think>\nhm, NEXT\n</think>\n\nNEXT: x"}), "NEXT: x"),
+    (completion({"content": "<think>never came to an end"}), ""),
+    (completion({"content": "it began before\n</think>\n\nNEXT: x"}), "NEXT: x"),
+    (
+      completion({"content": "plain <think> in it</think>"}),
+      "plain <think> in it</think>",
+    ),
+    # Function calls, in the words of the team.
     (called("web_search", '{"query": "tarn"}'), "TOOL: web_search\nQUERY: tarn"),
     (called("web_search", {"query": "tarn"}), "TOOL: web_search\nQUERY: tarn"),
     (called("code", '{"program": "print(1)"}'), "```py\nprint(1)\n```"),
     # What is broken is kept, so that the agent is told.
     (called("web_search", '{"query": "ta'), 'web_search {"query": "ta'),
     (called("web_search", '{"a": "x", "b": 1}'), 'web_search {"a": "x", "b": 1}'),
-    ({"content": "", "tool_calls": ["x"]}, "x"),
-    ({"content": "said", "tool_calls": [{}]}, "said"),
+    (called("web_search", DEEP), f"web_search {DEEP}"),
+    (completion({"content": "", "tool_calls": ["x"]}), "x"),
+    (completion({"content": "said", "tool_calls": [{}]}), "said"),
+    # Numbers that count nothing.
+    (counted("1e999"), "said"),
+    (counted("1" + "0" * 400), "said"),
+    (counted('null, "completion_tokens": -1, "prompt_tokens_details": null'), "said"),
   ],
+  ids=lambda value: value[:40],
 )
-def test_function_calls_are_put_into_the_words_of_the_team(message, text):
-  assert read_completion(completion(message)).text == text
-
-
-@pytest.mark.parametrize(
-  "body, text",
-  [
-    (completion(called("web_search", DEEP)), f"web_search {DEEP}"),
-    (
-      completion({"content": "said"})[:-1] + ', "usage": {"prompt_tokens": 1e999}}',
-      "said",
-    ),
-    (
-      completion({"content": "said"})[:-1]
-      + f', "usage": {{"prompt_tokens": 1{"0" * 400}}}}}',
-      "said",
-    ),
-  ],
-)
-def test_odd_numbers_and_depths_of_a_reply_are_no_crash(body: str, text: str):
+def test_what_is_read_in_a_completion(body: str, text: str):
   reply = read_completion(body)
-  assert reply.text == text and reply.prompt_tokens == 0
+  assert reply.text == text and reply.reported == ()
 
 
-def test_a_pause_that_is_no_number_is_none():
-  with ChatServer() as server, ChatBackend(server.config()) as backend:
-    server.faults, server.headers = [429], {"Retry-After": "nan"}
-    assert backend("planner", ASK).retries == 1
+def test_who_answered_and_whether_it_was_cut_is_known():
+  whole = read_completion(completion({"content": "x"}))
+  assert (whole.model, whole.cut) == ("m-2026", False)
+  assert read_completion(completion({"content": "x"}, finish_reason="length")).cut
 
 
 def test_prices():
@@ -192,26 +159,42 @@ def test_prices():
     TeacherChatConfig(base_url="http://x", model="m", prices=(1.0,))
 
 
+LONG = "This model's maximum context length is 256 tokens. However, you requested"
+
+
 @pytest.mark.parametrize(
-  "fault, words",
+  ("fault", "text", "error", "words", "asked"),
   [
-    (500, "status 500"),
-    ("garbage", "not a chat completion: the body starts with '<html>"),
-    ("cut", "RemoteProtocolError"),
+    (500, "", InfrastructureError, "in 3 attempts .*status 500.*chat.base_url", 3),
+    ("garbage", "", InfrastructureError, "in 3 attempts .*body starts with '<html>", 3),
+    ("cut", "", InfrastructureError, "in 3 attempts .*RemoteProtocolError", 3),
+    (400, "no", InfrastructureError, "refuses the request .status 400.: 'no'", 1),
+    (401, "no", RefusedError, "refuses the API key", 1),
+    (404, "no", RefusedError, "has no model 'scripted'", 1),
+    # A conversation that is too long ends its run and is no outage.
+    (400, LONG, Unsolvable, "context_too_long: This", 1),
+    (400, '{"code": "context_length_exceeded"}', Unsolvable, "context_too_long", 1),
+    (413, "the prompt is too long: 9000 tokens", Unsolvable, "context_too_long", 1),
+    (422, "`inputs`: input is longer than the model's", Unsolvable, "too_long", 1),
   ],
 )
-def test_lasting_faults_are_infrastructure_and_say_what_came(fault, words):
-  with ChatServer() as server, ChatBackend(server.config(retries=2)) as backend:
-    server.faults = [fault] * 3
-    with pytest.raises(InfrastructureError) as error:
+def test_lasting_faults_say_what_came_and_refusals_are_not_retried(
+  fault, text, error, words, asked
+):
+  with (
+    ChatServer() as server,
+    ChatBackend(server.config(retries=2), "sesame") as backend,
+  ):
+    server.faults, server.error = [fault] * 3, text
+    with pytest.raises(error, match=words) as raised:
       backend("planner", ASK)
-  assert words in str(error.value) and "in 3 attempts" in str(error.value)
-  assert "chat.base_url" in str(error.value)
-  assert len(server.requests) == 3
+  assert len(server.requests) == asked and "sesame" not in str(raised.value)
 
 
 def test_retry_after_is_honoured_up_to_the_longest_pause():
   with ChatServer() as server, ChatBackend(server.config()) as backend:
+    server.faults, server.headers = [429], {"Retry-After": "nan"}
+    assert backend("planner", ASK).retries == 1
     server.faults, server.headers = [429], {"Retry-After": "0.3"}
     start = time.monotonic()
     backend("planner", ASK)
@@ -224,23 +207,6 @@ def test_retry_after_is_honoured_up_to_the_longest_pause():
       backend("planner", ASK)
 
 
-@pytest.mark.parametrize("status, words", [(401, "API key"), (404, "no model")])
-def test_refusals_are_not_retried(status, words):
-  with ChatServer() as server, ChatBackend(server.config(), "sesame") as backend:
-    server.faults = [status]
-    with pytest.raises(RefusedError, match=words) as error:
-      backend("planner", ASK)
-  assert len(server.requests) == 1 and "sesame" not in str(error.value)
-
-
-def test_a_request_refused_for_its_content_costs_one_run_only():
-  with ChatServer() as server, ChatBackend(server.config()) as backend:
-    server.faults = [400]
-    with pytest.raises(InfrastructureError, match="refuses the request"):
-      backend("planner", ASK)
-  assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize(
   "body",
   ["", "null", "[]", "{}", '{"choices": [{"message": {"content": 3}}]}', '"x"', DEEP],
@@ -248,14 +214,6 @@ def test_a_request_refused_for_its_content_costs_one_run_only():
 def test_what_is_no_completion_is_refused(body):
   with pytest.raises(ValueError):
     read_completion(body)
-
-
-def test_odd_usage_counts_as_none():
-  reply = read_completion(
-    '{"choices": [{"message": {"content": null}}], "usage": {"prompt_tokens": null,'
-    ' "completion_tokens": -1, "prompt_tokens_details": null}}'
-  )
-  assert reply.text == "" and reply.reported == ()
 
 
 def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 import time
 
@@ -17,9 +18,7 @@ from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND, needs_jail
 from tests.tools_sandbox.sandbox_server import soon
-from tools_sandbox.client import Sandbox
 from tools_sandbox.jail import keeper
-from tools_sandbox.jail.wire import Result, Verdict
 
 PAGES = [
   {"id": "1", "title": "Ur", "text": "Ur is a city. Its capital is Uruk."},
@@ -47,55 +46,37 @@ def toolbox(config: ToolsConfig):
     yield box
 
 
-@pytest.mark.parametrize(
-  ("program", "stdin", "status", "result"),
-  [
-    ("print(6 * 7)", "", CallStatus.OK, "42"),
-    ("print(sum(map(int, input().split())))", "1 2 3", CallStatus.OK, "6"),
-    ("x = 1", "", CallStatus.OK, "no output; print what you want to see"),
-  ],
-)
-def test_programs_that_end_well(toolbox, program, stdin, status, result):
-  arguments = render_code(program, stdin)
-  call = toolbox.call("code", arguments)
-  assert (call.name, call.arguments) == ("code", arguments)
-  assert outcome(call) == (status, result)
-  assert 0 < call.seconds < 60
+OK, MODEL, TOOL = CallStatus.OK, CallStatus.MODEL, CallStatus.TOOL
+DOWN = CallStatus.INFRASTRUCTURE
+LOOP = render_code("print('on', flush=True)\nwhile True: pass")
+# Tag, content; whose fault a failure is, words of the result in their order.
+CALLS = [
+  ("code", render_code("print(6 * 7)"), OK, "^42$"),
+  ("code", render_code("print(int(input()) + 1)", "5"), OK, "^6$"),
+  ("code", render_code("x = 1"), OK, "^no output; print what you want to see$"),
+  ("code", render_code("print('on')\n1 / 0"), MODEL, "on.error: .*ZeroDivision"),
+  ("code", render_code("if"), MODEL, "error: .*SyntaxError"),
+  ("code", LOOP, TOOL, "on.*after 2 s"),
+  ("code", render_code("x = bytearray(10**9)"), TOOL, "error: more than 256 MB"),
+  ("code", "print(1)", MODEL, "^error: a code call is one ```py block"),
+  # Best first; a title is not said twice.
+  ("wiki_search", " capital of Ur ", OK, r"^1\. Ur is a city. Its capital is Uruk.\n2"),
+  ("wiki_search", "kings", OK, r"^1\. Uruk: A city of kings\.$"),
+  ("wiki_search", "zzz", OK, "^no result$"),
+  ("wiki_search", " \n", MODEL, "^error: <wiki_search> is empty"),
+  ("telescope", "x", MODEL, "^error: no tool telescope"),
+]
 
 
-@pytest.mark.parametrize(
-  ("program", "status", "words"),
-  [
-    ("print('so far')\n1 / 0", CallStatus.MODEL, ["so far", "error: ", "ZeroDivision"]),
-    ("if", CallStatus.MODEL, ["error: ", "SyntaxError"]),
-    (
-      "print('on', flush=True)\nwhile True: pass",
-      CallStatus.TOOL,
-      ["on", "after 2 s"],
-    ),
-    ("x = bytearray(10**9)", CallStatus.TOOL, ["error: more than 256 MB"]),
-  ],
-)
-def test_programs_that_fail_say_whose_fault_it_is(toolbox, program, status, words):
-  seconds = 2.0 if "while" in program else 30.0
-  call = toolbox.submit("code", render_code(program), seconds).result()
-  assert call.status == status, call
-  assert all(word in call.result for word in words), call.result
-
-
-@pytest.mark.parametrize(
-  ("name", "arguments", "result"),
-  [
-    ("code", "print(1)", "error: a code call is one ```py block"),
-    ("wiki_search", " \n", "error: <wiki_search> is empty"),
-    ("telescope", "x", "error: no tool telescope"),
-  ],
-)
-def test_malformed_and_unknown_calls_are_the_models_fault(
-  toolbox, name, arguments, result
+@pytest.mark.parametrize(("name", "arguments", "status", "words"), CALLS)
+def test_a_call_says_what_happened_and_whose_fault_it_is(
+  toolbox, name, arguments, status, words
 ):
-  call = toolbox.call(name, arguments)
-  assert call.status == CallStatus.MODEL and call.result.startswith(result)
+  seconds = 2.0 if arguments == LOOP else 30.0
+  call = toolbox.submit(name, arguments, seconds).result()
+  assert (call.name, call.arguments, call.status) == (name, arguments, status), call
+  assert re.search(words, call.result, re.DOTALL), call.result
+  assert 0 <= call.seconds < 60
 
 
 @needs_jail
@@ -104,15 +85,11 @@ def test_programs_run_in_the_jail_where_it_is_asked_for(config):
   jailed = dataclasses.replace(config, sandbox="jail", tools=("code",), timeout_s=30.0)
   with Toolbox(jailed) as box:
     call = box.call("code", render_code(program))
-  assert outcome(call) == (CallStatus.OK, "True False")
+  assert outcome(call) == (OK, "True False")
 
 
-def test_a_jail_that_can_not_be_is_refused_and_never_another(config, monkeypatch):
+def test_a_policy_that_runs_no_program_needs_no_jail(config, monkeypatch):
   monkeypatch.setattr(keeper, "check", lambda: ["no user namespaces"])
-  refused = r"tools.sandbox='jail': .*no user namespaces.*tools.sandbox=subprocess"
-  with pytest.raises(ValueError, match=refused):
-    Toolbox(dataclasses.replace(config, sandbox="jail"))
-  # A policy that runs no program needs none.
   Toolbox(dataclasses.replace(config, sandbox="jail", tools=("wiki_search",))).close()
 
 
@@ -124,34 +101,10 @@ def test_a_corpus_that_can_not_be_read_is_no_failure_of_the_jail(config, tmp_pat
   assert "sandbox" not in str(e.value)
 
 
-def test_search_lists_pages_best_first(toolbox):
-  call = toolbox.call("wiki_search", " capital of Ur ")
-  assert call.status == CallStatus.OK
-  first, *_ = call.result.split("\n")
-  # A title is not said twice.
-  assert first == "1. Ur is a city. Its capital is Uruk."
-  assert toolbox.call("wiki_search", "kings").result == "1. Uruk: A city of kings."
-  assert toolbox.call("wiki_search", "zzz").result == "no result"
-
-
 def test_one_page_at_a_time_has_no_number(config):
   with Toolbox(dataclasses.replace(config, top_k=1, tools=("wiki_search",))) as box:
     assert box.call("wiki_search", "river").result == "Nile: a river in Egypt."
     assert box.call("code", "```py\nprint(1)\n```").result == "error: no tool code"
-
-
-def test_tools_that_are_off_say_so(config):
-  with Toolbox(dataclasses.replace(config, enabled=False)) as box:
-    for name in ("code", "wiki_search"):
-      call = box.call(name, "x")
-      assert outcome(call) == (CallStatus.TOOL, "tools are off")
-
-
-def test_a_failure_of_the_service_is_nobodys_wrong_answer(toolbox, monkeypatch):
-  down = Result("", "", None, Verdict.INFRASTRUCTURE, 0.0)
-  monkeypatch.setattr(Sandbox, "run", lambda *_, **__: down)
-  call = toolbox.call("code", "```py\nprint(1)\n```")
-  assert call.status == CallStatus.INFRASTRUCTURE
 
 
 @pytest.mark.parametrize("size", [200, 201, 5000])
@@ -170,11 +123,6 @@ def test_calls_at_once_get_their_own_results(toolbox):
   assert {f.result().result for f in rivers} == {"1. Nile: a river in Egypt."}
 
 
-def test_a_corpus_that_is_not_there_is_named(config):
-  with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-    Toolbox(dataclasses.replace(config, corpus="nowhere.jsonl"))
-
-
 class Odd(Toolbox):
   """Does what a query or a program's comment says, in the thread of the call."""
 
@@ -189,7 +137,7 @@ class Odd(Toolbox):
   def answer(self, name: str, arguments: str, seconds: float):
     if "hang" in arguments:
       self.released.wait()
-      return CallStatus.OK, "too late"
+      return OK, "too late"
     if "crash" in arguments:
       raise {"exit": SystemExit, "memory": MemoryError}.get(arguments[6:], ValueError)
     if "nothing" in arguments:
@@ -213,7 +161,7 @@ def test_a_hung_tool_is_answered_for_at_its_deadline(config):
     began = time.monotonic()
     call = box.submit("wiki_search", "hang").result(timeout=60)
     assert 0.6 <= call.seconds <= time.monotonic() - began
-    assert outcome(call) == (CallStatus.TOOL, "error: no answer after 0.3 s")
+    assert outcome(call) == (TOOL, "error: no answer after 0.3 s")
     assert box.hung == 1
     box.released.set()
     soon(lambda: box.hung == 0)
@@ -232,21 +180,21 @@ def test_a_hung_tool_stalls_nobody(config):
 
 def test_a_hung_program_keeps_its_permit_until_its_deadline_only(config):
   with Odd(config, timeouts={"code": 2.0}, grace_s=1.0, workers=1) as box:
-    soon(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
+    soon(lambda: box.call("code", render_code("print(0)")).status == OK)
     began = time.monotonic()
     hung = box.submit("code", render_code("# hang"))
     after = [box.submit("code", render_code(f"print({n})")) for n in range(3)]
     calls = [f.result(timeout=60) for f in after]
     lasted = time.monotonic() - began
     assert hung.done() and box.hung == 1
-    assert [outcome(c) for c in calls] == [(CallStatus.OK, str(n)) for n in range(3)]
+    assert [outcome(c) for c in calls] == [(OK, str(n)) for n in range(3)]
     # They waited as long as a call may take; that is on nobody's clock.
     assert sum(c.seconds for c in calls) <= lasted - 3.0
 
 
 def test_waiting_for_a_permit_is_not_on_the_clock(config):
   with Odd(config, timeouts={"code": 2.5}, grace_s=1.0, workers=1) as box:
-    soon(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
+    soon(lambda: box.call("code", render_code("print(0)")).status == OK)
     program = render_code("import time; time.sleep(0.8); print('done')")
     began = time.monotonic()
     futures = [box.submit("code", program) for _ in range(5)]
@@ -263,44 +211,44 @@ def test_as_many_programs_run_at_once_as_there_are_permits(config):
       future.result(timeout=60)  # now two processes are there
     began = time.monotonic()
     for future in [box.submit("code", nap) for _ in range(4)]:
-      assert future.result(timeout=60).status == CallStatus.OK
+      assert future.result(timeout=60).status == OK
     assert time.monotonic() - began >= 0.8
 
 
 def test_too_many_hung_calls_mean_that_the_tools_are_down(config, monkeypatch):
   monkeypatch.setattr("coa_jax.tools.toolbox.MAX_HUNG", 2)
-  down = (CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
+  down = (DOWN, "error: the tools do not answer")
   with Odd(config, **SOON, workers=1) as box:
     calls = (("wiki_search", "hang 1"), ("code", render_code("#hang")))
     hung = [box.submit(*call) for call in calls]
     waits = box.submit("code", render_code("print(1)"))
-    assert [f.result(timeout=60).status for f in hung] == [CallStatus.TOOL] * 2
+    assert [f.result(timeout=60).status for f in hung] == [TOOL] * 2
     call = waits.result(timeout=60)
     assert outcome(call) == down
     call = box.submit("wiki_search", "river").result(timeout=60)
     assert (call.status, call.result, call.seconds) == (*down, 0.0)
     # Malformed calls are still the model's fault.
-    assert box.call("code", "print(1)").status == CallStatus.MODEL
+    assert box.call("code", "print(1)").status == MODEL
     box.released.set()
     soon(lambda: box.hung == 0)
-    assert box.call("wiki_search", "river").status == CallStatus.OK
+    assert box.call("wiki_search", "river").status == OK
 
 
 @pytest.mark.parametrize("what", ["crash", "crash exit", "crash memory", "nothing"])
 def test_what_a_tool_raises_is_the_infrastructures_fault(config, what: str, caplog):
   with Odd(config) as box:
     call = box.submit("wiki_search", what).result(timeout=60)
-    assert outcome(call) == (CallStatus.INFRASTRUCTURE, "error: the tool failed")
-    assert box.call("wiki_search", "river").status == CallStatus.OK
+    assert outcome(call) == (DOWN, "error: the tool failed")
+    assert box.call("wiki_search", "river").status == OK
   assert what in caplog.text and "Traceback" in caplog.text
 
 
 def test_a_call_gets_no_more_seconds_than_it_is_given(config):
-  with Toolbox(dataclasses.replace(config, timeout_s=1.0)) as box:
+  with Toolbox(dataclasses.replace(config, timeouts={"code": 1.0})) as box:
     box.call("code", render_code("print(0)"))
     nap = render_code("import time; time.sleep(600)")
     call = box.submit("code", nap, seconds=0.25).result(timeout=60)
-    assert call.status == CallStatus.TOOL
+    assert call.status == TOOL
     assert call.result == "error: stopped after 0.25 s"
     call = box.submit("code", nap, seconds=100.0).result(timeout=60)
     assert call.result == "error: stopped after 1 s"
@@ -309,9 +257,9 @@ def test_a_call_gets_no_more_seconds_than_it_is_given(config):
 @pytest.mark.parametrize(
   ("lasts", "seconds", "status"),
   [
-    (0.2, 0.2, CallStatus.TOOL),  # it had less than the tool's own limit
-    (0.0, 0.2, CallStatus.INFRASTRUCTURE),  # and did not use it up
-    (0.2, 600.0, CallStatus.INFRASTRUCTURE),  # the limit was its own
+    (0.2, 0.2, TOOL),  # it had less than the tool's own limit
+    (0.0, 0.2, DOWN),  # and did not use it up
+    (0.2, 600.0, DOWN),  # the limit was its own
   ],
 )
 def test_a_service_that_runs_out_of_the_trajectorys_time_is_not_down(
@@ -320,20 +268,20 @@ def test_a_service_that_runs_out_of_the_trajectorys_time_is_not_down(
   class Slow(Toolbox):
     def answer(self, name: str, arguments: str, seconds: float):
       time.sleep(lasts)
-      return CallStatus.INFRASTRUCTURE, "error: the tool is unavailable"
+      return DOWN, "error: the tool is unavailable"
 
   own = 0.2 if seconds > 1 else 30.0
   with Slow(dataclasses.replace(config, timeout_s=own)) as box:
     call = box.submit("wiki_search", "river", seconds).result(timeout=60)
   assert call.status == status
-  if status == CallStatus.TOOL:
+  if status == TOOL:
     assert call.result == "error: no answer after 0.2 s" and call.seconds >= seconds
 
 
 def test_a_future_can_not_be_cancelled(config):
   with Odd(config) as box:
     future = box.submit("wiki_search", "river")
-    assert not future.cancel() and future.result(timeout=60).status == CallStatus.OK
+    assert not future.cancel() and future.result(timeout=60).status == OK
 
 
 def test_a_closed_toolbox_waits_for_nobody_and_leaves_nothing_behind(config):
@@ -352,7 +300,7 @@ def test_a_closed_toolbox_waits_for_nobody_and_leaves_nothing_behind(config):
   assert time.monotonic() - began < 300
   box.released.set()
   running, waiting, _ = (f.result(timeout=60) for f in futures)
-  assert running.status == waiting.status == CallStatus.INFRASTRUCTURE
+  assert running.status == waiting.status == DOWN
   soon(lambda: not threads(before))
   late = box.submit("wiki_search", "river").result(timeout=60)
-  assert late.status == CallStatus.INFRASTRUCTURE
+  assert late.status == DOWN

@@ -177,9 +177,7 @@ def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
         not attack.verdicts or "timeout" in attack.verdicts
       ):
         wall_limit = _SHORT_S
-      limits = Limits(
-        **{**_LIMITS.to_json(), "wall_s": wall_limit, "cpu_s": wall_limit}
-      )
+      limits = dataclasses.replace(_LIMITS, wall_s=wall_limit, cpu_s=wall_limit)
       start = time.monotonic()
       if attack.beside:
         result, after = execute_beside(attack, limits)

@@ -11,11 +11,18 @@ from __future__ import annotations
 import dataclasses
 
 PRELUDE = """\
-import ctypes, os, sys, time
+import contextlib, ctypes, fcntl, os, socket, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
 def breach(yes=True):
   if yes:
     os.write(1, b'BREACH\\n')
+@contextlib.contextmanager
+def attempt():
+  try:
+    yield
+    breach()
+  except OSError as e:
+    print(e)
 def call(number, *args):
   return libc.syscall(ctypes.c_long(number), *args)
 def opens(*paths, flags=os.O_RDONLY):
@@ -149,56 +156,37 @@ PARENT = _group(
 
 NETWORK = _group(
   "network",
-  tcp_to_loopback=(
-    "import socket\ntry:\n  socket.create_connection(('127.0.0.1', PORT), 1)\n"
-    "  breach()\nexcept OSError as e: print(e)"
-  ),
+  tcp_to_loopback="with attempt(): socket.create_connection(('127.0.0.1', PORT), 1)",
   udp_socket=(
-    "import socket\ntry:\n  s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
-    "  s.sendto(b'x', ('127.0.0.1', PORT))\n  breach()\nexcept OSError as e: print(e)"
+    "with attempt():\n  s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+    "  s.sendto(b'x', ('127.0.0.1', PORT))"
   ),
-  ip6=(
-    "import socket\ntry:\n  socket.socket(socket.AF_INET6)\n  breach()\n"
-    "except OSError as e: print(e)"
-  ),
+  ip6="with attempt(): socket.socket(socket.AF_INET6)",
   raw_and_packet=(
-    "import socket\nfor f, k in ((2, 3), (17, 3), (10, 3)):\n"
-    "  try:\n    socket.socket(f, k)\n    breach()\n  except OSError as e: print(e)"
+    "for f, k in ((2, 3), (17, 3), (10, 3)):\n  with attempt(): socket.socket(f, k)"
   ),
   vsock="breach(call(41, 40, 1, 0) >= 0)",
   netlink="breach(call(41, 16, 3, 0) >= 0)",
   bluetooth_and_alg="for f in (31, 38, 29, 44): breach(call(41, f, 5, 0) >= 0)",
-  listen=(
-    "import socket\ntry:\n  s = socket.socket()\n  s.bind(('127.0.0.1', 0))\n"
-    "  s.listen()\n  breach()\nexcept OSError as e: print(e)"
-  ),
+  listen="with attempt(): socket.create_server(('127.0.0.1', 0))",
   abstract_unix_socket=(
-    "import socket\ntry:\n  s = socket.socket(socket.AF_UNIX)\n"
-    "  s.connect('\\0ABSTRACT')\n  breach()\nexcept OSError as e: print(e)"
+    "with attempt(): socket.socket(socket.AF_UNIX).connect('\\0ABSTRACT')"
   ),
   unix_socket_of_the_host=(
-    "import socket\ntry:\n  s = socket.socket(socket.AF_UNIX)\n"
-    "  s.connect('SOCKET_PATH')\n  breach()\nexcept OSError as e: print(e)"
+    "with attempt(): socket.socket(socket.AF_UNIX).connect('SOCKET_PATH')"
   ),
   socket_pair_sends_to_a_name=(
-    "import socket\na, b = socket.socketpair(type=socket.SOCK_DGRAM)\n"
+    "a, b = socket.socketpair(type=socket.SOCK_DGRAM)\n"
     "for name in ('\\0ABSTRACT-DATAGRAM', 'SOCKET_PATH-DATAGRAM'):\n"
-    "  try:\n    a.sendto(b'x', name)\n    breach()\n  except OSError as e: print(e)"
+    "  with attempt(): a.sendto(b'x', name)"
   ),
-  interfaces=(
-    "import socket\nbreach(any(n != 'lo' for _, n in socket.if_nameindex()))"
-  ),
-  look_up_a_name=(
-    "import socket\ntry:\n  breach(socket.gethostbyname('localhost') != '')\n"
-    "except OSError as e: print(e)"
-  ),
+  interfaces="breach(any(n != 'lo' for _, n in socket.if_nameindex()))",
+  look_up_a_name="with attempt(): socket.gethostbyname('localhost')",
 )
 
 SIGNALS = _group(
   "signals to others",
-  signal_the_host=(
-    "try:\n  os.kill(HOST_PID, 0)\n  breach()\nexcept OSError as e: print(e)"
-  ),
+  signal_the_host="with attempt(): os.kill(HOST_PID, 0)",
   signal_a_low_pid=(
     "for pid in range(3, 400):\n  if pid in (os.getpid(), os.getppid()): continue\n"
     "  try:\n    os.kill(pid, 0)\n    breach()\n  except OSError: pass"
@@ -221,24 +209,14 @@ SIGNALS = _group(
     "program": "os.kill(-1, 9)\nprint('alive')",
     "harmless": False,
   },
-  own_a_signal_of_the_host=(
-    "f = os.pipe()[0]\nimport fcntl\ntry:\n  fcntl.fcntl(f, 8, HOST_PID)\n  breach()\n"
-    "except OSError as e: print(e)"
-  ),
+  own_a_signal_of_the_host="with attempt(): fcntl.fcntl(os.pipe()[0], 8, HOST_PID)",
   pidfd_signal="breach(call(424, call(434, 1, 0), 0, 0, 0) >= 0)",
-  priority_of_others=(
-    "try:\n  os.setpriority(os.PRIO_PROCESS, HOST_PID, 1)\n  breach()\n"
-    "except OSError as e: print(e)"
-  ),
+  priority_of_others="with attempt(): os.setpriority(os.PRIO_PROCESS, HOST_PID, 1)",
   limits_of_others=(
-    "import resource\ntry:\n"
-    "  resource.prlimit(os.getppid() or 1, resource.RLIMIT_CPU)\n"
-    "  breach()\nexcept OSError as e: print(e)"
+    "import resource\n"
+    "with attempt(): resource.prlimit(os.getppid() or 1, resource.RLIMIT_CPU)"
   ),
-  affinity_of_others=(
-    "try:\n  os.sched_setaffinity(os.getppid() or 1, {0})\n  breach()\n"
-    "except OSError as e: print(e)"
-  ),
+  affinity_of_others="with attempt(): os.sched_setaffinity(os.getppid() or 1, {0})",
   shared_memory_of_the_host="breach(call(29, SHM_KEY, 0, 0) >= 0)",
 )
 

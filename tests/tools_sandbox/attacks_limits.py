@@ -94,10 +94,7 @@ BOMBS = _group(
     "      f.write(b'x' * (1 << 20))\n    n += 1\nexcept OSError as e: print(e)\n"
     "[os.unlink(f'/dev/shm/f{i}') for i in range(n)]\nbreach(n > 20)"
   ),
-  one_large_file=(
-    "try:\n  with open('f', 'wb') as f: f.truncate(1 << 40)\n  breach()\n"
-    "except OSError as e: print(e)"
-  ),
+  one_large_file=("with attempt():\n  with open('f', 'wb') as f: f.truncate(1 << 40)"),
   inodes=(
     "n = 0\ntry:\n  for i in range(2000):\n    open(f'i{i}', 'w').close()\n    n += 1\n"
     "except OSError as e: print(e)\nbreach(n > 600)"
@@ -109,8 +106,7 @@ BOMBS = _group(
   output="while True: os.write(1, b'x' * 65536)",
   output_to_both="while True:\n  os.write(1, b'x' * 9999)\n  os.write(2, b'y' * 9999)",
   deep_folders=(
-    "try:\n  for _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n  breach()\n"
-    "except OSError as e: print(e)"
+    "with attempt():\n  for _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')"
   ),
 )
 
@@ -287,14 +283,12 @@ CROSS_RUN = _group(
   },
   # The interpreter's files and folders are the same for the host and for every run.
   watch_a_shared_folder=(
-    "import fcntl\nfd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)\n"
-    "try:\n  fcntl.fcntl(fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS)\n  breach()\n"
-    "except OSError as e: print(e)"
+    "fd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)\n"
+    "with attempt(): fcntl.fcntl(fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS)"
   ),
   lease_of_a_shared_file=(
-    "import fcntl\nfor path in (os.__file__, sys.executable):\n  try:\n"
-    "    fcntl.fcntl(open(path), fcntl.F_SETLEASE, fcntl.F_RDLCK)\n    breach()\n"
-    "  except OSError as e: print(e)"
+    "for path in (os.__file__, sys.executable):\n"
+    "  with attempt(): fcntl.fcntl(open(path), fcntl.F_SETLEASE, fcntl.F_RDLCK)"
   ),
 )
 

@@ -15,7 +15,7 @@ MACHINE = _group(
   load=(
     "breach(call(99, ctypes.create_string_buffer(256)) >= 0)\n"
     "opens('/proc/loadavg', '/proc/stat', '/proc/uptime', '/proc/meminfo')\n"
-    "try:\n  os.getloadavg()\n  breach()\nexcept OSError as e: print(e)"
+    "with attempt(): os.getloadavg()"
   ),
   pages_that_others_have_read=(
     "fd, end = os.open(os.__file__, os.O_RDONLY), 8\n"
@@ -29,7 +29,7 @@ MACHINE = _group(
   ),
   pages_that_others_have_too=(
     "import mmap\nm = mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)"
-    "\ntry:\n  m.madvise(12)\n  breach()\nexcept OSError as e: print(e)"
+    "\nwith attempt(): m.madvise(12)"
   ),
 )
 
@@ -230,7 +230,7 @@ COUNTERS = _group(
     "import socket\na, b = socket.socketpair()\n"
     "code = ctypes.create_string_buffer(bytes.fromhex('0600000000000000'))\n"
     "row = bytes(ctypes.c_ulong(1)) + bytes(ctypes.c_ulong(ctypes.addressof(code)))\n"
-    "try:\n  a.setsockopt(1, 26, row)\n  breach()\nexcept OSError as e: print(e)"
+    "with attempt(): a.setsockopt(1, 26, row)"
   ),
 )
 

@@ -1,10 +1,12 @@
-"""Processes of this machine, as /proc shows them."""
+"""Processes of this machine, as /proc shows them, and control groups of slots."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
+
+from tools_sandbox.jail import cgroup
 
 PROC = pathlib.Path("/proc")
 
@@ -52,3 +54,27 @@ def naming(word: str) -> list[int]:
   """Processes with that word on their command lines."""
   pids = [int(p.name) for p in PROC.iterdir() if p.name.isdigit()]
   return [pid for pid in pids if word in command(pid)]
+
+
+def descriptors(pid: int) -> int:
+  """How many files a process has open; 0 where there is none."""
+  with contextlib.suppress(OSError):
+    return len(os.listdir(PROC / str(pid) / "fd"))
+  return 0
+
+
+def mounts(pid: int) -> int:
+  """How many mounts a process sees; 0 where there is none."""
+  with contextlib.suppress(OSError):
+    return len((PROC / str(pid) / "mountinfo").read_text().splitlines())
+  return 0
+
+
+# Where groups of slots are made: a folder for each controller, or one for both.
+FOLDERS = sorted(set(cgroup._own_folders().values())) if not cgroup.check() else []
+
+
+def groups(pid: int) -> list[str]:
+  """Names of the control groups that a host process has made."""
+  mine = f"tools-sandbox-{pid}-"
+  return [n for folder in FOLDERS for n in os.listdir(folder) if mine in n]

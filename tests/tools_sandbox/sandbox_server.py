@@ -9,22 +9,27 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp
 
-from tests.backend import BACKEND
+from tests.backend import BACKEND, BACKENDS
 from tests.tools_sandbox import proc
+from tools_sandbox import http_server
+from tools_sandbox.host.pool import DEFAULT_PRELOAD, SandboxPool
+from tools_sandbox.jail.wire import Limits
+from tools_sandbox.service.remote import RemoteConfig, RemotePool
 
-_START_S = 120.0
 LONG = 60.0  # seconds that no healthy server needs
-# The server without the imports that its slots have ready, which take seconds.
-_BARE = """\
+# The server, its slots with other imports.
+_PRELOADING = """\
 import functools
 from tools_sandbox.service import server
-server.pool.SandboxPool = functools.partial(server.pool.SandboxPool, preload=())
+server.pool.SandboxPool = functools.partial(server.pool.SandboxPool, preload={})
 server.main()
 """
 
@@ -74,11 +79,22 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-  *arguments: str, token: str = "", backend: str = BACKEND, bare: bool = True
+  *arguments: str,
+  token: str = "",
+  backend: str = BACKEND,
+  preload: Sequence[str] | None = (),
 ) -> Iterator[Server]:
-  """Starts a server at a free port, `bare` for a quick start; asserts that it ends
-  well."""
-  module = ("-c", _BARE) if bare else ("-m", "tools_sandbox.service.server")
+  """Starts a server at a free port; asserts that it ends well.
+
+  Args:
+    *arguments: of the program.
+    token: the word in its file of a token, if it has one.
+    backend: of its slots.
+    preload: imports of its slots; None for the program's own, which take seconds.
+  """
+  module = ("-m", "tools_sandbox.service.server")
+  if preload is not None:
+    module = ("-c", _PRELOADING.format(preload))
   command = [sys.executable, *module, "--port=0", f"--backend={backend}", *arguments]
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:
@@ -91,6 +107,45 @@ def serving(
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+@contextlib.contextmanager
+def serving_app(app: ASGIApp) -> Iterator[str]:
+  """Serves an application in a thread; its URL."""
+  with http_server.bind("127.0.0.1", 0) as sock:
+    server = http_server.Server(app, grace_s=1)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+      soon(lambda: server.started)
+      yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+      server.should_exit = True
+      thread.join()
+
+
+WHERE = (*BACKENDS, "remote")  # `open_pool`'s
+
+
+@contextlib.contextmanager
+def open_pool(
+  where: str,
+  preload: Sequence[str] | None = (),
+  slots: int = 1,
+  limits: Limits | None = None,
+) -> Iterator[SandboxPool | RemotePool]:
+  """Opens slots: a back-end's, in this process, or "remote", behind a service."""
+  if where != "remote":
+    imports = DEFAULT_PRELOAD if preload is None else preload
+    with SandboxPool(slots, limits, imports, backend=where) as pool:
+      yield pool
+    return
+  arguments = (f"--slots={slots}", "--max_timeout_s=300")
+  with serving(*arguments, preload=preload) as server:
+    config = RemoteConfig((server.url,), wait_s=LONG)
+    with contextlib.closing(RemotePool(config, limits)) as pool:
+      yield pool
+    assert server.metric("sandbox_zygotes_replaced_total") == 0
 
 
 def children(pid: int) -> dict[int, str]:

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from tests.backend import BACKENDS, MISSING, needs_jail
-from tests.tools_sandbox.sandbox_server import soon
+from tests.tools_sandbox.proc import FOLDERS, groups
 from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.jail import cgroup
@@ -21,17 +21,6 @@ from tools_sandbox.jail.wire import Limits, Verdict
 _why = MISSING or cgroup.check()
 needs_group = pytest.mark.skipif(bool(_why), reason="; ".join(_why))
 
-
-def own_folders() -> list[str]:
-  """Where groups of slots are made: a folder for each controller, or one for both."""
-  probe = cgroup.Group.create()
-  if probe is None:
-    return []
-  probe.remove()
-  return [os.path.dirname(folder) for folder in probe.folders]
-
-
-FOLDERS = own_folders()
 
 # Takes 30 x 60 MB faster than a tenth of a second lets anybody look.
 BURST = """
@@ -59,12 +48,6 @@ while len(pairs) < 24:
     except OSError: pass
 time.sleep(1)
 """
-
-
-def groups(pid: int) -> list[str]:
-  """Names of the groups that a host process has made."""
-  mine = f"tools-sandbox-{pid}-"
-  return [n for folder in FOLDERS for n in os.listdir(folder) if mine in n]
 
 
 def read(name: str, before: list[str] = ()) -> list[str]:
@@ -145,23 +128,6 @@ def test_what_the_kernel_kills_for_one_run_is_no_failure_of_the_next(pool):
   for _ in range(3):
     assert pool.run(BUFFERS, limits=small).verdict == Verdict.MEMORY
     assert pool.run("print(2)").stdout == "2\n"
-
-
-@needs_group
-def test_a_killed_host_leaves_no_group():
-  code = (
-    "import sys, time\nfrom tools_sandbox.host.pool import SandboxPool\n"
-    "p = SandboxPool(1, preload=())\np.run('1')\nprint('up', flush=True)\n"
-    "time.sleep(60)"
-  )
-  host = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-  try:
-    assert host.stdout.readline() == b"up\n" and len(groups(host.pid)) == len(FOLDERS)
-  finally:
-    host.kill()
-    host.wait()
-    host.stdout.close()
-  soon(lambda: not groups(host.pid))
 
 
 @needs_group

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from sandbox_server import LONG, soon
+from sandbox_server import LONG, serving_app
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -21,42 +20,36 @@ from starlette.routing import Route
 from tools_sandbox import http_server
 
 SHORT = 0.3
+MOST = 1 << 20  # bytes of a body
 PAGE = b"GET /page HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-@contextlib.contextmanager
-def running() -> Iterator[tuple[str, int]]:
-  """The address of a server of /page and /echo."""
+@pytest.fixture
+def url() -> Iterator[str]:
+  """A server of /page and /echo."""
 
   async def page(request: Request) -> PlainTextResponse:
     return PlainTextResponse("xxxx")
 
   async def echo(request: Request) -> JSONResponse:
-    return JSONResponse(await http_server.read_object(request, 1 << 20))
+    return JSONResponse(await http_server.read_object(request, MOST))
 
   app = Starlette(
     routes=[Route("/page", page), Route("/echo", echo, methods=["POST"])],
     middleware=[http_server.check_host(list(http_server.LOOPBACK))],
   )
-  with http_server.bind("127.0.0.1", 0) as sock:
-    server = http_server.Server(app, grace_s=1)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    soon(lambda: server.started)
-    try:
-      yield sock.getsockname()
-    finally:
-      server.should_exit = True
-      thread.join()
+  with serving_app(app) as url:
+    yield url
 
 
 @pytest.fixture
-def connect():
+def connect(url):
   """Opens connections, which end with the test."""
   with contextlib.ExitStack() as stack:
 
-    def one(address: tuple[str, int], data: bytes = b"") -> socket.socket:
+    def one(data: bytes) -> socket.socket:
+      address = ("127.0.0.1", httpx.URL(url).port)
       sock = stack.enter_context(socket.create_connection(address, LONG))
       sock.sendall(data)
       return sock
@@ -75,27 +68,46 @@ def rest(sock: socket.socket) -> bytes:
 
 def test_a_body_that_does_not_end_is_given_up_and_told_so(connect, caplog, monkeypatch):
   monkeypatch.setattr(http_server, "_BODY_S", SHORT)
-  with running() as address:
-    for half in (b"Content-Length: 9\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n"):
-      status, _, body = rest(connect(address, POST + half)).partition(b"\r\n")
-      assert status == b"HTTP/1.1 408 Request Timeout" and b"took longer than" in body
+  for half in (b"Content-Length: 9\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n"):
+    status, _, body = rest(connect(POST + half)).partition(b"\r\n")
+    assert status == b"HTTP/1.1 408 Request Timeout" and b"took longer than" in body
   assert not caplog.records
 
 
-def test_a_connection_that_is_not_used_again_is_given_up(connect, monkeypatch):
+def test_a_connection_that_is_not_used_again_is_given_up(monkeypatch, request):
   monkeypatch.setattr(http_server, "_IDLE_S", SHORT)
-  with running() as address:
-    used = connect(address, PAGE)
-    assert rest(used).endswith(b"xxxx")
+  connect = request.getfixturevalue("connect")  # of a server that starts only now
+  assert rest(connect(PAGE)).endswith(b"xxxx")
 
 
-def test_a_client_that_hangs_up_in_its_body_is_nobodys_fault(connect, caplog):
-  with running() as address:
-    with connect(address, POST + b"Content-Length: 9\r\n\r\n{"):
-      pass
-    reply = httpx.get("http://{}:{}/page".format(*address), timeout=LONG)
-    assert reply.text == "xxxx"
+def test_a_client_that_hangs_up_in_its_body_is_nobodys_fault(url, connect, caplog):
+  with connect(POST + b"Content-Length: 9\r\n\r\n{"):
+    pass
+  assert httpx.get(url + "/page", timeout=LONG).text == "xxxx"
   assert not caplog.records
+
+
+@pytest.mark.parametrize(
+  ("changes", "body", "status", "words"),
+  [
+    ({}, b'{"a": 1}', 200, '{"a":1}'),
+    ({}, b"", 400, "not JSON"),
+    ({}, b"\xff\xfe", 400, "not JSON"),
+    ({}, b"[" * 100_000, 400, "not JSON"),
+    ({}, b"[]", 400, "not an object"),
+    ({"host": "rebound.example"}, b"{}", 400, "Invalid host"),
+    ({}, b" " * (MOST + 1), 413, f"at most {MOST} bytes"),
+    # What a form or fetch sends to another site without asking: text, or no type.
+    ({"content-type": "text/plain"}, b"{}", 415, "must be application/json"),
+    ({"content-type": ""}, b"{}", 415, "must be application/json"),
+  ],
+)
+def test_only_json_of_bounded_size_to_a_known_name_is_read(
+  url, changes, body, status, words
+):
+  headers = {"content-type": "application/json"} | changes
+  reply = httpx.post(url + "/echo", content=body, headers=headers, timeout=LONG)
+  assert reply.status_code == status and words in reply.text
 
 
 @pytest.mark.parametrize(

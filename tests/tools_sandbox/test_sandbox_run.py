@@ -1,30 +1,31 @@
-"""What one run may do and what comes back, on either back-end: a single program."""
+"""What one run may do and what comes back: the same on every back-end and by HTTP.
 
+budget: the contract of a run, as tables over back-ends.
+"""
+
+import concurrent.futures
 import os
 import re
 import sys
 
 import proc
 import pytest
-from sandbox_server import soon
+from sandbox_server import WHERE, open_pool, soon
 
-from tests.backend import BACKENDS
-from tools_sandbox.host.pool import SandboxPool
+from tests.backend import MISSING
 from tools_sandbox.jail.wire import Limits, Verdict
 
+NUMPY = ("numpy", "numpy.random")
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request):
+
+@pytest.fixture(scope="module", params=WHERE)
+def where(request):
   return request.param
 
 
-def open_pool(backend, preload=("numpy", "numpy.random")):
-  return SandboxPool(1, preload=preload, backend=backend)
-
-
 @pytest.fixture(scope="module")
-def pool(backend):
-  with open_pool(backend) as pool:
+def pool(where):
+  with open_pool(where, NUMPY) as pool:
     yield pool
 
 
@@ -37,6 +38,7 @@ STATUS = {
   "import os; os._exit(7)": 7,
   "1 / 0": 1,
   "import os; os.kill(os.getpid(), 9)": -9,
+  "import os; os.kill(os.getpid(), 15)": -15,
   "raise KeyboardInterrupt": 1,
   "import sys; sys.stdout.close()": 0,
   "input()  # the end of stdin": 1,
@@ -58,79 +60,71 @@ def test_exit_status_comes_from_the_kernel(pool, program):
 
 _SLEEP = "import time\ntime.sleep(600)"
 _ON_XCPU = "import os, signal, time\nsignal.signal(signal.SIGXCPU, {})\n"
-
-
-@pytest.mark.parametrize(
-  ("program", "wall_s", "cpu_s"),
-  [
-    ("while True: pass", 0.3, 10),
-    (_SLEEP, 0.3, 10),
-    ("import os\nos.fork()\nwhile True: pass", 0.3, 10),
-    (f"import os\nos.close(1); os.close(2)\n{_SLEEP}", 0.3, 10),
-    (
+# Limits; verdict, exit status (None: either way) and words of stderr; programs.
+LIMITED = [
+  (
+    {"wall_s": 1},
+    (Verdict.TIMEOUT, -9, r"\[killed: used more than 1 s\]"),
+    [
+      "print('before')\nwhile True: pass",
+      _SLEEP,
+      "import os\nos.fork()\nwhile True: pass",
+      f"import os\nos.close(1); os.close(2)\n{_SLEEP}",
       "import signal\nfor s in (2, 15, 24): signal.signal(s, signal.SIG_IGN)\n"
       "while True: signal.pause()",
-      0.3,
-      10,
-    ),
-    # No handler of the signal that asks it to flush makes it end well.
-    (_ON_XCPU.format("lambda *a: os._exit(0)") + "time.sleep(600)", 1, 9),
-    (_ON_XCPU.format("signal.SIG_IGN") + "time.sleep(600)", 1, 9),
-    # The limit on CPU seconds, soft and hard.
-    ("while True: pass", 300, 1),
-    (_ON_XCPU.format("signal.SIG_IGN") + "while 1: 1", 300, 1),
-  ],
-)
-def test_timeout(pool, program, wall_s, cpu_s):
-  result = pool.run(program, limits=Limits(wall_s=wall_s, cpu_s=cpu_s))
-  assert (result.verdict, result.exit_code) == (Verdict.TIMEOUT, -9), result
-  assert min(wall_s, cpu_s / 2) <= result.seconds < 200
-  word = "CPU" if cpu_s < wall_s else f"[killed: used more than {wall_s} s]"
-  assert word in result.stderr
-  assert pool.run("print(2)").stdout == "2\n"
-
-
-@pytest.mark.parametrize(
-  "program",
-  [
-    "x = bytearray(1 << 30)",
-    "x = []\nwhile True: x.append(bytearray(1 << 20))",
-    "import numpy\nnumpy.ones((1 << 14, 1 << 14))",
-  ],
-)
-def test_memory_bomb(pool, program):
-  result = pool.run(program, limits=Limits(memory_mb=100))
-  assert (result.verdict, result.exit_code) == (Verdict.MEMORY, 1)
-  assert "MemoryError" in result.stderr and "<program>" in result.stderr
-
-
-@pytest.mark.parametrize(
-  ("program", "limits", "verdict", "words"),
-  [
-    (
+      # No handler of the signal that asks it to flush makes it end well.
+      _ON_XCPU.format("lambda *a: os._exit(0)") + _SLEEP,
+      _ON_XCPU.format("signal.SIG_IGN") + _SLEEP,
+    ],
+  ),
+  (
+    {"wall_s": 300, "cpu_s": 1},
+    (Verdict.TIMEOUT, -9, "CPU"),
+    ["while True: pass", _ON_XCPU.format("signal.SIG_IGN") + "while 1: 1"],
+  ),
+  (
+    {"memory_mb": 100},
+    (Verdict.MEMORY, 1, "(?s)<program>.*MemoryError"),
+    [
+      "x = bytearray(1 << 30)",
+      "x = []\nwhile True: x.append(bytearray(1 << 20))",
+      "import numpy\nnumpy.ones((1 << 14, 1 << 14))",
+    ],
+  ),
+  (
+    {"memory_mb": 160, "wall_s": 120},
+    (Verdict.MEMORY, None, "160 MiB"),
+    [
       "import os, time\nfor _ in range(6):\n  if os.fork() == 0: break\n"
-      "x = b'x' * (80 << 20)\ntime.sleep(600)",
-      {"memory_mb": 160, "wall_s": 120},
-      Verdict.MEMORY,
-      "160 MiB",
-    ),
-    (
-      "import os\nwhile True: os.fork()",
-      {"processes": 20, "wall_s": 60},
-      Verdict.ERROR,
-      "20 processes|BlockingIOError",  # counted, or refused by the kernel
-    ),
-    (
-      "f = open('big', 'wb')\nfor _ in range(9): f.write(b'x' * (1 << 20))",
-      {"file_mb": 2},
-      Verdict.ERROR,
-      "File too large",
-    ),
-  ],
+      "x = b'x' * (80 << 20)\ntime.sleep(600)"
+    ],
+  ),
+  (
+    {"processes": 20, "wall_s": 60},  # counted, or refused by the kernel
+    (Verdict.ERROR, None, "20 processes|BlockingIOError"),
+    ["import os\nwhile True: os.fork()"],
+  ),
+  (
+    {"file_mb": 2},
+    (Verdict.ERROR, 1, "File too large"),
+    ["f = open('big', 'wb')\nfor _ in range(9): f.write(b'x' * (1 << 20))"],
+  ),
+]
+
+
+@pytest.mark.parametrize(
+  ("changed", "end", "program"),
+  [(changed, end, each) for changed, end, programs in LIMITED for each in programs],
 )
-def test_limits_of_a_run(pool, program, limits, verdict, words):
-  result = pool.run(program, limits=Limits(**limits))
+def test_each_limit_ends_a_run(pool, changed, end, program):
+  limits = Limits(**changed)
+  result = pool.run(program, limits=limits)
+  verdict, code, words = end
   assert result.verdict == verdict and re.search(words, result.stderr), result
+  assert code in (None, result.exit_code), result
+  assert result.stdout == ("before\n" if "before" in program else "")
+  if verdict == Verdict.TIMEOUT:
+    assert min(limits.wall_s, limits.cpu_s / 2) <= result.seconds < 200
   assert pool.run("print(2)").stdout == "2\n"
 
 
@@ -156,6 +150,11 @@ PRINTS = {
     "P(x=3) True return 1\n",
   ),
   "input": ("print(input() + input())", "12\n\u00e93\n", "12\u00e93\n"),
+  "every kind of letter": (
+    "import sys\nprint(sys.stdin.read()[::-1], end='')",
+    "a\x00\u00e9\U0001f600\n\ud800",
+    "?\n\U0001f600\u00e9\x00a",
+  ),
   "sys.stdin": ("import sys\nprint(*sys.stdin, sep='')", "\u00e9\n", "\u00e9\n\n"),
   "/dev/stdin": ("print(open('/dev/stdin').read())", "\u00e9", "\u00e9\n"),
   "descriptor 0": ("print(open(0).read())", "\u00e9", "\u00e9\n"),
@@ -216,13 +215,6 @@ def test_floods_keep_head_and_tail_of_each_stream(pool):
     assert f"...[{cut} bytes cut]..." in text and len(text) < 1100
 
 
-def test_what_was_printed_before_a_timeout_comes_back(pool):
-  result = pool.run("print('before')\nwhile True: pass", limits=Limits(wall_s=1))
-  assert result.stdout == "before\n" and "[killed: used more than 1 s]" in (
-    result.stderr
-  )
-
-
 def test_daemons_die_with_the_run(pool):
   marker = f"daemon-{os.getpid()}"
   program = (
@@ -239,26 +231,25 @@ def test_daemons_die_with_the_run(pool):
   soon(lambda: not proc.naming(marker))
 
 
-def test_files_stay_in_their_run(pool, backend):
+def test_files_stay_in_their_run(pool):
   first = pool.run(
     "import os, tempfile\nopen('a.txt', 'w').write('x')\n"
     "print(os.getcwd())\nprint(tempfile.mkdtemp())\nprint(os.path.expanduser('~'))"
   )
   cwd, temporary, home = first.stdout.split()
   assert temporary.startswith(cwd) and home == cwd
-  if backend == "subprocess":  # else /tmp, the run's own
-    assert not os.path.exists(cwd)
+  assert cwd == "/tmp" or not os.path.exists(cwd)  # in the jail it is the run's own
   assert pool.run("import os\nprint(os.listdir('.'))").stdout == "[]\n"
 
 
-def test_awkward_files_are_removed(pool, backend):
+def test_awkward_files_are_removed(pool):
   program = (
     "import os\nprint(os.getcwd())\nos.mkdir('locked')\nopen('locked/f', 'w')\n"
     "os.chmod('locked', 0)\nos.symlink('/etc', 'link')\n"
     "for _ in range(1100):\n  os.mkdir('d'); os.chdir('d')"
   )
   folder = pool.run(program).stdout.strip()
-  assert folder == "/tmp" if backend == "jail" else not os.path.exists(folder)
+  assert folder == "/tmp" or not os.path.exists(folder)
   assert os.path.exists("/etc/passwd")
   assert pool.run("print(2)").stdout == "2\n"
 
@@ -274,9 +265,9 @@ def test_modules_and_globals_do_not_leak_between_runs(pool):
     assert pool.run(program).stdout == f"{value} {value} False True False\n"
 
 
-def test_environment_is_scrubbed(backend, monkeypatch):
+def test_environment_is_scrubbed(where, monkeypatch):
   monkeypatch.setenv("SANDBOX_TEST_SECRET", "s3cret")
-  with open_pool(backend, ()) as fresh:
+  with open_pool(where) as fresh:
     result = fresh.run(
       "import os, subprocess, sys\nprint(sorted(os.environ))\n"
       "child = [sys.executable, '-c', 'import os; print(os.environ)']\n"
@@ -289,14 +280,38 @@ def test_environment_is_scrubbed(backend, monkeypatch):
   assert "s3cret" not in result.stdout
 
 
-def test_random_numbers_depend_on_the_program_alone(pool, backend):
+def test_random_numbers_depend_on_the_program_alone(pool, where):
   program = (
     "import random, numpy\nprint(random.random(), numpy.random.rand(), hash('a'))"
   )
-  with open_pool(backend) as other:
+  with open_pool(where, NUMPY) as other:
     assert other.run(program).stdout == pool.run(program).stdout
   assert pool.run(program).stdout == pool.run(program).stdout
   assert pool.run(program).stdout != pool.run(program + "\n").stdout
+  with pytest.raises(RuntimeError, match="closed"):
+    other.run(program)
+
+
+def test_programs_are_strings_of_bounded_length(pool, monkeypatch):
+  for texts, words in (((5, ""), "program"), (("print(1)", b"x"), "stdin")):
+    with pytest.raises(TypeError, match=words):
+      pool.run(*texts)
+  monkeypatch.setattr("tools_sandbox.jail.wire.MAX_INPUT", 10)
+  with pytest.raises(ValueError, match="10 characters"):
+    pool.run("print(1234567)")
+
+
+def test_callers_share_slots(where):
+  with (
+    open_pool(where, slots=2) as pool,
+    concurrent.futures.ThreadPoolExecutor(8) as threads,
+  ):
+
+    def work(i):
+      return [pool.run(f"print(int(input()) * {j})", str(i)).stdout for j in range(5)]
+
+    results = list(threads.map(work, range(8)))
+  assert results == [[f"{i * j}\n" for j in range(5)] for i in range(8)]
 
 
 def test_short_traceback_names_no_host_path(pool):
@@ -347,3 +362,53 @@ def test_privileges_are_gone(pool):
     "r.setrlimit(r.RLIMIT_CPU, (999, 999))"
   )
   assert result.stdout.split() == ["0" * 16, "1"] and result.exit_code == 1
+
+
+_DRAWS = (
+  "import random, numpy, sympy\nfrom sympy.core.random import randint\n"
+  "print(random.random(), numpy.random.rand(), randint(0, 9**9), hash('a'))"
+)
+_PRELOADED = (
+  "import sys\nprint('sympy' in sys.modules, end=' ')\n"
+  "import sympy as sp, numpy as np\nx = sp.symbols('x')\n"
+  "print(sp.solve(x**2 - 5*x + 6, x), np.arange(3).sum())"
+)
+_TIMES = """
+import datetime, time
+from datetime import date, datetime as d, timezone as tz
+print(time.time(), time.time_ns(), time.gmtime()[:6], time.gmtime(0)[0])
+print(time.localtime() == time.localtime(1e9), time.strftime("%Y"), time.ctime()[-4:])
+print(d.now(tz.utc).isoformat(), d.utcnow(), d.today() == d.now(), date.today().year)
+print(repr(d.now())[:17], isinstance(d.now(), date), time.asctime()[-4:])
+class Own(d): pass
+print(type(Own.now()).__name__, time.strftime("%Y", time.gmtime(0)))
+print(time.monotonic() < time.monotonic())
+"""
+_EXPECTED = """1000000000.0 1000000000000000000 (2001, 9, 9, 1, 46, 40) 1970
+True 2001 2001
+2001-09-09T01:46:40+00:00 2001-09-09 01:46:40 True 2001
+datetime.datetime True 2001
+Own 1970
+True
+"""
+
+
+def test_seed_and_clock_of_a_run_with_the_default_preload(where):
+  def fixed(**surroundings):
+    return Limits(wall_s=60, cpu_s=60, **surroundings)
+
+  with open_pool(where, preload=None) as pool:
+    assert pool.run(_PRELOADED, limits=fixed()).stdout == "True [2, 3] 3\n"
+    draws = [pool.run(_DRAWS, limits=fixed(seed=n)).stdout for n in (1, 1, 2)]
+    one, same, other = draws
+    assert one == same != other and pool.run(_DRAWS).stdout not in draws
+    # Whatever the program, where a seed is given.
+    assert pool.run(f"{_DRAWS} # x", limits=fixed(seed=1)).stdout == one
+    times = pool.run(_TIMES, limits=fixed(clock_s=10**9))
+    assert (times.stdout, times.stderr) == (_EXPECTED, "")
+    assert pool.run("import time\nprint(time.time() > 1.5e9)").stdout == "True\n"
+    if where == "subprocess" or MISSING:
+      return  # it has no sessions
+    with pool.session(fixed(seed=1, clock_s=10**9)) as session:
+      assert session.run(_DRAWS).stdout == one
+      assert session.run(_TIMES).stdout == _EXPECTED

@@ -13,18 +13,13 @@ import pathlib
 import random
 import signal
 import socket
-import threading
 import time
 
 import httpx
 import pytest
 from sandbox_server import LONG, Server, children, holds, marks, serving, soon
 
-from tools_sandbox import http_server
-from tools_sandbox.host import pool
 from tools_sandbox.jail.wire import Result, Verdict
-from tools_sandbox.service import app as server_app
-from tools_sandbox.service import run_queue
 from tools_sandbox.service import server as service
 
 TOKEN = "word-of-27-random-letters"
@@ -63,9 +58,6 @@ def result(reply: httpx.Response) -> Result:
   ("body", "words"),
   [
     (b"", "not JSON"),
-    (b"\xff\xfe", "not JSON"),
-    (b"[" * 100_000, "not JSON"),
-    (b"[]", "not an object"),
     (b"{}", "program is missing"),
     (b'{"program": 5}', "program must be a string, got 5"),
     (
@@ -94,25 +86,19 @@ def test_a_malformed_request_is_told_its_field(server: Server, body, words: str)
     raise ValueError(reply.json()["error"])
 
 
-def test_giant_bodies_and_other_content_are_refused(server: Server):
+def test_giant_bodies_and_other_routes_are_refused(server: Server):
   assert server.run("#" * (1 << 20)).status_code == 413
-  headers = {"authorization": f"Bearer {TOKEN}"}
-  json_too = {**headers, "content-type": "application/json"}
 
   def endless():  # a body without a length
     while True:
       yield b" " * 65536
 
-  try:
+  headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+  with contextlib.suppress(httpx.TransportError):  # it may hang up before all was sent
     reply = httpx.post(
-      server.url + "/run", content=endless(), headers=json_too, timeout=LONG
+      server.url + "/run", content=endless(), headers=headers, timeout=LONG
     )
     assert reply.status_code == 413
-  except httpx.TransportError:
-    pass  # it hung up on us before all was sent
-  text = {**headers, "content-type": "text/plain"}
-  reply = httpx.post(server.url + "/run", content=b"{}", headers=text, timeout=LONG)
-  assert reply.status_code == 415
   for path, status in (("/run", 405), ("/", 404)):
     reply = httpx.get(server.url + path, headers=headers, timeout=LONG)
     assert reply.status_code == status
@@ -180,23 +166,12 @@ def test_who_leaves_the_queue_never_runs(narrow: Server, threads, tmp_path):
     assert narrow.metric("sandbox_refused_total", reason=reason) == 1
 
 
-def test_the_death_of_a_zygote_costs_one_run(narrow: Server, threads, tmp_path):
+def test_the_death_of_a_zygote_costs_one_run(narrow: Server):
   before = narrow.metric("sandbox_zygotes_replaced_total")
-  started = tmp_path / "started"
-  lost = threads.submit(
-    narrow.run, f"{marks(started)}\n{holds(tmp_path / 'gate')}", timeout_s=50
-  )
-  soon(started.exists)
-  zygotes = [p for p, s in children(narrow.process.pid).items() if "zygote.py" in s]
-  assert len(zygotes) == 1
-  os.kill(zygotes[0], signal.SIGKILL)
-  failed = result(lost.result(LONG))
+  failed = result(narrow.run("import os\nos.kill(os.getppid(), 9)\nwhile True: pass"))
   assert (failed.verdict, failed.exit_code) == (Verdict.INFRASTRUCTURE, None)
   assert result(narrow.run("print(1)")).stdout == "1\n"
-  idle = [p for p, s in children(narrow.process.pid).items() if "zygote.py" in s]
-  os.kill(idle[0], signal.SIGKILL)  # between two runs: nobody notices
-  assert result(narrow.run("print(2)")).stdout == "2\n"
-  assert narrow.metric("sandbox_zygotes_replaced_total") == before + 2
+  assert narrow.metric("sandbox_zygotes_replaced_total") == before + 1
   assert narrow.metric("sandbox_runs_total", verdict="infrastructure") == 1
 
 
@@ -284,26 +259,6 @@ def test_what_is_lost_is_said(monkeypatch, capsys, arguments, missing, backend):
   assert ("no jail: no namespaces" in errors) == bool(
     missing and backend == "subprocess"
   )
-
-
-def test_a_body_that_stalls_gives_its_place_to_another(monkeypatch):
-  monkeypatch.setattr(http_server, "_BODY_S", 0.3)
-  queue = run_queue.RunQueue(pool.SandboxPool(1, backend="subprocess"), 1, 0)
-  app = server_app.make_app(queue, server_app.ServiceConfig())
-  head = b"POST /run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-  with http_server.bind("127.0.0.1", 0) as sock:
-    server = http_server.Server(app, 1)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-      soon(lambda: server.started)
-      for _ in range(2):  # the one place is free again
-        with socket.create_connection(sock.getsockname(), LONG) as client:
-          client.sendall(head + b"Content-Length: 9\r\n\r\n{")
-          assert client.recv(65536).startswith(b"HTTP/1.1 408")
-    finally:
-      server.should_exit = True
-      thread.join()
 
 
 def test_no_mix_of_clients_loses_a_place(narrow: Server, threads):

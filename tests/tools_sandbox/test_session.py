@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import gc
 import math
 import os
 import signal
 
-import proc
 import pytest
-from sandbox_server import children, soon
+from sandbox_server import children, open_pool, soon
 
 from tests.backend import needs_jail
 from tools_sandbox.faults import SessionEnded
@@ -23,19 +21,34 @@ pytestmark = needs_jail
 MARK = f"no_module_{os.getpid()}"
 
 
+LIMITS = Limits(wall_s=60, cpu_s=300)
+
+
 @pytest.fixture(scope="module")
 def jailed():
-  with SandboxPool(1, Limits(wall_s=60, cpu_s=600), preload=("colorsys",)) as pool:
+  with open_pool("jail", limits=LIMITS) as pool:
     yield pool
     assert pool.replaced == 0  # no cell of this file has spoilt the slot
+
+
+@pytest.fixture(scope="module")
+def served():
+  with open_pool("remote", limits=LIMITS) as pool:
+    yield pool
+
+
+@pytest.fixture(params=["jailed", "served"])
+def pool(request):
+  """In this process, or behind a service; `jailed` alone is for attacks and timing."""
+  return request.getfixturevalue(request.param)
 
 
 def _outcome(result):
   return result.stdout, result.verdict
 
 
-def test_cells_share_variables_imports_files_and_nothing_else(jailed):
-  with jailed.session() as s:
+def test_cells_share_variables_imports_files_and_nothing_else(pool):
+  with pool.session() as s:
     assert _outcome(s.run("import math\nx = 41")) == ("", Verdict.OK)
     assert _outcome(s.run("def f(): return x + 1")) == ("", Verdict.OK)
     assert _outcome(s.run("open('f', 'w').write('kept')\nx += math.floor(1.5)")) == (
@@ -46,10 +59,10 @@ def test_cells_share_variables_imports_files_and_nothing_else(jailed):
       "43 kept __main__\n",
       Verdict.OK,
     )
-  with jailed.session() as s:
+  with pool.session() as s:
     result = s.run("import os\nprint(os.listdir('.'))\nx")
     assert _outcome(result) == ("[]\n", Verdict.ERROR) and "NameError" in result.stderr
-  assert jailed.run("x").verdict == Verdict.ERROR
+  assert pool.run("x").verdict == Verdict.ERROR
 
 
 @pytest.mark.parametrize(
@@ -65,8 +78,8 @@ def test_cells_share_variables_imports_files_and_nothing_else(jailed):
     ("import sys\nsys.stdout.close()\nsys.stdout = None\n1 / 0", 1, "ZeroDivision"),
   ],
 )
-def test_a_cell_that_fails_leaves_the_session_alive(jailed, cell, code, word):
-  with jailed.session() as s:
+def test_a_cell_that_fails_leaves_the_session_alive(pool, cell, code, word):
+  with pool.session() as s:
     s.run("x = 7")
     result = s.run(cell)
     assert result.exit_code == code and word in result.stderr, result
@@ -74,8 +87,8 @@ def test_a_cell_that_fails_leaves_the_session_alive(jailed, cell, code, word):
     assert s.run("assert x == 7").verdict == Verdict.OK
 
 
-def test_errors_show_the_lines_of_the_cell_they_come_from(jailed):
-  with jailed.session() as s:
+def test_errors_show_the_lines_of_the_cell_they_come_from(pool):
+  with pool.session() as s:
     s.run("def f():\n  return nothing_here  # of the first")
     text = s.run("f()  # of the second").stderr
   assert "of the first" in text and "of the second" in text and "/" not in text
@@ -107,9 +120,9 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_cell_that_ends_the_session(jailed, name):
+def test_a_cell_that_ends_the_session(pool, name):
   cell, changed, verdict, word = ENDS[name]
-  with jailed.session(dataclasses.replace(jailed.limits, **changed)) as s:
+  with pool.session(dataclasses.replace(pool.limits, **changed)) as s:
     assert s.run("x = 1\nprint(x)").stdout == "1\n"
     result = s.run(cell)
     assert result.verdict == verdict and word in result.stderr, result
@@ -117,15 +130,15 @@ def test_a_cell_that_ends_the_session(jailed, name):
     with pytest.raises(SessionEnded):
       s.run("print(x)")
     # Its slot is free at once, and knows nothing of it.
-    assert jailed.run("print('x' in globals())").stdout == "False\n"
+    assert pool.run("print('x' in globals())").stdout == "False\n"
 
 
-def test_time_is_each_cells_and_cpu_all_cells_together(jailed):
+def test_time_is_each_cells_and_cpu_all_cells_together(pool):
   limits = Limits(wall_s=60, cpu_s=1)
   spin = (
     "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: 1"
   )
-  with jailed.session(limits) as s:
+  with pool.session(limits) as s:
     results = []
     while s.alive and len(results) < 20:
       results.append(s.run(spin).verdict)
@@ -133,9 +146,9 @@ def test_time_is_each_cells_and_cpu_all_cells_together(jailed):
   assert len(results) < 20
 
 
-def test_disk_and_output_are_limited(jailed):
+def test_disk_and_output_are_limited(pool):
   limits = Limits(wall_s=60, disk_mb=4, output_bytes=1000)
-  with jailed.session(limits) as s:
+  with pool.session(limits) as s:
     for _ in range(3):  # output: of each cell
       result = s.run("print('a' * 900)")
       assert len(result.stdout) == 901 and not result.truncated
@@ -145,8 +158,8 @@ def test_disk_and_output_are_limited(jailed):
     assert "No space left" in s.run(write % "b").stderr  # disk: of all cells
 
 
-def test_a_long_cell_and_a_flood_do_not_wedge(jailed):
-  with jailed.session() as s:
+def test_a_long_cell_and_a_flood_do_not_wedge(pool):
+  with pool.session() as s:
     assert s.run("x = '" + "y" * 3_000_000 + "'\nprint(len(x))").stdout == "3000000\n"
     flood = "import os, threading\ndef f():\n  while True: os.write(1, b'z' * 65536)\n"
     s.run(flood + "threading.Thread(target=f, daemon=True).start()")
@@ -265,43 +278,8 @@ def test_a_zygote_that_dies_ends_its_session_not_the_pool():
       assert s.run("print(3)").stdout == "3\n"
 
 
-def steady(condition):
-  """Whether it comes to be, and stays so for ten looks."""
-  looks = []
-
-  def look():
-    looks.append(condition())
-    return all(looks[-10:]) and len(looks) >= 10
-
-  soon(look)
-
-
-def test_many_sessions_leave_no_process_and_no_descriptor():
-  def leftovers():
-    return len(os.listdir("/proc/self/fd")), len(proc.naming(MARK))
-
-  def many(count):
-    for _ in range(count):
-      with pool.session() as s:
-        s.run("import os\nif not os.fork(): import time; os.setsid(); time.sleep(600)")
-
-  gc.collect()  # else what other tests left open may be closed meanwhile
-  with SandboxPool(1, preload=(MARK,)) as pool:
-    many(3)
-    # An idle slot: watcher, keeper, first process, template; and, made after a session
-    # has ended, the next init with the fork that waits in it.
-    # On the way there are more, and fewer, so 6 for a moment says nothing.
-    steady(lambda: leftovers()[1] == 6)
-    files, _ = leftovers()
-    many(10)
-    steady(lambda: leftovers()[1] == 6)
-    assert leftovers()[0] <= files
-    assert pool.replaced == 0
-  soon(lambda: not proc.naming(MARK))
-
-
-def test_cells_are_strings_of_bounded_length(jailed, monkeypatch):
-  with jailed.session() as s:
+def test_cells_are_strings_of_bounded_length(pool, monkeypatch):
+  with pool.session() as s:
     with pytest.raises(TypeError, match="program"):
       s.run(b"1")
     monkeypatch.setattr("tools_sandbox.jail.wire.MAX_INPUT", 10)

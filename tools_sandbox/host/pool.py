@@ -76,21 +76,16 @@ class SandboxPool:
     runs_per_zygote: int = 2000,
     backend: str = "jail",
   ):
-    """Starts nothing yet.
+    """Starts nothing yet; see `client.Sandbox` for the arguments.
 
     Args:
-      slots: the number of concurrent programs.
+      slots, preload, backend: as of a `Sandbox`.
       limits: the default limits of a run; None for `Limits()`.
-      preload: modules imported ahead of every program; modules not installed are
-        skipped.
       runs_per_zygote: runs after which a zygote is replaced by a fresh one.
-      backend: one of `BACKENDS`.
 
     Raises:
-      ValueError: a count is below 1, or the back-end is unknown.
-      NoJail: this machine cannot build jails; the message names the missing
-        requirement.
-      OSError: it could, but the jail does not work; the message says why.
+      ValueError, NoJail: as of a `Sandbox`.
+      OSError: a jail could be built here, but does not work; the message says why.
     """
     if backend not in BACKENDS:
       raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
@@ -132,8 +127,7 @@ class SandboxPool:
     """Runs a program in a fresh process; waits for a free slot and for its end.
 
     Args:
-      program: Python source, run as `__main__`.
-      stdin: its standard input.
+      program, stdin: as in `Sandbox.run`.
       limits: its limits; None for the pool's.
       cancel: calls it off; the answer is then `infrastructure`.
 
@@ -190,15 +184,10 @@ class SandboxPool:
     Args:
       limits: its limits; None for the pool's. Wall seconds and output apply to each
         cell, the other limits to the whole session.
-      wait_s: seconds to wait for a slot at most; None waits without a limit.
-      lease_s: idle seconds before the session is closed, because its owner may never
-        close it.
+      wait_s, lease_s: as in `Sandbox.session`.
       ended: called once when its slot is free, in any thread; it must not raise.
 
-    Raises:
-      ValueError: this back-end has no sessions, or lease_s is not above 0.
-      TimeoutError: no slot became free in time.
-      RuntimeError: the pool is closed, or the service failed.
+    Raises: as `Sandbox.session`.
     """
     if self._backend != "jail":
       raise ValueError(f"back-end {self._backend!r} has no sessions; 'jail' has")

@@ -1,6 +1,7 @@
-"""The host's side of a session: cells share one process in a pool's slot.
+"""The caller's side of a session: cells share one process in a slot.
 
-`jail.session` is the other side, in the jail; `pool` assigns slots and leases.
+`jail.session` is the other side, in the jail. `pool` assigns slots and leases;
+`service.remote` has slots of services.
 """
 
 from __future__ import annotations
@@ -17,14 +18,23 @@ from tools_sandbox.jail import wire
 CELLS_OF_CPU = 10  # a session's default CPU limit, in cells' wall limits
 
 
+class CellRefused(ValueError):
+  """A slot does not take this cell. It has not run, and the session continues."""
+
+
 class SessionSlot(Protocol):
-  """The interface to a session's slot in the pool."""
+  """The interface to a session's slot, in a pool or on a service."""
 
   def run(
     self, program: str, stdin: str, cancel: Cancel | None
   ) -> tuple[wire.Result, bool]:
     """Runs a cell; returns whether another can follow. If not, the slot is free
-    again."""
+    again.
+
+    Raises:
+      CellRefused: it has not run. After any other exception no cell can follow.
+      SessionEnded: the session has ended.
+    """
 
   def close(self) -> None:
     """Ends the session's process and frees the slot."""
@@ -43,7 +53,7 @@ class Session:
   """
 
   def __init__(self, slot: SessionSlot, lease_s: float):
-    """Only `SandboxPool.session` makes one."""
+    """Only the pools' `session` makes one."""
     self._slot = slot
     self.lease_s = lease_s
     self.expires = time.monotonic() + lease_s
@@ -65,7 +75,7 @@ class Session:
       program: Python source.
       stdin: the text of `sys.stdin` and `input()`; the process's real stdin stays
         unchanged.
-      cancel: calls it off, and the session ends with it.
+      cancel: calls it off, and the session ends with it; a service does not hear of it.
 
     Returns:
       The cell's result. One that raised, or called sys.exit, is `error` or `ok`
@@ -73,7 +83,8 @@ class Session:
 
     Raises:
       TypeError: program is not a string.
-      ValueError: it is longer than wire.MAX_INPUT.
+      ValueError: it is longer than wire.MAX_INPUT, or a service refuses it; the session
+        continues.
       SessionEnded: a cell before this one has ended it, its lease has, or it is closed.
     """
     # Before the lock: an invalid program does not wait and costs no session.
@@ -85,11 +96,14 @@ class Session:
       self.expires = math.inf
       try:
         result, self._alive = self._slot.run(program, stdin, cancel)
-      except BaseException:  # interrupted
+        return result
+      except CellRefused:
+        raise
+      except BaseException:  # interrupted, or ended by the service
         self._alive = False
         raise
-      self.expires = time.monotonic() + self.lease_s
-      return result
+      finally:
+        self.expires = time.monotonic() + self.lease_s
 
   def expire(self) -> None:
     """Closes it if its lease is over; the pool's own thread asks."""

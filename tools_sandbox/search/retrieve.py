@@ -18,18 +18,17 @@ from tools_sandbox.text import clean
 class Retriever:
   """Asks a server of the API. Thread-safe; close it after use."""
 
-  def __init__(self, url: str, retries: int = 3):
+  def __init__(self, url: str):
     """Sends nothing yet.
 
     Args:
       url: with or without "/retrieve" at its end.
-      retries: attempts beyond the first.
 
     Raises:
       ValueError: the URL is not http or https.
     """
     url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
-    self._service = Service("the retrieval server", url, retries=retries)
+    self._service = Service("the retrieval server", url)
 
   def close(self) -> None:
     """Closes the connections."""

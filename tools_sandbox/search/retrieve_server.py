@@ -11,9 +11,6 @@ names (the header Host).
 from __future__ import annotations
 
 import argparse
-import math
-import signal
-import sys
 from typing import Any
 
 import pydantic
@@ -48,14 +45,8 @@ def make_app(
   """
 
   def find(query: _Query) -> list[list[Any]]:
-    most = query.topk
-    if most is None:
-      most = topk
-    results = []
-    for text in query.queries:
-      hits = sandbox.search(text, most)
-      results.append([_row(hit, query.return_scores) for hit in hits])
-    return results
+    found = [sandbox.search(text, query.topk or topk) for text in query.queries]
+    return [[_row(hit, query.return_scores) for hit in hits] for hits in found]
 
   async def retrieve(request: Request) -> JSONResponse:
     body = await http_server.read_object(request, _MAX_BODY)
@@ -93,12 +84,7 @@ def _row(hit: Hit, scores: bool) -> dict[str, Any]:
   d = hit.document
   # As Search-R1's own corpora have it: the title in quotes, a line end, the text.
   document = {"id": d.id, "contents": f'"{d.title}"\n{d.text}'}
-  if not scores:
-    return document
-  score = hit.score
-  if not math.isfinite(score):  # JSON has no word for it
-    score = 0.0
-  return {"document": document, "score": score}
+  return {"document": document, "score": hit.score} if scores else document
 
 
 async def _http_error(request: Request, e: HTTPException) -> JSONResponse:
@@ -141,14 +127,7 @@ def main() -> None:
   add("--port", type=int, default=8000, help="0 for any that is free")
   add("--topk", type=int, default=3)
   add("--allowed_hosts", help="names that clients may call it by, with commas between")
-  args = parser.parse_args()
-  # uvicorn raises the signal again when it is done.
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *unused: sys.exit(0))
-  try:
-    serve(args)
-  except (OSError, ValueError) as e:
-    parser.exit(2, f"{parser.prog}: {e}\n")
+  http_server.run_program(parser, serve)
 
 
 if __name__ == "__main__":

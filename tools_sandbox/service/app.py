@@ -1,13 +1,4 @@
-"""The routes of the sandbox service.
-
-  POST /run       {"program", "stdin", "timeout_s", "memory_mb", ..., "deadline_s"} ->
-                  the fields of `wire.Result`
-  POST /session   as /run without program and stdin, with "lease_s" -> {"session": NAME}
-  POST /session/NAME  {"program", "stdin"} -> the fields of `wire.Result`, and "alive":
-                  whether another cell can run
-  DELETE /session/NAME  ends it -> {}
-  GET  /health    {"status": "ok" or "stopping", "slots", "busy", "waiting"}; no token
-  GET  /metrics   Prometheus's text format
+"""The routes of the sandbox service; "The service" in README.md describes each.
 
 Any result of a program is a 200 with a verdict. Other statuses are about the request or
 the service: 400 (a field, named), 401 (token), 408 (the request took too long), 409
@@ -43,8 +34,12 @@ from tools_sandbox.service.run_queue import Refused, RunQueue
 _FIRST_LEASE_S = 1.0  # a shorter one could end before its name is known
 _RETRY_S = 1  # most programs take less
 _STATUS = {
-  **{"full": 503, "stopping": 503, "late": 504, "gone": 499},
-  **{"ended": 410, "busy": 409},
+  "full": 503,
+  "stopping": 503,
+  "late": 504,
+  "gone": 499,
+  "ended": 410,
+  "busy": 409,
 }
 
 _Handler = Callable[[Request], Awaitable[Response]]
@@ -236,12 +231,8 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """Decodes a request of /session; `cpu_s` and the like apply to all its cells
-  together.
-
-  Raises:
-    ValueError: as `read_run`.
-  """
+  """Decodes a request of /session, whose limits apply to all its cells together;
+  raises as `read_run`."""
   # --- A user who mixes up the two routes gets the right one's name.
   if "program" in body:
     raise ValueError("program is a cell's: POST it to /session/NAME")
@@ -262,11 +253,7 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_cell(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """Decodes a request of /session/NAME; only program and stdin are its own.
-
-  Raises:
-    ValueError: as `read_run`.
-  """
+  """Decodes a request of /session/NAME; raises as `read_run`."""
   fields = http_server.read_fields(_CellBody, body)
   return RunRequest(fields.program, fields.stdin, config.limits, math.inf)
 

@@ -26,7 +26,15 @@ from typing import Any, TypeVar
 import httpx
 
 from tools_sandbox.faults import SessionEnded, Unavailable
-from tools_sandbox.http_client import BadReply, exchange, read_key, retry_after
+from tools_sandbox.host.cancel import Cancel
+from tools_sandbox.host.session import CellRefused, Session
+from tools_sandbox.http_client import (
+  BadReply,
+  check_url,
+  exchange,
+  read_key,
+  retry_after,
+)
 from tools_sandbox.jail import wire
 from tools_sandbox.jail.wire import MAX_FRAME, Limits, Result, Verdict
 from tools_sandbox.service import sandbox_fusion
@@ -68,8 +76,7 @@ class RemoteConfig:
     if isinstance(self.urls, str) or not self.urls:
       raise ValueError(f"urls must be a list of one or more, got {self.urls!r}")
     for url in self.urls:
-      if not url.startswith(("http://", "https://")):
-        raise ValueError(f"urls: {url!r} must start with http:// or https://")
+      check_url("urls:", url)
     if not 0 < self.wait_s < math.inf:
       raise ValueError(f"wait_s must be positive and finite, got {self.wait_s}")
 
@@ -122,12 +129,11 @@ class RemotePool:
     # --- Ask once: a wrong URL or token fails now and not in every run.
     try:
       result = self.run("")
+      if result.verdict == Verdict.INFRASTRUCTURE:
+        raise RuntimeError(result.stderr)
     except BaseException:
       self._client.close()
       raise
-    if result.verdict == Verdict.INFRASTRUCTURE:
-      self._client.close()
-      raise RuntimeError(result.stderr)
 
   def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Result:
     """Runs a program on one of the services; see `SandboxPool.run`.
@@ -148,8 +154,10 @@ class RemotePool:
 
   def session(
     self, limits: Limits | None = None, lease_s: float = wire.LEASE_S
-  ) -> RemoteSession:
+  ) -> Session:
     """Opens a session on one of the services; waits for a slot up to `wait_s`.
+
+    A service that fails ends its session: an unreachable one at the end of the lease.
 
     Raises:
       ValueError: these services have no sessions, or refuse the request.
@@ -160,12 +168,13 @@ class RemotePool:
       raise ValueError(f"services of api {self._config.api!r} have no sessions")
     limits = limits or self.limits
 
-    def ask(url: str, left: float) -> RemoteSession:
+    def ask(url: str, left: float) -> Session:
       body = {**_limits(limits, left), "lease_s": lease_s}
       reply = self._reply("POST", f"{url}/session", body, left)
       if not isinstance(reply.get("session"), str):
         raise _NoAnswer(f"not a reply of /session: {reply!r:.200}")
-      return RemoteSession(self, f"{url}/session/{reply['session']}", limits.wall_s)
+      slot = _RemoteSlot(self, f"{url}/session/{reply['session']}", limits.wall_s)
+      return Session(slot, lease_s)
 
     try:
       return self._of_any(limits.wall_s, ask)
@@ -288,75 +297,40 @@ class RemotePool:
     return reply
 
 
-class RemoteSession:
-  """As `pool.Session`, but on a service. Thread-safe, one cell at a time."""
+class _RemoteSlot:
+  """A slot of a service while a session holds it. See `session.SessionSlot`."""
 
   def __init__(self, pool: RemotePool, url: str, wall_s: float):
-    """Only `RemotePool.session` makes one."""
     self._pool = pool
     self._url = url
     self._wall_s = wall_s
-    self._lock = threading.Lock()
-    self._alive = True
 
-  @property
-  def alive(self) -> bool:
-    """Whether another cell can run, as far as this side knows."""
-    return self._alive
-
-  def run(self, program: str, stdin: str = "") -> Result:
-    """Runs a cell; see `pool.Session.run`. A service that fails ends the session.
-
-    Raises:
-      TypeError, SessionEnded: as in `pool.Session.run`.
-      ValueError: likewise, or the service refuses the cell; the session continues.
-    """
-    wire.check_texts(program, stdin)
-    with self._lock:
-      if not self._alive:
-        raise SessionEnded("the session has ended; open another one")
-      try:
-        result, self._alive = self._cell({"program": program, "stdin": stdin})
-        return result
-      except _NoAnswer as e:
-        self._end()  # it may live on there, and hold its slot
-        return wire.failure(f"the session's service fails: {e}")
-      except ValueError:  # refused: it has not run
-        raise
-      except BaseException as e:  # interrupted: the cell's effects are unknown
-        self._alive = False
-        if not isinstance(e, SessionEnded):
-          self._end()
-        raise
-
-  def _cell(self, body: dict[str, Any]) -> tuple[Result, bool]:
-    """Returns a cell's result, and whether another can follow; raises as `_reply`."""
+  def run(self, program: str, stdin: str, cancel: Cancel | None) -> tuple[Result, bool]:
     # Once, and of this replica: the variables are there.
+    body = {"program": program, "stdin": stdin}
     left = self._wall_s + self._pool._config.wait_s
-    reply = self._pool._reply("POST", self._url, body, left)
-    alive = reply.pop("alive", False) is True
     try:
-      return Result.from_json(reply), alive
-    except (ValueError, TypeError) as e:
-      raise _NoAnswer(f"not a reply of /session: {e!r:.200}") from e
+      reply = self._pool._reply("POST", self._url, body, left)
+      alive = reply.pop("alive", False) is True
+      try:
+        return Result.from_json(reply), alive
+      except (ValueError, TypeError) as e:
+        raise _NoAnswer(f"not a reply of /session: {e!r:.200}") from e
+    except _NoAnswer as e:
+      self.close()  # it may live on there, and hold its slot
+      return wire.failure(f"the session's service fails: {e}"), False
+    except SessionEnded:
+      raise
+    except ValueError as e:
+      raise CellRefused(str(e)) from e
+    except BaseException:  # interrupted: the cell's effects are unknown
+      self.close()
+      raise
 
   def close(self) -> None:
-    """Ends the session; an unreachable service ends it when the lease expires."""
-    with self._lock:
-      if self._alive:
-        self._end()
-
-  def _end(self) -> None:
     # Whatever comes of it: its lease ends it there.
-    self._alive = False
     with contextlib.suppress(_NoAnswer, SessionEnded, ValueError, RuntimeError):
       self._pool._reply("DELETE", self._url, None, _CONNECT_S)
-
-  def __enter__(self) -> RemoteSession:
-    return self
-
-  def __exit__(self, *error: object) -> None:
-    self.close()
 
 
 def _limits(limits: Limits, left: float) -> dict[str, Any]:

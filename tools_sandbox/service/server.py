@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -111,7 +110,6 @@ def serve(args: argparse.Namespace) -> None:
   most = {"wall_s": args.max_timeout_s, "cpu_s": args.max_timeout_s}
   config = ServiceConfig(
     token=read_key(args.token_file, "--token_file"),
-    limits=base.limits,
     most=dataclasses.replace(base.most, **most, memory_mb=args.max_memory_mb),
     wait_s=args.max_wait_s,
     max_body=args.max_body_mb << 20,
@@ -134,15 +132,7 @@ def serve(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Reads the arguments and serves."""
-  parser = make_parser()
-  args = parser.parse_args(argv)
-  # uvicorn raises the signal again when it is done; zygotes end on the way out.
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *unused: sys.exit(0))
-  try:
-    serve(args)
-  except (ValueError, RuntimeError) as e:
-    parser.exit(2, f"{parser.prog}: {e}\n")
+  http_server.run_program(make_parser(), serve, argv)
 
 
 if __name__ == "__main__":

@@ -221,10 +221,7 @@ class Fetcher:
 
 def _is_of(kind: str, types: Iterable[str]) -> bool:
   """Whether a content type matches one of these, or the group of one ending in "/"."""
-  for accepted in types:
-    if kind == accepted or (accepted.endswith("/") and kind.startswith(accepted)):
-      return True
-  return False
+  return any(kind == t or (t.endswith("/") and kind.startswith(t)) for t in types)
 
 
 class _Unpacker:

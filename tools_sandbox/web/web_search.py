@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tools_sandbox.faults import BadCall
-from tools_sandbox.http_client import Service, read_key
+from tools_sandbox.http_client import Service, check_url, read_key
 from tools_sandbox.search.index import Hit
 from tools_sandbox.text import clean
 from tools_sandbox.web.fetch import in_domains
@@ -52,12 +52,8 @@ class WebConfig:
   per_second: float = 0.0
 
   def __post_init__(self):
-    if self.endpoint is not None and not self.endpoint.startswith(
-      ("http://", "https://")
-    ):
-      raise ValueError(
-        f"endpoint {self.endpoint!r} must start with http:// or https://"
-      )
+    if self.endpoint is not None:
+      check_url("endpoint", self.endpoint)
     if self.endpoint is None and (self.cache or self.key_file):
       raise ValueError("cache and key_file need an endpoint")
     if self.results < 1:

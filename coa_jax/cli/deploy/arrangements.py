@@ -94,15 +94,7 @@ class StepSeconds:
 
 
 def lines(log: Sequence[Mapping[str, float]], team: int) -> list[str]:
-  """Describes a step in each arrangement, the fastest last.
-
-  Args:
-    log: of an on-policy run.
-    team: devices of a replica.
-
-  Raises:
-    ValueError: see `StepSeconds`.
-  """
+  """Describes a step in each arrangement, the fastest last; see `StepSeconds`."""
   seconds = StepSeconds.of(log)
   devices = round(log[-1]["devices"])
   own = seconds.best_apart(devices, team, round(log[-1]["processes"]))

@@ -56,11 +56,7 @@ class Machines:
 
 
 def check_command(words: Sequence[str], machines: Machines) -> None:
-  """Refuses a command if its config does not fit the machines.
-
-  Args:
-    words: the program and its flags; a program without a config is not checked.
-    machines: the hosts and devices for it.
+  """Refuses a program with flags if its config does not fit the machines.
 
   Raises:
     ValueError: naming the field, its value and accepted values.

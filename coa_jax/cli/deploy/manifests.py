@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from coa_jax.cli.deploy.slices import Slice
+from coa_jax.cli.deploy.slices import GENERATIONS, Slice
 
 # For the TPU's compiler. Libtpu 0.0.42 reorders rings of chips on v6e and v5e, and then
 # cannot compile an all-reduce among only the four chips of a slice's first host.
@@ -33,22 +33,14 @@ _PORTS = (8471, 8080)
 class PodJob:
   """A command and the pods to run it.
 
+  Fields are named after the flags of `coa pod`, except:
+
   Attributes:
-    name: the job's name.
     command: the program's words, from `python` on.
     slice: one slice's TPUs; None for none.
     slices: count of slices, or shards.
-    image: the container image.
-    claim: the volume claim of the hosts' shared disk; "" for none.
-    path: its mount point.
-    spot: whether on preemptible machines.
-    restarts: maximum restarts.
-    grace_s: seconds from SIGTERM to the end.
-    namespace: Kubernetes'; "" for kubectl's.
-    service_account: the pods'; "" for the namespace's default.
-    queue: the Kueue queue admitting the job; "" for none.
+    claim, path: the hosts' shared disk, by its volume claim, and its mount point.
     requests: the container's resource requests, as {"cpu": "8", "memory": "64Gi"}.
-    env: environment variables.
     secrets: variable, or absolute path of a file -> (Secret, key).
   """
 
@@ -135,7 +127,7 @@ def _metadata(job: PodJob) -> dict[str, Any]:
 
 
 def _pod_spec(job: PodJob) -> dict[str, Any]:
-  """Returns a host's pod spec, with all its chips. budget: its fields."""
+  """Returns a host's pod spec, with all its chips."""
   # --- Its disks: the node's own, memory, and the shared one.
   volumes: list[dict[str, Any]] = [
     {"name": "scratch", "emptyDir": {}},
@@ -187,7 +179,8 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
     resources["requests"] = job.requests
   if job.slice:
     resources["limits"] = {"google.com/tpu": job.slice.chips_per_host}
-    selector["cloud.google.com/gke-tpu-accelerator"] = job.slice.gke_accelerator
+    accelerator = GENERATIONS[job.slice.generation].gke_accelerator
+    selector["cloud.google.com/gke-tpu-accelerator"] = accelerator
     selector["cloud.google.com/gke-tpu-topology"] = job.slice.topology
   if resources:
     container["resources"] = resources

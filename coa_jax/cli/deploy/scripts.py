@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 
 from coa_jax.cli.deploy.manifests import LIBTPU_INIT_ARGS, PodJob
+from coa_jax.cli.deploy.slices import GENERATIONS
 
 # The checkout's folders excluded by --vm.
 NOT_SENT = (".venv", "runs")
@@ -15,17 +16,8 @@ NOT_SENT = (".venv", "runs")
 class SlurmJob:
   """A run on hosts with GPUs.
 
-  Attributes:
-    name: the job's name.
-    command: the program's words, from `python` on.
-    nodes: hosts.
-    gpus: GPUs per host.
-    time: limit, in Slurm's format.
-    account: billed account; "" for the user's default.
-    partition: "" for the cluster's default.
-    image: a container for Pyxis to run the program in; "" for none.
-    venv: a virtual environment's folder; "" for none.
-    env: environment variables.
+  Fields are named after the flags of `coa pod`; `command` has the program's words, from
+  `python` on.
   """
 
   name: str
@@ -106,7 +98,7 @@ def make_vm_commands(job: PodJob, zone: str) -> str:
 # 1. The machines: wait until the state is ACTIVE.
 gcloud compute tpus queued-resources create {node} --node-id={node} {where} \\
   --accelerator-type={job.slice.gcloud_type} \\
-  --runtime-version={job.slice.runtime}{spot}
+  --runtime-version={GENERATIONS[job.slice.generation].runtime}{spot}
 gcloud compute tpus queued-resources describe {node} {where}
 
 # 2. This repository on all of them, and what it needs.

@@ -94,12 +94,7 @@ GENERATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """Interconnected chips of one pod.
-
-  Attributes:
-    generation: a key of `GENERATIONS`.
-    topology: e.g. 4x4x8.
-  """
+  """Interconnected chips of one pod."""
 
   generation: str
   topology: str
@@ -127,20 +122,10 @@ class Slice:
     return f"{self.generation}-{self.chips * GENERATIONS[self.generation].cores}"
 
   @property
-  def gke_accelerator(self) -> str:
-    """Returns GKE's node label."""
-    return GENERATIONS[self.generation].gke_accelerator
-
-  @property
   def gcloud_type(self) -> str:
     """Returns the Cloud TPU API's accelerator type; "" if it has none."""
     start = GENERATIONS[self.generation].gcloud_type
     return start and self.name.replace(self.generation, start)
-
-  @property
-  def runtime(self) -> str:
-    """Returns its TPU VMs' software version."""
-    return GENERATIONS[self.generation].runtime
 
 
 @dataclasses.dataclass(frozen=True)

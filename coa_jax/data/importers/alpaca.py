@@ -187,12 +187,9 @@ def _observations(output: str) -> list[tuple[int, int]]:
 
 
 def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segment]:
-  """The policy's text as one segment per span.
+  """Cuts the policy's text between observations into spans, one segment each.
 
-  Args:
-    text: the text between two observations, or before the first or after the last.
-    variant: the dialect.
-    observed: whether an observation follows.
+  `observed` says whether an observation follows.
   """
   segments: list[Segment] = []
   position = 0

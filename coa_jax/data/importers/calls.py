@@ -68,10 +68,8 @@ def translate_and_note(
 def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
   """Puts one call into this protocol's terms.
 
-  Args:
-    name: the foreign tool name; case is ignored.
-    arguments: an object, a JSON string of one, or a plain string.
-    table: names that extend or override `TOOLS`; lower case.
+  The arguments are an object, a JSON string of one, or a plain string; lower-case names
+  of `table` extend or override `TOOLS`.
 
   Raises:
     RowRefused: no table has the name, or the arguments hold no body for the tag.
@@ -116,8 +114,7 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
 
 
 def _main_argument(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
-  """Returns the first of these names among the arguments; a single argument under any
-  name."""
+  """Returns the first of these names among the arguments, or a single argument's."""
   for name in names:
     if fields.get(name) is not None:
       return name

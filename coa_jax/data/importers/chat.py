@@ -42,12 +42,7 @@ _REASONING = ("reasoning_content", "reasoning")  # the same, by two servers
 def read_chat(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
 ) -> ImportedRun:
-  """Reads one row as a run.
-
-  Args:
-    row: a row in any shape of `shapes`; with `answer` or `answers` if known.
-    task_id: the task's id.
-    table: tool names that extend `calls.TOOLS`.
+  """Reads one row, in any shape of `shapes`, as a run; `table` extends `calls.TOOLS`.
 
   Raises:
     RowRefused: the messages do not have this form, or a call cannot be translated.

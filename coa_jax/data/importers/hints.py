@@ -76,13 +76,7 @@ _TAG = re.compile(r"<(\w+)> is no span")
 
 
 def hint(importer: Importer, dropped: Dropped, record: Record) -> str:
-  """Returns a row's hint, in one line: flags that make it readable, or the obstacle.
-
-  Args:
-    importer: the importer that dropped it.
-    dropped: its reason.
-    record: the row.
-  """
+  """Returns a dropped row's hint, in one line: flags that read it, or the obstacle."""
   # --- A tool in the dialect, but not in this run.
   tag = _TAG.search(dropped.detail)
   base = get_variant(importer.variant.name)

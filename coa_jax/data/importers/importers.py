@@ -48,19 +48,20 @@ from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant
 from coa_jax.protocol.trajectory import Trajectory
 
-FORMATS = (
-  "trajectories",
-  "runs",
-  "alpaca",
-  "oagents",
-  "chat",
-  "sharegpt",
-  "atif",
-  "verifiers",
-  "responses",
-  "react",
-  "search_r1",
-)
+# A format -> the fields that tell it.
+FORMATS: Mapping[str, str] = {
+  "trajectories": "task_id, segments",
+  "runs": "task_id, events, calls",
+  "alpaca": "instruction, output",
+  "oagents": "steps or intermediate_steps",
+  "chat": "messages or conversation",
+  "sharegpt": "conversations",
+  "atif": "steps with a source",
+  "verifiers": "prompt and completion, lists of messages",
+  "responses": "output, a list of items",
+  "react": "a text of 'Thought:', 'Action:' lines",
+  "search_r1": "a text of <search> and <information> spans",
+}
 RL = "rl"  # the result of `detect` for task rows
 
 
@@ -96,14 +97,10 @@ def detect(row: Mapping[str, Any]) -> str:
   if name:
     return name
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
+  accepted = {**FORMATS, RL: "prompt, reward_model"}
   raise ValueError(
-    f"its fields ({names}) are those of no format; accepted: trajectories (task_id, "
-    "segments), runs (task_id, events, calls), rl (prompt, reward_model), alpaca "
-    "(instruction, output), oagents (steps or intermediate_steps), chat (messages or "
-    "conversation), sharegpt (conversations), atif (steps with a source), verifiers "
-    "(prompt and completion, lists of messages), responses (output, a list of items), "
-    "react (a text of 'Thought:', 'Action:' lines), search_r1 (a text of <search> and "
-    "<information> spans)"
+    f"its fields ({names}) are those of no format; accepted: "
+    f"{', '.join(f'{name} ({told})' for name, told in accepted.items())}"
   )
 
 
@@ -277,19 +274,15 @@ def _task(trajectory: Trajectory) -> Task:
 
 
 def records(uri: str, chosen: str = "") -> tuple[str, Iterator[Record]]:
-  """The format of a source, and all its rows, numbered from 0.
+  """Returns the format of a source, the first row's by default, and all rows from 0.
 
   A conversation is a row for each question, all with the same number. A row of an
   earlier row's task, without `sample`, gets its number among the task's rows: draws by
   task and sample must distinguish attempts.
 
-  Args:
-    uri: a file or source for `tasks.rows.read_rows`.
-    chosen: the format; "" for the first row's.
-
   Raises:
-    FileNotFoundError, ValueError: as `read_rows`; or there are no rows, or the first
-      one's format is unknown.
+    FileNotFoundError, ValueError: as `tasks.rows.read_rows`; or there are no rows, or
+      the first one's format is unknown.
   """
   rows = _numbered(uri)
   first = next(rows, None)

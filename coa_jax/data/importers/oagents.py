@@ -84,12 +84,7 @@ _DONE = fields("tool_calls model_output observations error action_output")
 def read_oagents(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
 ) -> ImportedRun:
-  """Reads one row as a run.
-
-  Args:
-    row: a row in the form above.
-    task_id: the task's id.
-    table: tool names that extend `calls.TOOLS`.
+  """Reads one row in the form above as a run; `table` extends `calls.TOOLS`.
 
   Raises:
     RowRefused: the steps do not have this form, a call cannot be translated, several
@@ -164,8 +159,7 @@ def _of_pair(pair: list[Any]) -> Any:
 
 
 def _subtasks(records: Any) -> list[_Subtask]:
-  """Lists (sub-task, its record) in order; also from a list of records with their
-  `task`."""
+  """Lists (sub-task, its record) in order, also of records with their `task`."""
   if not isinstance(records, list):
     return list((records or {}).items())
   out = []
@@ -338,8 +332,7 @@ class _Reading:
     return any_record
 
   def _take_subtask(self, name: str | None) -> Mapping[str, Any] | None:
-    """Removes the first sub-task of this name; returns its record, None if there is
-    none."""
+    """Removes the first sub-task of this name; returns its record, or None."""
     for at, (other, record) in enumerate(self.subtasks):
       if other == name:
         del self.subtasks[at]

@@ -21,15 +21,10 @@ _PLACE = re.compile(rb'\{"place": (\d+), ')
 def write_part(
   path: str | os.PathLike[str], values: Iterable[dict[str, Any]], shard: Shard
 ) -> int:
-  """Writes one value for each row of a shard; the file appears when it is complete.
+  """Writes one JSON line for each row of a shard, and returns their number.
 
-  Args:
-    path: a file of JSON lines.
-    values: values of every `shard.count`-th row, from number `shard.index` on.
-    shard: the rows' shard.
-
-  Returns:
-    The number of rows.
+  The values are those of every `shard.count`-th row, from number `shard.index` on. The
+  file appears when it is complete.
   """
 
   def lines() -> Iterator[str]:
@@ -41,10 +36,7 @@ def write_part(
 
 
 def read_parts(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """Yields the values of all rows in their order.
-
-  Args:
-    path: the files of all shards, one after the other.
+  """Yields the values of all rows in their order, from all shards' joined files.
 
   Raises:
     ValueError: a row is missing, or there twice: the shards read different files.

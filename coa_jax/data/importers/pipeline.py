@@ -40,12 +40,7 @@ CHUNK = 16  # rows in one chunk
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryStats:
-  """A trajectory's data for statistics.
-
-  Attributes:
-    length: its tokens if it has ids, else its characters without the prompt.
-    roles: number of spans by role.
-  """
+  """A trajectory's tokens, or else characters, without the prompt; spans by role."""
 
   length: int
   roles: dict[str, int]
@@ -62,45 +57,31 @@ class ImportedRow:
     stats: its length and spans.
     lost: the row's unmapped fields.
     augmented: lines of the copies with other tool names and formats.
-    fault: as in `filters.FilterResult`, and likewise the next four.
+    verdict: the filters' verdict.
   """
 
   task_id: str
   line: str
   stats: TrajectoryStats
-  lost: tuple[str, ...]
-  augmented: tuple[str, ...]
-  fault: tuple[str, str] | None
-  reflected: bool
-  corrected: bool
-  graded: bool
-  signature: np.ndarray | None
+  lost: Sequence[str]
+  augmented: Sequence[str]
+  verdict: FilterResult
 
   def to_json(self) -> dict[str, Any]:
     """Returns it as JSON values."""
     value = dataclasses.asdict(self)
-    if self.signature is not None:
-      value["signature"] = self.signature.tolist()
+    if self.verdict.signature is not None:
+      value["verdict"]["signature"] = self.verdict.signature.tolist()
     return value
 
   @classmethod
   def from_json(cls, value: dict[str, Any]) -> ImportedRow:
     """Reads the output of `to_json`."""
-    signature = value["signature"]
-    if signature is not None:
-      signature = np.array(signature, np.uint32)
-    return cls(
-      task_id=value["task_id"],
-      line=value["line"],
-      stats=TrajectoryStats(**value["stats"]),
-      lost=tuple(value["lost"]),
-      augmented=tuple(value["augmented"]),
-      fault=tuple(value["fault"]) if value["fault"] else None,
-      reflected=value["reflected"],
-      corrected=value["corrected"],
-      graded=value["graded"],
-      signature=signature,
-    )
+    verdict = FilterResult(**value["verdict"])
+    if verdict.signature is not None:
+      verdict.signature = np.array(verdict.signature, np.uint32)
+    stats = TrajectoryStats(**value["stats"])
+    return cls(**{**value, "stats": stats, "verdict": verdict})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,13 +117,13 @@ class RowPipeline:
     variant = self.importer.variant
 
     # --- Filter. A row dropped here needs no copies, but is counted.
-    result = FilterResult(trajectory, None)
+    verdict = FilterResult()
     if self.filters is not None and self.benchmarks is not None:
-      result = examine(
+      verdict = examine(
         task, trajectory, variant, grade_known, self.filters, self.benchmarks
       )
     copies = []
-    if result.fault is None:
+    if verdict.fault is None:
       copies = augmented_copies([trajectory], variant, self.formats)
 
     # --- Write ids and lines.
@@ -150,15 +131,11 @@ class RowPipeline:
       _tokenizer(self.tokenizer).encode_trajectories([trajectory, *copies])
     return ImportedRow(
       task_id=trajectory.task_id,
-      line="" if result.fault else json.dumps(trajectory.to_json()),
+      line="" if verdict.fault else json.dumps(trajectory.to_json()),
       stats=trajectory_stats(trajectory),
-      lost=tuple(trajectory.meta.get("lost", ())),
-      augmented=tuple(json.dumps(copy.to_json()) for copy in copies),
-      fault=result.fault,
-      reflected=result.reflected,
-      corrected=result.corrected,
-      graded=result.graded,
-      signature=result.signature,
+      lost=trajectory.meta.get("lost", ()),
+      augmented=[json.dumps(copy.to_json()) for copy in copies],
+      verdict=verdict,
     )
 
 
@@ -201,26 +178,15 @@ class ImportJob:
   ) -> Iterator[str]:
     """Yields every trajectory to write, as a line of JSON, in the rows' order.
 
-    Args:
-      records: rows, as from `importers.records`; read as they are needed.
-      on_dropped: called with why a row gives no trajectory, and the row.
-      on_imported: called with every other, and how often it is written.
+    Rows are read as they are needed. `on_dropped` is called with the reason of a row
+    without a trajectory and the row; `on_imported` with any other and its copies.
     """
     return self._admitted(self._results(records), on_dropped, on_imported)
 
   def write_part(
     self, path: str | os.PathLike[str], records: Iterable[Record], shard: Shard
   ) -> int:
-    """Imports a shard's rows, each alone, and writes the results to a file.
-
-    Args:
-      path: the file; the files of all shards are read one after the other.
-      records: all rows.
-      shard: the shard.
-
-    Returns:
-      The number of its rows.
-    """
+    """Imports a shard's rows, each alone, into a file; returns their number."""
     own = itertools.islice(records, shard.index, None, shard.count)
 
     def values() -> Iterator[dict[str, Any]]:
@@ -242,15 +208,12 @@ class ImportJob:
     on_dropped: Callable[[Dropped, Record], None] = lambda *_: None,
     on_imported: Callable[[ImportedRow, int], None] = lambda *_: None,
   ) -> Iterator[str]:
-    """Yields the lines of `lines`, from all shards' files.
+    """Yields the lines of `lines` from the joined files of all shards.
 
-    Args:
-      path: their files, one after the other.
-      on_dropped: as in `lines`; a record is empty unless its reason is new.
-      on_imported: as in `lines`.
+    `on_dropped` gets an empty record unless its reason is new.
 
     Raises:
-      ValueError: it is not all of the parts.
+      ValueError: a part is missing.
     """
 
     def results() -> Iterator[tuple[Record, Dropped | ImportedRow]]:
@@ -280,7 +243,7 @@ class ImportJob:
       self._lossy += bool(result.lost)
       copies = 1
       if self._funnel:
-        copies = self._funnel.admit(result)
+        copies = self._funnel.admit(result.verdict)
       on_imported(result, copies)
       if not copies:
         continue

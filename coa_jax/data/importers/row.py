@@ -23,13 +23,9 @@ class RowRefused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ImportedRun:
-  """One row, read.
+  """One row, read: its task, the run with our tool names, the calls read.
 
-  Attributes:
-    task: the task; without answers if the row has none.
-    run: the run, with our tool names.
-    lost: unmapped parts of the row, one line each.
-    calls_read: the number of the row's calls read.
+  `lost` has a line for each unmapped part of the row.
   """
 
   task: Task

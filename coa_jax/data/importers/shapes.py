@@ -150,10 +150,7 @@ def shape_of(row: Mapping[str, Any]) -> str:
 
 
 def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Converts a row of any shape to format chat.
-
-  Args:
-    row: a row in a shape above. Other fields stay unchanged.
+  """Converts a row of any shape above to format chat; other fields stay unchanged.
 
   Raises:
     RowRefused: it has no turns, or a turn has none of the forms above.

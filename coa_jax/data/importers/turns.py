@@ -21,10 +21,8 @@ from coa_jax.protocol.prompts import conversation_text
 def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
   """Returns one row for each question in a conversation; the row itself if it has one.
 
-  Args:
-    row: a row in any shape of `shapes`.
-    task_id: its id; its turns are TASK_ID-turn1, -turn2 and so on. An answer next to
-      the row's messages belongs to the last turn.
+  The turns' ids are TASK_ID-turn1, -turn2 and so on. An answer next to the row's
+  messages belongs to the last turn.
   """
   # --- The start of each turn: a user's message after any other speaker's.
   try:

@@ -43,12 +43,9 @@ _PASSAGES = ("article", "passage", "context")
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-  """Options of a row.
+  """The options of a row, under its labels or letters.
 
-  Attributes:
-    labels: the row's labels, or letters.
-    texts: the options.
-    numeric: whether the options are numbers, so that a value can select one.
+  A value can select an option by number only if the options are not `numeric`.
   """
 
   labels: list[str]
@@ -57,17 +54,10 @@ class _Options:
 
 
 def with_options(question: Any, answers: Any, row: Row, where: str) -> Row | None:
-  """Returns question and answers of a multiple-choice row.
+  """Returns question and answers of a multiple-choice row; None without options.
 
-  Args:
-    question: the row's question.
-    answers: the row's answers; None without a column of answers.
-    row: its columns.
-    where: the row's name in messages.
-
-  Returns:
-    `question`, with the options under letters, and `answers`: the right option's letter
-    and its text. None for a row without options.
+  The question has the options under letters; the answers are the right option's letter
+  and its text. `where` names the row in messages.
 
   Raises:
     ValueError: the options are of no known shape, or none or several are the answer.

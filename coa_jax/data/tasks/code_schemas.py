@@ -1,6 +1,7 @@
 """Rows of programming tasks as data sets have them; hidden tests in `meta["tests"]`.
 
-A reader takes a row, its name in messages, and a default id.
+A reader takes a row, its name in messages, and a default id, and returns the fields of
+a task.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pickletools
 import zlib
 from typing import Any
 
-from coa_jax.data.tasks.task import Kind, Row, Task, first_of
+from coa_jax.data.tasks.task import Kind, Row, first_of
 from coa_jax.runtime.json_io import parse_json
 
 # The maximum size of one task's tests when unpacked, in bytes.
@@ -20,7 +21,7 @@ _MOST_TESTS = 1 << 30
 _TEXT_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "STOP")
 
 
-def humaneval(row: Row, where: str, default_id: str) -> Task:
+def humaneval(row: Row, where: str, default_id: str) -> Row:
   """A row of HumanEval or HumanEval+: complete a function, judged by `check`."""
   prompt = _text(row, where, "prompt")
   entry = _text(row, where, "entry_point")
@@ -30,7 +31,7 @@ def humaneval(row: Row, where: str, default_id: str) -> Task:
   if not definition:
     raise ValueError(f"{where}: field 'prompt' defines no function {entry!r}")
   tests = {"test_code": test, "entry_point": entry, "import_prefix": before}
-  plain = {
+  return {
     "id": first_of(row, "task_id", default=default_id),
     "question": "Complete this function; write it whole, with what it needs.\n\n"
     f"```py\n{prompt.strip()}\n```",
@@ -39,10 +40,9 @@ def humaneval(row: Row, where: str, default_id: str) -> Task:
     "source": "humaneval",
     "meta": {"tests": tests},
   }
-  return Task.from_json(plain, where)
 
 
-def mbpp(row: Row, where: str, default_id: str) -> Task:
+def mbpp(row: Row, where: str, default_id: str) -> Row:
   """A row of MBPP, its sanitized version or MBPP+: a program judged by asserts.
 
   `challenge_test_list` is not used, as it is not elsewhere.
@@ -69,7 +69,7 @@ def mbpp(row: Row, where: str, default_id: str) -> Task:
   tests = {"functional": source}
   # The question shows the first assert, as elsewhere: only it gives the function's
   # name.
-  plain = {
+  return {
     "id": f"Mbpp/{first_of(row, 'task_id', default=default_id)}",
     "question": f"{text}\n\nYour program must pass this test, among others:\n"
     f"{asserts[0]}",
@@ -78,10 +78,9 @@ def mbpp(row: Row, where: str, default_id: str) -> Task:
     "source": name,
     "meta": {"tests": tests},
   }
-  return Task.from_json(plain, where)
 
 
-def livecodebench(row: Row, where: str, default_id: str) -> Task:
+def livecodebench(row: Row, where: str, default_id: str) -> Row:
   """A row of LiveCodeBench as on the hub, with public and private tests."""
   # --- Tests: lists of {input, output, testtype}, the private ones packed.
   tests = _test_list(row["public_test_cases"], where, "public_test_cases")
@@ -98,7 +97,7 @@ def livecodebench(row: Row, where: str, default_id: str) -> Task:
   if metadata.get("func_name"):
     found["fn_name"] = metadata["func_name"]
   # --- The question shows the starter code, if any.
-  plain = {
+  return {
     "id": first_of(row, "question_id", default=default_id),
     "question": _with_starter(row["question_content"], row.get("starter_code")),
     "answers": f"a program that passes {count_tests(found)} tests",
@@ -111,10 +110,9 @@ def livecodebench(row: Row, where: str, default_id: str) -> Task:
       "contest_date": str(first_of(row, "contest_date")),
     },
   }
-  return Task.from_json(plain, where)
 
 
-def apps(row: Row, where: str, default_id: str) -> Task:
+def apps(row: Row, where: str, default_id: str) -> Row:
   """A row of APPS as on the hub: programs, or functions if `fn_name` is set."""
   tests = row["input_output"]
   if isinstance(tests, str):
@@ -129,7 +127,7 @@ def apps(row: Row, where: str, default_id: str) -> Task:
   # such field.
   if tests.get("fn_name") and "problem_id" in row:
     tests = {**tests, "wrapped_outputs": True}
-  plain = {
+  return {
     "id": f"apps-{name}",
     "question": _with_starter(row["question"], row.get("starter_code")),
     "answers": f"a program that passes {count_tests(tests)} tests",
@@ -138,7 +136,6 @@ def apps(row: Row, where: str, default_id: str) -> Task:
     "family": str(first_of(row, "difficulty")),
     "meta": {"tests": tests},
   }
-  return Task.from_json(plain, where)
 
 
 def _with_starter(question: str, starter: str | None) -> str:

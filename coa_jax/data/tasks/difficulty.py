@@ -106,9 +106,8 @@ def keep_tasks(
 
   Returns:
     The tasks, with `pass_rate` and `attempts` in their `meta`; and the funnel: `in`,
-    the reasons for leaving tasks out (`used`, `attempts`, `all_wrong`, `all_right`,
-    `too_hard`, `too_easy`, `limit`), `out`, `rates` (right/graded -> number of tasks
-    with attempts), and `kept_rates` and `kept_strata` (of kept tasks).
+    the reasons for leaving tasks out (see `_reason`, and `limit`), `out`, `rates`
+    (right/graded -> tasks with attempts), `kept_rates` and `kept_strata`.
   """
   # --- Tasks with a pass rate in the band, and the reasons for dropping the others.
   left: collections.Counter[str] = collections.Counter()
@@ -132,11 +131,8 @@ def keep_tasks(
     chosen = _balanced(fitting, strata, config.limit, config.seed)
     left["limit"] = len(fitting) - len(chosen)
   # --- The statistics of all tasks.
-  chosen_rates: collections.Counter[str] = collections.Counter()
-  chosen_strata: collections.Counter[str] = collections.Counter()
-  for task in chosen:
-    chosen_rates[_name(attempts[task.id])] += 1
-    chosen_strata["/".join(strata[task.id])] += 1
+  chosen_rates = collections.Counter(_name(attempts[task.id]) for task in chosen)
+  chosen_strata = collections.Counter("/".join(strata[task.id]) for task in chosen)
   funnel = {
     "in": len(tasks),
     **_sorted(left),

@@ -13,17 +13,17 @@ import hashlib
 import itertools
 from typing import Any
 
-from coa_jax.data.tasks.task import Row, Task, first_of
+from coa_jax.data.tasks.task import Row, first_of
 
 # Shortest ciphertext; other texts without a space are shorter: a name, a formula.
 _LEAST = 32
 
 
-def browsecomp(row: Row, where: str, default_id: str) -> Task:
+def browsecomp(row: Row, where: str, default_id: str) -> Row:
   """Reads a row of `problem`, `answer` and `canary`, encrypted or in clear."""
   names = ("problem", "answer")
   problem, answer = opened(row["problem"], row["answer"], row["canary"], where, names)
-  plain = {
+  return {
     "id": first_of(row, "id", default=default_id),
     "question": problem,
     "answers": answer,
@@ -31,23 +31,15 @@ def browsecomp(row: Row, where: str, default_id: str) -> Task:
     "family": first_of(row, "problem_topic", "topic"),
     "meta": {"canary": row["canary"]},
   }
-  return Task.from_json(plain, where)
 
 
 def opened(
   question: Any, answers: Any, canary: Any, where: str, names: tuple[str, str]
 ) -> tuple[Any, Any]:
-  """Decrypts a question and its answers by the row's canary.
+  """Decrypts a question and its answers, one or a list, by the row's canary.
 
-  Args:
-    question: the row's question.
-    answers: the row's answers: a text or a list of texts.
-    canary: the row's canary; None if it has none.
-    where: the row's name in messages.
-    names: the names of the question's and answers' fields in messages.
-
-  Returns:
-    Question and answers; unchanged if the question is not base64.
+  `where` and `names` (of the two fields) are for messages. A question that is not
+  base64, and its answers, are returned unchanged.
 
   Raises:
     ValueError: the question is encrypted, and the canary does not open both.

@@ -25,9 +25,7 @@ _WHOLE_NUMBER = re.compile(r"0|[1-9]\d*")
 def check_kinds(unsaid: Iterable[Task], uri: str) -> None:
   """Refuses to grade likely mathematics by exact match, or the reverse.
 
-  Args:
-    unsaid: tasks without a kind in their rows.
-    uri: the source's name in the message.
+  Takes the tasks without a kind in their rows, and their source for the message.
 
   Raises:
     ValueError: most of a source's answers do not look like their kind.

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from coa_jax.data.tasks.code_schemas import are_strings, count_tests
-from coa_jax.data.tasks.task import Kind, Row, Task, first_of, is_absent
+from coa_jax.data.tasks.task import Kind, Row, first_of, is_absent
 from coa_jax.runtime.json_io import shown
 
 # The start of the question in a released prompt: after the last rule of its head.
@@ -32,7 +32,7 @@ _TESTS = (
 )
 
 
-def released(row: Row, where: str, default_id: str) -> Task:
+def released(row: Row, where: str, default_id: str) -> Row:
   """A row of the released RL schema, as written for verl."""
   # --- The ground truth of the answer.
   truth = None
@@ -86,7 +86,7 @@ def released(row: Row, where: str, default_id: str) -> Task:
       f"{where}: field 'reward_model.ground_truth' has {fields}; accepted: a string, a "
       f"number or a list of them (math), 'target' (qa), or tests: {accepted} (code)"
     )
-  return Task.from_json(task, where)
+  return task
 
 
 def _has_tests(truth: Row) -> bool:
@@ -97,8 +97,7 @@ _CODE_META = ("starter_code", "platform", "contest_id", "contest_date", "metadat
 
 
 def _structured(truth: Any) -> Any:
-  """Decodes a JSON string of an object or of a list of strings; returns other values
-  unchanged.
+  """Decodes a JSON string of an object or of texts; returns other values unchanged.
 
   `[0,1]` is a mathematical answer, so a list of anything but strings stays text.
   """
@@ -140,12 +139,8 @@ def _messages(prompt: Any) -> list[Any]:
 def last_question(messages: list[Any], where: str, question: str | None = None) -> str:
   """Returns the question in a prompt's messages, without earlier turns.
 
-  If a message does not mark its question, the whole message is the question.
-
-  Args:
-    messages: the prompt's messages; the last one is the user's.
-    where: the row's name in errors.
-    question: the last message's question, if the row stores it.
+  The last message is the user's. If the row does not store its `question` and the
+  message does not mark it, the whole message is the question.
 
   Raises:
     ValueError: there is none, or a message has another role or no text.

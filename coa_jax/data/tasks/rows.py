@@ -63,20 +63,23 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
     for one in uris:
       yield from read_rows(one)
     return
-  # --- A URI, unless a file has exactly this name.
+  # --- A library's data set, or a file of a kind, unless a file has exactly this name.
   scheme, colon, rest = path.partition(":")
-  if colon and scheme in _SCHEMES and not os.path.exists(path):
-    yield from _SCHEMES[scheme](rest)
-    return
-  # --- A file by its suffix. For a missing file, "missing" is a better message than
-  # "unknown suffix", and any reader reports it.
   suffix = _suffix(path)
-  if suffix not in _SUFFIXES and os.path.exists(path):
+  if colon and scheme in _SCHEMES and not os.path.exists(path):
+    if scheme in _LIBRARIES:
+      yield from _LIBRARIES[scheme](rest)
+      return
+    path, suffix = rest, f".{scheme}"
+  # --- For a missing file, "missing" is a better message than "unknown suffix".
+  if not os.path.exists(path):
+    raise FileNotFoundError(f"no task file at {path}")
+  if suffix not in _SUFFIXES:
     raise ValueError(
       f"{path}: unknown kind of task file {suffix!r}; accepted: "
       f"{', '.join(_SUFFIXES)}, or {':, '.join(_SCHEMES)}: before it"
     )
-  yield from _SUFFIXES.get(suffix, _json)(path)
+  yield from _SUFFIXES[suffix](path)
 
 
 def list_uris(uri: str) -> list[str]:
@@ -125,13 +128,7 @@ def _suffix(path: str) -> str:
   return os.path.splitext(path.removesuffix(".gz"))[1]
 
 
-def _jsonl(path: str) -> Rows:
-  _check_exists(path)
-  yield from read_jsonl(path)
-
-
 def _json(path: str) -> Rows:
-  _check_exists(path)
   # --- The whole text: a list has to be read to its end.
   start = open
   if path.endswith(".gz"):
@@ -167,7 +164,6 @@ def _json(path: str) -> Rows:
 
 def _csv(path: str) -> Rows:
   """A text table with column names in the first row; an empty cell is left out."""
-  _check_exists(path)
   csv.field_size_limit(_MOST_CELL)
   delimiter = "\t" if _suffix(path) == ".tsv" else ","
   start = gzip.open if path.endswith(".gz") else open
@@ -198,7 +194,6 @@ def _check_columns(path: str, names: list[str]) -> None:
 
 
 def _parquet(path: str) -> Rows:
-  _check_exists(path)
   import pyarrow
   import pyarrow.parquet
 
@@ -206,11 +201,6 @@ def _parquet(path: str) -> Rows:
   with contextlib.suppress(pyarrow.ArrowException, OSError):
     _check_columns(path, pyarrow.parquet.read_schema(path).names)
   yield from read_parquet(path)
-
-
-def _array_record(path: str) -> Rows:
-  _check_exists(path)
-  yield from read_array_record(path)
 
 
 def _hf(rest: str) -> Rows:
@@ -276,21 +266,16 @@ def _tfds(rest: str) -> Rows:
 
 
 _SUFFIXES: dict[str, Callable[[str], Rows]] = {
-  ".jsonl": _jsonl,
+  ".jsonl": read_jsonl,
   ".json": _json,
   ".parquet": _parquet,
-  ".array_record": _array_record,
+  ".array_record": read_array_record,
   ".csv": _csv,
   ".tsv": _csv,
 }
-_SCHEMES: dict[str, Callable[[str], Rows]] = {
-  "json": _json,
-  "parquet": _parquet,
-  "array_record": _array_record,
-  "csv": _csv,
-  "hf": _hf,
-  "tfds": _tfds,
-}
+_LIBRARIES: dict[str, Callable[[str], Rows]] = {"hf": _hf, "tfds": _tfds}
+# A file's kind may stand before it, where its suffix does not tell.
+_SCHEMES = ("json", "parquet", "array_record", "csv", *_LIBRARIES)
 
 
 def _query(
@@ -308,11 +293,6 @@ def _query(
   if not name:
     raise ValueError(f"{scheme}:{rest}: names no data set")
   return name, options
-
-
-def _check_exists(path: str) -> None:
-  if not os.path.exists(path):
-    raise FileNotFoundError(f"no task file at {path}")
 
 
 def _checked(where: str, row: Any) -> tuple[str, Row]:

@@ -34,12 +34,7 @@ class TaskSampler:
     self._order = (-1, np.zeros(0, int))  # an epoch, and its permutation
 
   def task(self, n: int, step: int) -> Task:
-    """Returns the task of a run's n-th group.
-
-    Args:
-      n: asked for once and in order; some may be left out.
-      step: updates made by then.
-    """
+    """Returns the task of a run's n-th group; n only grows."""
     return self._in_stream(n)
 
   def learn(self, group: Sequence[Trajectory]) -> None:
@@ -153,8 +148,7 @@ class Curriculum(_WeightedTaskSampler):
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int, steps: float):
-    """Takes the arguments of `TaskSampler`, and T, the step from which on all tasks are
-    used.
+    """Takes T, the step from which on all tasks are used; see `TaskSampler`.
 
     Raises:
       ValueError: a task has no pass rate on record.
@@ -185,13 +179,7 @@ class Curriculum(_WeightedTaskSampler):
 def make_task_sampler(
   name: str, tasks: Sequence[Task], seed: int, steps: float
 ) -> TaskSampler:
-  """Makes one of TASK_SAMPLERS.
-
-  Args:
-    name: the sampler's name.
-    tasks: the tasks to choose from.
-    seed: the seed of all random draws.
-    steps: the step from which on a curriculum uses all tasks.
+  """Makes one of TASK_SAMPLERS; a curriculum uses all tasks from step `steps` on.
 
   Raises:
     ValueError: the sampler is unknown, or the tasks lack its required fields.

@@ -88,12 +88,7 @@ class Reading:
 
 
 def read_task(row: Row, where: str, default_id: str) -> Task:
-  """One row of any accepted schema as a task.
-
-  Args:
-    row: the row.
-    where: the row's name in errors.
-    default_id: the task's id if the row has none.
+  """Reads one row of any accepted schema as a task.
 
   Raises:
     ValueError: the row fits no schema.
@@ -102,8 +97,7 @@ def read_task(row: Row, where: str, default_id: str) -> Task:
 
 
 def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
-  """Reads a row of any accepted schema as a task; also returns whether it gives its
-  kind.
+  """Reads a row of any accepted schema as a task, and whether it gives its kind.
 
   Raises:
     ValueError: the row fits no schema, or lacks a column of `reading.fields`.
@@ -174,13 +168,12 @@ def _mapped(row: Row, where: str, fields: Mapping[str, str]) -> Row:
 
 
 def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
-  """Reads a row with the reader of the data set identified by its fields; None if
-  unknown."""
+  """Reads a row as its fields' data set has it; None if they are of none."""
   for name, needed, reader in _SCHEMAS:
     if needed <= set(row):
       # The file is untrusted: an exception in its reader is the row's fault.
       try:
-        return reader(row, where, default_id)
+        return Task.from_json(reader(row, where, default_id), where)
       except (TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
         if type(e) is ValueError and str(e).startswith(where):
           raise
@@ -199,7 +192,7 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
     return None
   if set(row) == {"question", "answer"}:
     default_id = f"gsm8k-{default_id}"
-  rest = {name: value for name, value in row.items() if not _is_empty(value)}
+  rest = {name: row[name] for name in row if first_of(row, name) != ""}
   del rest["question"], rest["answer"]
   plain = {
     "id": default_id,
@@ -351,13 +344,8 @@ def misspelt(row: Row, task: Task) -> dict[str, str]:
   return found
 
 
-def _is_empty(value: Any) -> bool:
-  return is_absent(value) or value == ""
-
-
 def _is_json(value: Any) -> bool:
-  """Whether JSON can represent it: a picture of `datasets` is left out, a text is
-  not."""
+  """Whether JSON can represent it: a text, but no picture of `datasets`."""
   try:
     json.dumps(value)
   except (TypeError, ValueError, RecursionError):
@@ -365,7 +353,7 @@ def _is_json(value: Any) -> bool:
   return True
 
 
-def _hotpotqa(row: Row, where: str, default_id: str) -> Task:
+def _hotpotqa(row: Row, where: str, default_id: str) -> Row:
   # Pairs (title, sentence); the hub and TFDS have two lists instead.
   facts = row["supporting_facts"]
   if isinstance(facts, str):  # JSON, as 2WikiMultihopQA has it on the hub
@@ -374,7 +362,7 @@ def _hotpotqa(row: Row, where: str, default_id: str) -> Task:
     titles = facts["title"]
   else:
     titles = [fact[0] for fact in facts]
-  plain = {
+  return {
     "id": first_of(row, "_id", "id", default=default_id),
     "question": row["question"],
     "answers": row["answer"],
@@ -385,16 +373,15 @@ def _hotpotqa(row: Row, where: str, default_id: str) -> Task:
       "supporting_titles": list(dict.fromkeys(titles)),
     },
   }
-  return Task.from_json(plain, where)
 
 
-def _musique(row: Row, where: str, default_id: str) -> Task:
+def _musique(row: Row, where: str, default_id: str) -> Row:
   family = ""
   hops = row.get("question_decomposition")
   if hops:
     family = f"{len(hops)}_hop"
   supporting = [p["title"] for p in row["paragraphs"] if p.get("is_supporting")]
-  plain = {
+  return {
     "id": first_of(row, "id", default=default_id),
     "question": row["question"],
     "answers": [row["answer"], *filter(None, row["answer_aliases"])],
@@ -402,12 +389,11 @@ def _musique(row: Row, where: str, default_id: str) -> Task:
     "family": family,
     "meta": {"supporting_titles": supporting},
   }
-  return Task.from_json(plain, where)
 
 
-def _webwalker(row: Row, where: str, default_id: str) -> Task:
+def _webwalker(row: Row, where: str, default_id: str) -> Row:
   info = row["info"]
-  plain = {
+  return {
     "id": default_id,
     "question": row["question"],
     "answers": row["answer"],
@@ -415,27 +401,25 @@ def _webwalker(row: Row, where: str, default_id: str) -> Task:
     "family": first_of(info, "type"),
     "meta": {"root_url": row["root_url"], **info},
   }
-  return Task.from_json(plain, where)
 
 
-def _triviaqa(row: Row, where: str, default_id: str) -> Task:
+def _triviaqa(row: Row, where: str, default_id: str) -> Row:
   """A row of TriviaQA; its web pages are left out."""
   answer = row["answer"]
   aliases = filter(None, answer["aliases"])
-  plain = {
+  return {
     "id": first_of(row, "question_id", default=default_id),
     "question": row["question"],
     "answers": list(dict.fromkeys([answer["value"], *aliases])),
     "source": "triviaqa",
   }
-  return Task.from_json(plain, where)
 
 
-def _popqa(row: Row, where: str, default_id: str) -> Task:
+def _popqa(row: Row, where: str, default_id: str) -> Row:
   answers = row["possible_answers"]
   if isinstance(answers, str):
     answers = _read_list(answers, where, "possible_answers")
-  plain = {
+  return {
     "id": first_of(row, "id", default=default_id),
     "question": row["question"],
     "answers": answers,
@@ -443,11 +427,10 @@ def _popqa(row: Row, where: str, default_id: str) -> Task:
     "family": first_of(row, "prop"),
     "meta": {name: row[name] for name in ("subj", "obj") if name in row},
   }
-  return Task.from_json(plain, where)
 
 
 # A data set, its identifying fields, its reader; the first match is used.
-_SCHEMAS: tuple[tuple[str, set[str], Callable[[Row, str, str], Task]], ...] = (
+_SCHEMAS: tuple[tuple[str, set[str], Callable[[Row, str, str], Row]], ...] = (
   ("verl", {"prompt", "reward_model"}, released),
   (
     "HotpotQA or 2WikiMultihopQA",

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher import runs
 from coa_jax.data.teacher.backend import (
   CallTool,
   InfrastructureError,
@@ -28,34 +29,15 @@ from coa_jax.data.teacher.backend import (
 )
 from coa_jax.data.teacher.prompts import PLANNING, PROMPTS, REVIEWS, SEES
 from coa_jax.data.teacher.replies import MalformedReply, read_reply
-from coa_jax.data.teacher.runs import (
-  CANDIDATE,
-  CODE,
-  DECISION,
-  FACTS,
-  FINAL,
-  GAVE_UP,
-  MALFORMED,
-  OBSERVATION,
-  ORCHESTRATOR,
-  PLAN,
-  PLANNER,
-  REFLECTION,
-  REFLECTOR,
-  SEARCH,
-  SOLVER,
-  VERDICT,
-  VERIFIER,
-  Event,
-  Run,
-  render,
-)
+from coa_jax.data.teacher.runs import Event, Run, render
 from coa_jax.data.teacher.token_meter import Encode, TokenMeter
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, Status, Usage
 from coa_jax.runtime.fields import bounded, check_fields, choice
 
-_STATES = frozenset({PLAN, OBSERVATION, REFLECTION, CANDIDATE, VERDICT})
+_STATES = frozenset(
+  {runs.PLAN, runs.OBSERVATION, runs.REFLECTION, runs.CANDIDATE, runs.VERDICT}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +102,7 @@ class _Team:
           agent, reply.text, legal, self.tools, self.config.review, self.config.facts
         )
       except MalformedReply as e:
-        self._record(agent, MALFORMED, reply.text, str(e), context, reply)
+        self._record(agent, runs.MALFORMED, reply.text, str(e), context, reply)
         context.append(
           Message("user", f"Your reply could not be used: {e}. Reply again.")
         )
@@ -128,7 +110,7 @@ class _Team:
 
       # --- Record it. Facts are an event of their own, which other agents are shown.
       if parsed.facts:
-        self.note(agent, FACTS, parsed.facts)
+        self.note(agent, runs.FACTS, parsed.facts)
       return self._record(
         agent, parsed.kind, parsed.content, parsed.detail, context, reply
       )
@@ -161,9 +143,9 @@ class _Team:
 
   def _prompt(self, agent: str) -> str:
     prompt = PROMPTS[agent]
-    if agent == REFLECTOR:
+    if agent == runs.REFLECTOR:
       prompt += REVIEWS[self.config.review]
-    if agent == PLANNER and self.config.facts:
+    if agent == runs.PLANNER and self.config.facts:
       prompt += PLANNING
     return prompt
 
@@ -205,15 +187,8 @@ def solve(
 ) -> Run:
   """Has the team work on one task until it is answered or out of turns.
 
-  Args:
-    task: the task.
-    backend: answers every agent's messages.
-    call: runs a tool.
-    tools: the tools' tags; `code` belongs to the code agent, all others to the search
-      agent.
-    config: limits.
-    encode: text -> token ids, for the token meter only.
-    sample: the run's number for this task.
+  The tool `code` belongs to the code agent, all others to the search agent; `encode`
+  counts tokens only. `sample` is the run's number for this task.
   """
   team = _Team(task, backend, tools, config, encode, sample)
   run = team.run
@@ -224,7 +199,7 @@ def solve(
     run.error = str(e)
   except Unsolvable as e:
     run.status = Status.TURN_LIMIT
-    team.note(ORCHESTRATOR, GAVE_UP, e.detail, e.reason)
+    team.note(runs.ORCHESTRATOR, runs.GAVE_UP, e.detail, e.reason)
   run.usage = _usage(run)
   return run
 
@@ -249,19 +224,19 @@ def _work(team: _Team, call: CallTool) -> None:
     # --- Who works next.
     may_call = len(run.calls) < team.config.max_calls
     legal = _legal_agents(run, team.tools if may_call else ())
-    decision = team.ask(ORCHESTRATOR, legal)
+    decision = team.ask(runs.ORCHESTRATOR, legal)
     if decision is None:  # twice malformed: take the safest legal step
-      decision = team.note(ORCHESTRATOR, DECISION, "", legal[-1])
+      decision = team.note(runs.ORCHESTRATOR, runs.DECISION, "", legal[-1])
     agent = decision.detail
 
     # --- An answer is proposed and checked.
-    if agent == SOLVER:
+    if agent == runs.SOLVER:
       verdict = _propose(team)
       if verdict is not None:  # otherwise a reply was malformed: no check
         checks += 1
         if int(verdict.detail) >= roles.PASS_SCORE:
           run.status = Status.ENDED
-          team.note(ORCHESTRATOR, FINAL, run.prediction)
+          team.note(runs.ORCHESTRATOR, runs.FINAL, run.prediction)
           return
       if checks == team.config.max_checks:
         break
@@ -269,30 +244,29 @@ def _work(team: _Team, call: CallTool) -> None:
 
     # --- A plan, or a tool call and its review.
     work = team.ask(agent)
-    if work is None or agent == PLANNER:
+    if work is None or agent == runs.PLANNER:
       continue
     result = call(work.detail, work.content)
     run.calls.append(result)
     if result.status == CallStatus.INFRASTRUCTURE:
       # No agent may learn from an unavailable tool.
       raise InfrastructureError(f"tool {work.detail}: {result.result}")
-    team.note(work.detail, OBSERVATION, result.result, work.detail)
-    team.ask(REFLECTOR)
+    team.note(work.detail, runs.OBSERVATION, result.result, work.detail)
+    team.ask(runs.REFLECTOR)
   run.status = Status.TURN_LIMIT
 
 
 def _propose(team: _Team) -> Event | None:
   """Asks for a candidate and its verdict; None unless both arrive."""
-  candidate = team.ask(SOLVER)
+  candidate = team.ask(runs.SOLVER)
   if candidate is None:
     return None
   team.run.prediction = candidate.content
-  return team.ask(VERIFIER)
+  return team.ask(runs.VERIFIER)
 
 
 def _legal_agents(run: Run, tools: Sequence[str]) -> list[str]:
-  """Returns the agents allowed next by the protocol's order rules; the last is the
-  safest.
+  """Returns the agents allowed next by the protocol's order rules, the safest last.
 
   A poor grade requires a new plan, and after a failed check another action has to
   precede a new candidate.
@@ -302,16 +276,17 @@ def _legal_agents(run: Run, tools: Sequence[str]) -> list[str]:
     if event.kind in _STATES:
       last = event
   workers = []
-  if any(t != CODE for t in tools):
-    workers.append(SEARCH)
-  if CODE in tools:
-    workers.append(CODE)
+  if any(t != runs.CODE for t in tools):
+    workers.append(runs.SEARCH)
+  if runs.CODE in tools:
+    workers.append(runs.CODE)
   if last is None:  # a team without a plan does not answer
-    return [*workers, PLANNER]
-  if last.kind == REFLECTION and roles.has_poor_grade(last.content):
-    return [PLANNER]
-  if last.kind in (VERDICT, CANDIDATE):
-    return [*workers, PLANNER]
-  if last.kind in (PLAN, OBSERVATION):  # of an observation without a usable review
-    return [*workers, SOLVER]
-  return [PLANNER, *workers, SOLVER]
+    return [*workers, runs.PLANNER]
+  if last.kind == runs.REFLECTION and roles.has_poor_grade(last.content):
+    return [runs.PLANNER]
+  if last.kind in (runs.VERDICT, runs.CANDIDATE):
+    return [*workers, runs.PLANNER]
+  # An observation is the last one if its review was not usable.
+  if last.kind in (runs.PLAN, runs.OBSERVATION):
+    return [*workers, runs.SOLVER]
+  return [runs.PLANNER, *workers, runs.SOLVER]

@@ -76,13 +76,9 @@ class ModelBackend(Protocol):
 
 
 class BackendError(Exception):
-  """No usable reply came.
+  """No usable reply came; `charged` has the tokens of unusable ones."""
 
-  Attributes:
-    charged: (prompt, cached, completion) tokens of unusable replies.
-  """
-
-  charged: tuple[int, ...] = (0, 0, 0)
+  charged: tuple[int, ...] = (0, 0, 0)  # prompt, cached, completion
 
 
 class InfrastructureError(BackendError, RuntimeError):
@@ -96,9 +92,7 @@ class RefusedError(BackendError, RuntimeError):
 class Unsolvable(BackendError):
   """A backend cannot continue with a task; the run ends and records the reason.
 
-  Attributes:
-    reason: a short name for counting.
-    detail: the exact problem.
+  The reason is short enough to count; the detail is the exact problem.
   """
 
   def __init__(self, reason: str, detail: str = ""):

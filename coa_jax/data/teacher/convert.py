@@ -34,14 +34,7 @@ from coa_jax.rewards import grade_known
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-  """A run without a trajectory.
-
-  Attributes:
-    task_id: the task.
-    sample: the run's number.
-    reason: a short name for counting.
-    detail: the exact problem.
-  """
+  """A run without a trajectory: a short reason, and the exact problem."""
 
   task_id: str
   sample: int
@@ -91,7 +84,7 @@ def convert(
   config: ConvertConfig = ConvertConfig(),
   lost: list[str] | None = None,
 ) -> Trajectory | Dropped:
-  """The run as one stream of spans, well formed under the variant.
+  """Converts the run to one stream of spans, well formed under the variant.
 
   budget: one pass over a run, event by event.
 
@@ -100,13 +93,12 @@ def convert(
     task: its task.
     variant: the dialect; content without a tag in it is left out.
     prompt: the first segments, e.g. `protocol.prompts.prompt_segments(...)`.
-    config: the allowed changes; none by default.
+    config: the allowed changes.
     lost: collects the omitted contents, a line each, except malformed replies.
 
   Returns:
-    A trajectory, with the run's reward if it has one, whose tool calls have their wall
-    seconds set to 0, so that equal runs give equal bytes (times stay in the run); or
-    why there is none.
+    A trajectory, or the reason for its absence. Its tool calls have 0 wall seconds, so
+    that equal runs give equal bytes (times stay in the run).
   """
   # --- Runs without a trajectory.
   if run.events and run.events[-1].kind == runs.GAVE_UP:

@@ -118,10 +118,9 @@ def load_benchmarks(config: FiltersConfig) -> Benchmarks:
 
 @dataclasses.dataclass
 class FilterResult:
-  """The result of the filters of a single trajectory.
+  """The verdict of the filters of a single trajectory.
 
   Attributes:
-    trajectory: the trajectory, with its reward.
     fault: the dropping stage and the reason; None if it passed all.
     reflected: whether it has a reflection.
     corrected: whether it noticed its own mistake (see `was_corrected`) and ended right.
@@ -129,8 +128,7 @@ class FilterResult:
     signature: its text's signature, if duplicates are searched.
   """
 
-  trajectory: Trajectory
-  fault: tuple[str, str] | None
+  fault: Sequence[str] | None = None
   reflected: bool = False
   corrected: bool = False
   graded: bool = True
@@ -147,13 +145,7 @@ def examine(
 ) -> FilterResult:
   """Examines one trajectory, up to its first fault.
 
-  Args:
-    task: its task.
-    trajectory: its reward is written here.
-    variant: its required dialect.
-    grade: (task, prediction) -> reward.
-    config: thresholds and ratios.
-    benchmarks: the result of `load_benchmarks`.
+  `grade` gives an answer's reward, which is written to the trajectory.
   """
   # --- The stages in the order of STAGES; the first fault ends it.
   verdict = parse(trajectory.text, variant)
@@ -164,10 +156,10 @@ def examine(
     or _reflection(trajectory, verdict, config)
   )
   if fault is not None:
-    return FilterResult(trajectory, fault)
+    return FilterResult(fault)
 
   # --- The inputs of `Funnel`.
-  result = FilterResult(trajectory, None, graded=trajectory.reward is not None)
+  result = FilterResult(graded=trajectory.reward is not None)
   result.reflected = _has_reflection(verdict)
   # A noticed mistake earns copies only if the final answer is right.
   result.corrected = bool(_recorded_reward(trajectory)) and was_corrected(verdict.spans)
@@ -186,11 +178,7 @@ class Funnel:
     self._count: Counter[str] = Counter()
 
   def admit(self, result: FilterResult) -> int:
-    """Returns the number of copies to write; 0 drops the trajectory.
-
-    Args:
-      result: a `FilterResult`, or an object with all its fields but the trajectory.
-    """
+    """Returns the number of copies to write; 0 drops the trajectory."""
     self._count["in"] += 1
     # Only passed texts are remembered: a dropped trajectory drops no other.
     fault = result.fault
@@ -246,14 +234,8 @@ def filter_trajectories(
 ) -> tuple[list[Trajectory], dict[str, Any]]:
   """Applies the filters in order.
 
-  Args:
-    pairs: each trajectory with its task.
-    variant: the trajectories' required dialect.
-    grade: (task, prediction) -> reward; it is written to the trajectory.
-    config: thresholds and ratios.
-    inspect: checks for instruction violations, a part of quality; None skips it.
-      Because it costs money, it gets only trajectories that passed all filters of a
-      single trajectory.
+  `inspect` checks for instruction violations, a part of quality. Because it costs
+  money, it gets only trajectories that passed all filters of a single trajectory.
 
   Returns:
     The trajectories kept, in input order, copies side by side (`meta["copy"]` numbers
@@ -264,23 +246,24 @@ def filter_trajectories(
   # --- Each alone.
   results = []
   for task, trajectory in pairs:
-    results.append(examine(task, trajectory, variant, grade, config, benchmarks))
+    result = examine(task, trajectory, variant, grade, config, benchmarks)
+    results.append((trajectory, result))
 
   # --- The judge's part of quality. `strict`: it owes a verdict on every one.
   if inspect is not None:
-    passed = [result for result in results if result.fault is None]
-    verdicts = inspect([result.trajectory for result in passed])
-    for result, verdict in zip(passed, verdicts, strict=True):
+    passed = [(t, result) for t, result in results if result.fault is None]
+    verdicts = inspect([t for t, _ in passed])
+    for (trajectory, result), verdict in zip(passed, verdicts, strict=True):
       if verdict.violations:
         result.fault = ("quality", "instruction_violation")
       elif not verdict.read:
-        result.trajectory.meta["uninspected"] = True
+        trajectory.meta["uninspected"] = True
 
   # --- All together, in order.
   out: list[Trajectory] = []
-  for result in results:
+  for trajectory, result in results:
     for number in range(funnel.admit(result)):
-      out.append(numbered(result.trajectory, number))
+      out.append(numbered(trajectory, number))
   return out, funnel.report()
 
 

@@ -40,12 +40,7 @@ _Numbers = dict[fractions.Fraction, fractions.Fraction]  # old -> new
 
 
 def with_new_numbers(tasks: Iterable[Task], copies: int) -> list[Task]:
-  """Adds `copies` copies with other numbers after each task, or fewer.
-
-  Args:
-    tasks: with `meta["solution"]`.
-    copies: copies of each task with changeable numbers.
-  """
+  """Adds up to `copies` copies with other numbers after each task with a solution."""
   out = []
   for task in tasks:
     out.append(task)

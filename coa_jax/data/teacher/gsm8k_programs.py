@@ -63,13 +63,9 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """One line of a program.
+  """One line of a program: its result's name, a Python expression, its note.
 
-  Attributes:
-    name: its result's name.
-    expression: a Python expression, with earlier results' names.
-    needs: indices of the lines it depends on.
-    step: its note.
+  `needs` has the indices of the lines with the earlier results in its expression.
   """
 
   name: str
@@ -82,19 +78,14 @@ class Gsm8kPrograms(Gsm8kReplay):
   """Answers as any agent, for its tasks; see `backend.ModelBackend`."""
 
   def __init__(self, tasks: Iterable[Task], sample: int):
-    """Takes the tasks, and the numbers of each task's runs.
-
-    Raises:
-      ValueError: as `Gsm8kReplay`.
-    """
+    """Takes the tasks, and the number of the runs that it plays; see `Gsm8kReplay`."""
     super().__init__(tasks)
     self._sample = sample
 
   def _reply(
     self, agent: str, question: str, solution: Solution, replies: int, output: str
   ) -> str:
-    """Returns an agent's next reply, from its number of earlier replies and the
-    program's output."""
+    """Returns an agent's next reply, by its earlier ones and the program's output."""
     last = solution.steps[-1]
     if agent == runs.REFLECTOR:
       check_output(last, output)
@@ -174,16 +165,12 @@ def said_in_words(number: fractions.Fraction | int, question: str) -> bool:
 
 
 def _needed(lines: Sequence[Line]) -> list[Line]:
-  """Returns the lines that the last one depends on, renumbered."""
+  """Returns the lines that the last one depends on."""
   needed = {len(lines) - 1}
   for i in range(len(lines) - 1, -1, -1):
     if i in needed:
       needed |= lines[i].needs
-  places = {old: new for new, old in enumerate(sorted(needed))}
-  return [
-    dataclasses.replace(lines[i], needs=frozenset(places[j] for j in lines[i].needs))
-    for i in places
-  ]
+  return _in_order(lines, sorted(needed))
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
@@ -210,6 +197,11 @@ def reordered(lines: Sequence[Line], rng: random.Random) -> list[Line]:
     chosen = rng.choice(ready)
     left.remove(chosen)
     order.append(chosen)
+  return _in_order(lines, order)
+
+
+def _in_order(lines: Sequence[Line], order: Sequence[int]) -> list[Line]:
+  """Returns the lines with these indices, renumbered."""
   places = {old: new for new, old in enumerate(order)}
   return [
     dataclasses.replace(lines[i], needs=frozenset(places[j] for j in lines[i].needs))

@@ -135,8 +135,7 @@ class Gsm8kReplay:
   def _reply(
     self, agent: str, question: str, solution: Solution, replies: int, output: str
   ) -> str:
-    """Returns an agent's next reply, from its number of earlier replies and a program's
-    output."""
+    """Returns an agent's next reply, by its earlier ones and a program's output."""
     del question
     steps = solution.steps
     if agent == runs.PLANNER:
@@ -302,8 +301,7 @@ def _without_result(line: str, value: str) -> str:
 
 
 def _goal(line: str, after: str) -> str:
-  """Returns a few words of the clause after a note or, if they are uninformative,
-  before it."""
+  """Returns a few words of the clause after a note, or else of the one before it."""
 
   def num_words(clause: str) -> int:
     return len(_WORD.findall(clause))

@@ -14,14 +14,15 @@ the process; a power cut may lose the last ones.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import fcntl
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from coa_jax.data.teacher.backend import (
   CallTool,
@@ -35,6 +36,8 @@ from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 
 RunKey = tuple[str, int]  # task id, sample
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 # Kinds of lines.
 _MODEL = "model"
@@ -188,6 +191,29 @@ class Journal:
       words += f"  ${bill['usd']:,.2f}"
     return words
 
+  def in_order(
+    self, work: Callable[[_Item], _Result], items: Iterable[_Item], workers: int
+  ) -> Iterator[_Result]:
+    """Yields `work`'s result for each item, in order, from threads.
+
+    Only a few more items than workers are taken ahead. An error stops the journal: the
+    other threads would continue to ask and pay.
+    """
+    waiting: collections.deque[concurrent.futures.Future[_Result]] = collections.deque()
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    try:
+      for item in items:
+        waiting.append(pool.submit(work, item))
+        if len(waiting) > 2 * workers:
+          yield waiting.popleft().result()
+      while waiting:
+        yield waiting.popleft().result()
+    except BaseException:
+      self.stop()
+      raise
+    finally:
+      pool.shutdown(cancel_futures=True)
+
   def backend(self, backend: ModelBackend, run: RunKey) -> ModelBackend:
     """Wraps a backend: the journal answers the run's recorded calls."""
     seen: collections.Counter[str] = collections.Counter()
@@ -270,9 +296,5 @@ def _key(seen: collections.Counter[str], kind: str, name: str, content: object) 
 
 
 def _charge(tokens: tuple[int, ...]) -> dict[str, int]:
-  prompt, cached, completion = tokens
-  return {
-    "prompt_tokens": prompt,
-    "cached_tokens": cached,
-    "completion_tokens": completion,
-  }
+  names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+  return dict(zip(names, tokens, strict=True))

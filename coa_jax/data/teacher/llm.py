@@ -48,9 +48,7 @@ class ChatBackend:
   def __init__(self, config: ChatConfig, api_key: str | None = None):
     """Opens a connection pool; sends nothing yet.
 
-    Args:
-      config: the endpoint.
-      api_key: sent as a bearer token if the config names no key file; never logged.
+    The key is the bearer token if the config names no key file; it is never logged.
 
     Raises:
       ValueError: the key file cannot be used.

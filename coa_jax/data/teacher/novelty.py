@@ -178,12 +178,9 @@ _URL = re.compile(
 
 
 def visits(trajectory: Trajectory, domains: Sequence[str]) -> bool:
-  """Whether a tool call names a URL of one of the domains.
+  """Whether a tool call's arguments name a URL of one of the domains.
 
-  Args:
-    trajectory: its calls' arguments are searched, not the results.
-    domains: `host` or `host/path`: the host and its subdomains; with a path, only URLs
-      that begin with it.
+  A domain is `host`, with its subdomains, or `host/path`, for URLs that begin with it.
   """
   if not domains:
     return False

@@ -64,10 +64,10 @@ def convert_all(
   config: ConvertConfig,
   selections: Mapping[str, Selection] | None,
 ) -> tuple[list[Trajectory], list[tuple[Task, Trajectory]], Counter[str]]:
-  """Converts every finished run.
+  """Converts every finished run of these jobs, in order.
 
   Args:
-    jobs: the runs, in order; runs missing from the file are skipped.
+    jobs: the runs; those missing from the file are skipped.
     file: the runs.
     variant: the dialect of the trajectories.
     style: the style of their prompt; see `protocol.prompts`.
@@ -75,7 +75,7 @@ def convert_all(
     selections: task id -> its selected run; None selects all.
 
   Returns:
-    Every run's usage record; tasks with their trajectories; why there is none, counted.
+    Every run's usage record; tasks with their trajectories; counts of drop reasons.
   """
   usage_records: list[Trajectory] = []
   pairs: list[tuple[Task, Trajectory]] = []

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from coa_jax.data.teacher.runs import (
-  CALL,
-  CANDIDATE,
-  CODE,
-  DECISION,
-  FACTS,
-  MALFORMED,
-  OBSERVATION,
-  ORCHESTRATOR,
-  PLAN,
-  PLANNER,
-  REFLECTION,
-  REFLECTOR,
-  SEARCH,
-  SELECTOR,
-  SOLVER,
-  VERDICT,
-  VERIFIER,
-)
+from coa_jax.data.teacher import runs
 from coa_jax.protocol import roles
 from coa_jax.protocol.roles import Variant
 
 PROMPTS = {
-  ORCHESTRATOR: (
+  runs.ORCHESTRATOR: (
     "You lead a team that answers a question. After each report, read the history and "
     "choose who works next: planner (makes or remakes the plan), search (looks one "
     "thing up), code (runs one program), solver (states the answer). Start with the "
@@ -33,21 +15,21 @@ PROMPTS = {
     "and what exactly the next agent must do, in one short sentence.\n"
     "Reply in two lines:\nNEXT: <agent>\nREASON: <facts and assignment>"
   ),
-  PLANNER: (
+  runs.PLANNER: (
     "You are the planner of a team. Break the question into the fewest steps that can "
     "each be done by one search or one program, in order, joined by ' ; '. Say how "
     "later steps use earlier results. When a step has failed or a check was not "
     "passed, plan only the work that is left and avoid what went wrong. Do not answer "
     "the question. Reply with the plan alone."
   ),
-  SEARCH: (
+  runs.SEARCH: (
     "You are the search agent of a team. You get an assignment from the orchestrator "
     "and turn it into one query for a search tool. Use the full name of the thing to "
     "find and few other words; change a query that has found nothing useful. Name the "
     "tool only if you have several.\n"
     "Reply:\nTOOL: <tool>\nQUERY: <query, URL or request>"
   ),
-  CODE: (
+  runs.CODE: (
     "You are the code agent of a team. Write one short, complete Python program that "
     "carries out the assignment with the numbers and facts found so far, and prints "
     "the result. No files, no network. If an earlier program failed or printed a "
@@ -55,7 +37,7 @@ PROMPTS = {
     "and put input for the program, if it reads any, in a second block that starts "
     "with ```sh."
   ),
-  REFLECTOR: (
+  runs.REFLECTOR: (
     "You review the last observation of a team. If it gives what the assignment asked "
     "for, reply with the facts found, as few words as possible. If it is about "
     "something else, empty, an error, or contradicts what is known, say what is wrong "
@@ -63,14 +45,14 @@ PROMPTS = {
     "as in 'wrong page tool_effectiveness : Poor'. A poor grade makes the team plan "
     "again. Reply with the review alone."
   ),
-  SOLVER: (
+  runs.SOLVER: (
     "You are the solver of a team. From the facts in the history, state the answer to "
     "the question: a name, a number or a short phrase, with no explanation and no "
     "unit unless one is asked for. Use only what the team has found or computed; if "
     "something is missing, give the best supported answer.\n"
     "Reply:\nANSWER: <answer>"
   ),
-  VERIFIER: (
+  runs.VERIFIER: (
     "You verify a proposed answer. Check against the question and the evidence that "
     "every step was taken, that each fact comes from an observation about the right "
     "thing, and that the answer is what was asked for. Score it: 1 wrong, 2 mostly "
@@ -78,7 +60,7 @@ PROMPTS = {
     "missing or wrong.\n"
     "Reply:\nSCORE: <1-4>\nWHY: <reason>"
   ),
-  SELECTOR: (
+  runs.SELECTOR: (
     "Several teams have worked on the same question. Compare their work side by side: "
     "are the steps complete, does each fact come from an observation about the right "
     "thing, does the answer follow and is it what was asked for? The order of the "
@@ -106,22 +88,22 @@ REVIEWS = {
 
 # Kinds of other agents' events that each agent sees; it always sees its own replies.
 SEES = {
-  ORCHESTRATOR: {
-    FACTS,
-    PLAN,
-    CALL,
-    OBSERVATION,
-    REFLECTION,
-    CANDIDATE,
-    VERDICT,
-    MALFORMED,
+  runs.ORCHESTRATOR: {
+    runs.FACTS,
+    runs.PLAN,
+    runs.CALL,
+    runs.OBSERVATION,
+    runs.REFLECTION,
+    runs.CANDIDATE,
+    runs.VERDICT,
+    runs.MALFORMED,
   },
-  PLANNER: {DECISION, REFLECTION, CANDIDATE, VERDICT},
-  SEARCH: {DECISION, PLAN, OBSERVATION},
-  CODE: {DECISION, FACTS, PLAN, REFLECTION, OBSERVATION},
-  REFLECTOR: {DECISION, CALL, OBSERVATION},
-  SOLVER: {DECISION, FACTS, PLAN, REFLECTION, VERDICT},
-  VERIFIER: {DECISION, REFLECTION, OBSERVATION, CANDIDATE},
+  runs.PLANNER: {runs.DECISION, runs.REFLECTION, runs.CANDIDATE, runs.VERDICT},
+  runs.SEARCH: {runs.DECISION, runs.PLAN, runs.OBSERVATION},
+  runs.CODE: {runs.DECISION, runs.FACTS, runs.PLAN, runs.REFLECTION, runs.OBSERVATION},
+  runs.REFLECTOR: {runs.DECISION, runs.CALL, runs.OBSERVATION},
+  runs.SOLVER: {runs.DECISION, runs.FACTS, runs.PLAN, runs.REFLECTION, runs.VERDICT},
+  runs.VERIFIER: {runs.DECISION, runs.REFLECTION, runs.OBSERVATION, runs.CANDIDATE},
 }
 
 

@@ -10,21 +10,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Sequence
 
-from coa_jax.data.teacher.runs import (
-  CALL,
-  CANDIDATE,
-  CODE,
-  DECISION,
-  ORCHESTRATOR,
-  PLAN,
-  PLANNER,
-  REFLECTION,
-  REFLECTOR,
-  SEARCH,
-  SOLVER,
-  VERDICT,
-  VERIFIER,
-)
+from coa_jax.data.teacher import runs
 from coa_jax.protocol import roles, tool_bodies
 
 _NEXT = re.compile(r"^\s*NEXT:\s*(\w+)", re.MULTILINE)
@@ -46,14 +32,7 @@ class MalformedReply(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-  """A parsed reply.
-
-  Attributes:
-    kind: the kind of its event (`runs`).
-    content: see `runs.Event`.
-    detail: see `runs.Event`.
-    facts: a planner's facts before its plan; "" if not requested.
-  """
+  """A parsed reply: its event's kind, content and detail; a planner's facts."""
 
   kind: str
   content: str
@@ -69,28 +48,23 @@ def read_reply(
   review: str,
   facts: bool,
 ) -> Parsed:
-  """Reads an agent's reply.
+  """Reads a reply of one of the agents of `runs`.
 
-  Args:
-    agent: the replying agent; one of `runs`.
-    text: the reply.
-    legal: the orchestrator's allowed choices.
-    tools: the tools' tags.
-    review: see `agents.TeamConfig`, and likewise the next.
-    facts: whether a plan begins with facts.
+  `legal` are the orchestrator's choices; `review` and `facts` are as in
+  `agents.TeamConfig`.
 
   Raises:
     MalformedReply: it does not have the format in the agent's prompt.
   """
   # --- Agents with a line or a block in their own format as reply.
-  if agent == ORCHESTRATOR:
+  if agent == runs.ORCHESTRATOR:
     following = _field(_NEXT, text, "a line 'NEXT: <agent>'").lower()
     if following not in legal:
       raise MalformedReply(f"NEXT must be one of {', '.join(legal)}")
-    return Parsed(DECISION, _optional(_REASON, text), following)
-  if agent == SEARCH:
-    return _search_call(text, [tool for tool in tools if tool != CODE])
-  if agent == CODE:
+    return Parsed(runs.DECISION, _optional(_REASON, text), following)
+  if agent == runs.SEARCH:
+    return _search_call(text, [tool for tool in tools if tool != runs.CODE])
+  if agent == runs.CODE:
     # From the first fence to the last: prose around them is not part of the call.
     fences = _FENCES.search(text)
     call = None
@@ -98,20 +72,22 @@ def read_reply(
       call = tool_bodies.parse_code(fences[0])
     if call is None:
       raise MalformedReply("expected one ```py block, then at most one ```sh block")
-    return Parsed(CALL, tool_bodies.render_code(call.program, call.stdin), CODE)
-  if agent == SOLVER:
-    return Parsed(CANDIDATE, _field(_ANSWER, text, "a line 'ANSWER: <answer>'"))
-  if agent == VERIFIER:
+    return Parsed(
+      runs.CALL, tool_bodies.render_code(call.program, call.stdin), runs.CODE
+    )
+  if agent == runs.SOLVER:
+    return Parsed(runs.CANDIDATE, _field(_ANSWER, text, "a line 'ANSWER: <answer>'"))
+  if agent == runs.VERIFIER:
     score = _field(_SCORE, text, "a line 'SCORE: <1-4>'")
-    return Parsed(VERDICT, _optional(_WHY, text), score)
+    return Parsed(runs.VERDICT, _optional(_WHY, text), score)
   # --- Agents who write prose.
   if not text.strip():
     raise MalformedReply("the reply was empty")
-  if agent == PLANNER:
+  if agent == runs.PLANNER:
     return _plan(text, facts)
-  if agent == REFLECTOR and review != "facts":
+  if agent == runs.REFLECTOR and review != "facts":
     _check_review(text, review)
-  return Parsed(REFLECTION, text.strip())
+  return Parsed(runs.REFLECTION, text.strip())
 
 
 def _search_call(text: str, tools: Sequence[str]) -> Parsed:
@@ -121,16 +97,16 @@ def _search_call(text: str, tools: Sequence[str]) -> Parsed:
     tool = name[1]
   if tool not in tools:
     raise MalformedReply(f"TOOL must be one of {', '.join(tools)}")
-  return Parsed(CALL, _field(_QUERY, text, "a line 'QUERY: <query>'"), tool)
+  return Parsed(runs.CALL, _field(_QUERY, text, "a line 'QUERY: <query>'"), tool)
 
 
 def _plan(text: str, facts: bool) -> Parsed:
   if not facts:
-    return Parsed(PLAN, text.strip())
+    return Parsed(runs.PLAN, text.strip())
   match = _FACTS_AND_PLAN.search(text)
   if match is None:
     raise MalformedReply("expected a line 'FACTS: <facts>', then a line 'PLAN: <plan>'")
-  return Parsed(PLAN, match["plan"].strip(), facts=match["facts"].strip())
+  return Parsed(runs.PLAN, match["plan"].strip(), facts=match["facts"].strip())
 
 
 def _check_review(text: str, review: str) -> None:

@@ -257,8 +257,7 @@ class _Mind:
     return self._next_step()
 
   def _next_step(self) -> str:
-    """Goes through the open steps until one needs an agent; then it is the solver's
-    turn."""
+    """Goes through the open steps until one needs an agent; then the solver follows."""
     facts: list[str] = []  # values known without a step
     for i in self._open():
       step = self.program[i]

@@ -8,7 +8,6 @@ right answer. Runs that agree need no selector: the first of them is selected.
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import random
 import re
@@ -21,6 +20,7 @@ from coa_jax.data.teacher.backend import Message, ModelBackend, Reply, Unsolvabl
 from coa_jax.data.teacher.journal import Journal
 from coa_jax.data.teacher.prompts import PROMPTS
 from coa_jax.data.teacher.runs import Event, Run, render
+from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.rewards.votes import vote_key
 
 SAMPLE = -1  # the selector's run number in a journal
@@ -74,27 +74,16 @@ def select_all(
     task, runs_of_task = item
     return select(task, runs_of_task, journal.backend(backend, (task.id, SAMPLE)))
 
-  pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="select")
-  try:
-    yield from pool.map(work, done)
-  except BaseException:
-    journal.stop()
-    raise
-  finally:
-    pool.shutdown(cancel_futures=True)
+  return journal.in_order(work, done, workers)
 
 
 def select(
   task: Task, done: Sequence[Run], backend: ModelBackend, max_chars: int = 600
 ) -> Selection:
-  """Chooses among a task's runs.
+  """Chooses among a task's finished runs; the task's answers are not used.
 
-  Args:
-    task: the task; its answers are not used.
-    done: its finished runs.
-    backend: answers as the agent `selector`.
-    max_chars: the limit of an event's text for the selector; a longer one loses its
-      middle.
+  The backend answers as the agent `selector`. An event's text of more than `max_chars`
+  loses its middle.
 
   Raises:
     InfrastructureError: the backend can not answer.
@@ -168,12 +157,7 @@ def figures(
   selections: Mapping[str, Selection],
   rewards: Mapping[tuple[str, int], float],
 ) -> dict[str, Any]:
-  """Summarises the selections.
-
-  Args:
-    tasks: the tasks.
-    selections: task id -> selection.
-    rewards: the rewards of all finished runs, by task id and sample.
+  """Summarises the selections, by task id, and the rewards, by task id and sample.
 
   Returns:
     `right` (mean reward of the runs taken, over the tasks that have a finished run; a
@@ -230,15 +214,8 @@ def _shown(task: Task, answered: Sequence[Run], max_chars: int) -> str:
     parts.append(f"\n[candidate {number} of {len(answered)}]")
     for event in run.events:
       if event.kind in _SHOWN:
-        content = _middle_cut(event.content, max_chars)
+        content = cut_middle(event.content, max_chars)
         parts.append(render(dataclasses.replace(event, content=content)))
-    answer = _middle_cut(run.prediction or "", max_chars)
+    answer = cut_middle(run.prediction or "", max_chars)
     parts.append(render(Event(runs.SOLVER, "answer", answer)))
   return "\n".join(parts)
-
-
-def _middle_cut(text: str, limit: int) -> str:
-  if len(text) <= limit:
-    return text
-  half = (limit - 5) // 2
-  return f"{text[:half]} ... {text[-half:]}"

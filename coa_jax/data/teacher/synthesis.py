@@ -87,12 +87,7 @@ class SynthesisConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SynthesisResult:
-  """A valid task, or the reason for rejecting one.
-
-  Attributes:
-    task: the task; None if rejected.
-    reason: a short name for counting; "" with a task.
-  """
+  """A valid task, or the reason for rejecting one, short enough to count."""
 
   task: Task | None
   reason: str = ""
@@ -134,8 +129,7 @@ class Synthesizer:
     config: SynthesisConfig,
     tool: str = "wiki_search",
   ):
-    """Takes the documents, the writer and answerer, and the runner of the tool
-    `tool`."""
+    """Takes the documents, the writer and answerer, and the runner of the tool."""
     self._corpus = corpus
     self._backend = backend
     self._call = call

@@ -63,8 +63,7 @@ class TokenMeter:
 
 
 def _common_prefix(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> int:
-  """Returns the length in tokens of the longest common prefix of two lists of messages'
-  ids."""
+  """Counts the tokens in the longest common prefix of two conversations."""
   count = 0
   for a, b in zip(ours, theirs, strict=False):
     if a is b or a == b:

@@ -40,12 +40,7 @@ class ToolAugmentation:
 def augment(
   trajectory: Trajectory, variant: Variant, number: int
 ) -> tuple[Trajectory, Variant] | None:
-  """Makes one augmented copy.
-
-  Args:
-    trajectory: with `meta["question"]`; not changed.
-    variant: its dialect, with the tools of its prompt.
-    number: the copy's number; each has its own draw.
+  """Makes the copy of this number; each number has its own draw.
 
   Returns:
     The copy, without ids, its prompt the full one, with `meta["format"]` (tag -> name

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import collections
-import concurrent.futures
 import dataclasses
 import json
 import re
@@ -79,12 +78,7 @@ class ViolationInspector:
   """Inspects trajectories and counts the verdicts. Use `with`, or close it."""
 
   def __init__(self, config: ViolationsConfig, path: str, api_key: str | None = None):
-    """Opens the journal; sends nothing yet.
-
-    Args:
-      config: the endpoint.
-      path: the journal of its calls.
-      api_key: the endpoint's key, if required.
+    """Opens the journal of the judge's calls; sends nothing yet.
 
     Raises:
       ValueError: as `Journal`.
@@ -130,13 +124,7 @@ def inspect_all(
   journal: Journal,
   config: ViolationsConfig,
 ) -> Iterator[Inspection]:
-  """Gives a verdict on each, in order; calls go through the journal.
-
-  Args:
-    trajectories: task id and sample name one each.
-    backend: answers as the agent `inspector`.
-    journal: of these calls.
-    config: how they are made.
+  """Gives a verdict on each trajectory, in order; calls go through the journal.
 
   Raises:
     InfrastructureError, RefusedError: the judge cannot be reached or refuses; there is
@@ -146,22 +134,7 @@ def inspect_all(
   def work(t: Trajectory) -> Inspection:
     return inspect(t, journal.backend(backend, (t.task_id, t.sample)), config)
 
-  # A few more than the workers: trajectories are not generated far ahead.
-  waiting: collections.deque[concurrent.futures.Future[Inspection]]
-  waiting = collections.deque()
-  pool = concurrent.futures.ThreadPoolExecutor(config.workers, "inspect")
-  try:
-    for t in trajectories:
-      waiting.append(pool.submit(work, t))
-      if len(waiting) > 2 * config.workers:
-        yield waiting.popleft().result()
-    while waiting:
-      yield waiting.popleft().result()
-  except BaseException:
-    journal.stop()
-    raise
-  finally:
-    pool.shutdown(cancel_futures=True)
+  return journal.in_order(work, trajectories, config.workers)
 
 
 def inspect(

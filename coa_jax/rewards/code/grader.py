@@ -327,8 +327,7 @@ class _Grading:
   def _tests_round(
     self, tests: HiddenTests, known: dict[str, _Known]
   ) -> tuple[dict[str, Any], list[str]]:
-    """Runs the tests with the known results: returns the calls they need, or their
-    verdicts.
+    """Runs the tests with the known results: the calls they need, or their verdicts.
 
     Raises:
       Ungradable: they are broken.

@@ -231,8 +231,7 @@ def _answer(
   known: dict[str, Any],
   handles: dict[str, Any],
 ) -> dict[str, Any]:
-  """Returns the reply to a call: its value, its changes to its arguments, or its
-  error."""
+  """Returns the reply to a call: value and changes to arguments, or its error."""
   try:
     # --- The callee: an earlier result, the function of this name or, failing that, the
     # method of a fresh `Solution`.
@@ -341,8 +340,7 @@ class ReplayedTests:
   def call(
     self, root: dict[str, str], names: tuple[str, ...], args: Any, kwargs: Any
   ) -> Any:
-    """Returns the known result of a program's call; otherwise records it, and raises
-    Need."""
+    """Returns the known result of a program's call, or records it and raises Need."""
     key = f"{self._unit}.{self._calls}"
     self._calls += 1
     # --- The call as a JSON message, as it is in the known results.
@@ -396,8 +394,7 @@ def _change(args: Any, after: Any) -> None:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-  """Lists every name defined by the tests, except locals of functions other than
-  `check`."""
+  """Lists every name that tests define, but locals of functions other than `check`."""
   out = set()
   nodes = list(tree.body)
   for node in nodes:  # grows while it is walked

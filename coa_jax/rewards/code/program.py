@@ -84,8 +84,7 @@ def _end(lines: list[str], begin: int, fence: str, column: int) -> int:
 
 
 def _opens(line: str, fence: str) -> bool:
-  """Whether a line in a block can only open another: it has a label, or text before the
-  fence."""
+  """Whether a line can only open another block: it has a label, or text before."""
   opening = _OPENING.fullmatch(line)
   if opening is None or not opening["fence"].startswith(fence):
     return False

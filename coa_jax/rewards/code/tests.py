@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import decimal
+import itertools
 import json
 import math
 import re
@@ -64,15 +65,12 @@ def read_tests(task: Task) -> HiddenTests:
   if "test_code" in row:
     source = _text(row, "test_code", where)
     entry = _text(row, "entry_point", where)
-    return HiddenTests(
-      source=source, entry=entry, prefix=str(row.get("import_prefix", ""))
-    )
+    prefix = str(row.get("import_prefix", ""))
+    return HiddenTests(source=source, entry=entry, prefix=prefix)
   # --- Pairs of input and output, under either pair of names.
-  first = "inputs"
-  second = "outputs"
+  first, second = "inputs", "outputs"
   if "stdin" in row:
-    first = "stdin"
-    second = "expected_output"
+    first, second = "stdin", "expected_output"
   inputs: Any = row.get(first)
   outputs: Any = row.get(second)
   for name, value in ((first, inputs), (second, outputs)):
@@ -90,17 +88,12 @@ def read_tests(task: Task) -> HiddenTests:
     values = tuple(map(_value, outputs))
   except (ValueError, TypeError) as e:
     raise ValueError(f"{where}: inputs and outputs must be JSON values: {e}") from None
-  return HiddenTests(
-    arguments, values, _text(row, "fn_name", where), wrapped=_wrapped(row, where)
-  )
-
-
-def _wrapped(row: dict[str, Any], where: str) -> bool:
   # Never guessed: elsewhere a list of one is a list.
   wrapped = row.get("wrapped_outputs", False)
   if not isinstance(wrapped, bool):
     raise ValueError(f"{where}.wrapped_outputs must be true or false, got {wrapped!r}")
-  return wrapped
+  function = _text(row, "fn_name", where)
+  return HiddenTests(arguments, values, function, wrapped=wrapped)
 
 
 def _text(row: dict[str, Any], name: str, where: str) -> str:
@@ -111,8 +104,7 @@ def _text(row: dict[str, Any], name: str, where: str) -> str:
 
 
 def _lines(value: Any) -> str:
-  """Converts a value to text; a list becomes one line per item, the input format of
-  lists."""
+  """Converts a value to text; a list becomes one line per item."""
   if isinstance(value, list):
     return "\n".join(map(str, value))
   return str(value)
@@ -167,15 +159,11 @@ def long_integer(digits: str) -> decimal.Decimal:
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-  """Whether a call returned the expected value.
+  """Whether a call returned the expected value; both are JSON.
 
-  Numbers are equal in value (True is 1, as in Python), or within the tolerance if a
-  float is expected. Text, lists and objects are equal item by item.
-
-  Args:
-    value: returned, as JSON has it.
-    expected: JSON.
-    tolerance: absolute or relative.
+  Numbers are equal in value (True is 1, as in Python), or within the tolerance,
+  absolute or relative, if a float is expected. Text, lists and objects are equal item
+  by item.
   """
   if isinstance(expected, list):
     if not isinstance(value, list) or len(value) != len(expected):
@@ -198,23 +186,12 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
   or as exact decimals, or within the tolerance if the expected word has a decimal
   point.
   """
-  ours = printed.strip().split("\n")
-  theirs = expected.strip().split("\n")
-  if len(ours) != len(theirs):
+  ours = [line.split() for line in printed.strip().split("\n")]
+  theirs = [line.split() for line in expected.strip().split("\n")]
+  if list(map(len, ours)) != list(map(len, theirs)):
     return False
-  for line, other in zip(ours, theirs, strict=True):
-    if not _same_words(line.split(), other.split(), tolerance):
-      return False
-  return True
-
-
-def _same_words(ours: list[str], theirs: list[str], tolerance: float) -> bool:
-  if len(ours) != len(theirs):
-    return False
-  for word, other in zip(ours, theirs, strict=True):
-    if word != other and not _same_number(word, other, tolerance):
-      return False
-  return True
+  words = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
+  return all(a == b or _same_number(a, b, tolerance) for a, b in words)
 
 
 def _same_number(ours: str, theirs: str, tolerance: float) -> bool:

@@ -41,11 +41,8 @@ class Lease:
   ):
     """Takes nothing yet.
 
-    Args:
-      bucket: whose address is held.
-      beat_s: seconds from one sign of life to the next.
-      silent_s: seconds of silence after which another owner counts as dead; several
-        times `beat_s`.
+    After `silent_s` seconds of silence another owner counts as dead: several times
+    `beat_s`, from one sign of life to the next.
     """
     self._bucket = bucket
     self._beat_s = beat_s
@@ -164,12 +161,9 @@ class Lease:
 
 
 def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> None:
-  """Refuses writes of a run after another one has taken over.
+  """Refuses writes of a run whose lease `number` is not the newest.
 
-  Args:
-    bucket: whose address is held.
-    number: of the run's lease.
-    names: of objects there, if just listed.
+  `names` are the objects there, if just listed.
 
   Raises:
     InUseError: there is a newer lease.
@@ -185,11 +179,7 @@ def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> No
 
 
 def newest_of(names: Iterable[str]) -> int:
-  """Returns the highest lease number among names; 0 if there is none.
-
-  Args:
-    names: of objects below the held address; only leases count.
-  """
+  """Returns the highest number of a lease among objects' names; 0 if there is none."""
   found = (re.fullmatch(rf"{FOLDER}/([0-9]{{6,15}})", name) for name in names)
   return max((int(m[1]) for m in found if m and _name(int(m[1])) == m[0]), default=0)
 

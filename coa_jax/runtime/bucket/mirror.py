@@ -19,8 +19,6 @@ are not overwritten; its next push finds and repairs late writes.
 Each of several processes has a local folder for its own files; the first one holds the
 lease. Their checkpoints are not mirrored: each writes its share straight to the bucket,
 in a folder with the lease's number in its name (`learner.bucket_steps`).
-
-budget: fetch, fence, push and delete are one contract.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ An object is written whole or not at all; nothing is ever appended to one (gcsfs
 overwrite it). Transient faults - a 503, a broken connection - are retried;
 lasting ones are a one-line `BucketError`. A store without any answer at first use is
 refused within seconds.
-
-budget: all requests to a store, and their failures.
 """
 
 from __future__ import annotations
@@ -100,10 +98,9 @@ class Bucket:
     self._reach(began)
 
   def list(self, below: str = "") -> dict[str, Stored]:
-    """Lists all objects, by name; an object at the very address is called "".
+    """Lists all objects, or those in folder `below`, by name.
 
-    Args:
-      below: only those in this folder.
+    An object at the very address is called "".
     """
     try:
       found = self._tried(self._fs.find, self._path(below), detail=True)
@@ -131,9 +128,7 @@ class Bucket:
   def create(self, name: str, data: bytes) -> bool:
     """Writes an object unless there is one: exactly one of several writers succeeds.
 
-    Args:
-      name: the object's name.
-      data: unique among the writers.
+    Each writer needs unique `data`.
     """
     try:
       self._tried(self._fs.pipe_file, self._path(name), data, mode="create")
@@ -145,9 +140,7 @@ class Bucket:
   def delete(self, name: str, seen: Stored | None = None) -> None:
     """Deletes an object; a missing one is not a fault.
 
-    Args:
-      name: the object's name.
-      seen: its required state; None deletes it in any state.
+    With `seen` it must be in that state.
 
     Raises:
       FileExistsError: it has changed since `seen`.
@@ -207,10 +200,7 @@ class Bucket:
   def get(self, name: str, path: str, size: int) -> None:
     """Reads an object to a file; see `get_all` for untrusted names.
 
-    Args:
-      name: the object's name.
-      path: the file's path; folders above are made.
-      size: its expected size in bytes.
+    Checks its size; makes the folders above `path`.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
 

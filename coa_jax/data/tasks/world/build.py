@@ -133,12 +133,7 @@ def world_tasks(
 ) -> list[Task]:
   """Makes `n` tasks with no question twice; each family has exactly its share of them.
 
-  Args:
-    worlds: worlds of one split, for questions and namesakes.
-    n: the number of tasks.
-    mix: (family, weight) pairs.
-    seed: the seed of the questions.
-    name: the set's name; ids are NAME-00000, unique across sets.
+  Ids are NAME-00000 and so on. Namesakes are from these worlds, which are of one split.
 
   Raises:
     ValueError: the worlds are too small for n different questions.
@@ -242,9 +237,7 @@ def write_world(
   task_seed: int = 0,
   name: str = "",
 ) -> dict[str, str]:
-  """Writes a split's pages and `n` tasks as JSON lines; returns their paths.
-
-  Any search index and any stage can read the files.
+  """Writes a split's pages and `n` tasks as JSON lines.
 
   Args:
     directory: the output folder.
@@ -253,11 +246,10 @@ def write_world(
     config: sizes and mix.
     seed: the seed of the facts, and so of the pages.
     task_seed: the seed of the questions.
-    name: the task file's name, so that several can share the pages; the split's if
-      empty.
+    name: of the task file, so that several can share the pages; by default the split's.
 
   Returns:
-    "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
+    Paths: "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
 
   Raises:
     ValueError: `n` is out of bounds, or more than there are questions.

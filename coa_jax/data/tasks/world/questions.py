@@ -195,8 +195,7 @@ def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]
 def _pair(
   world: World, kind: str, relation: str, rng: random.Random
 ) -> tuple[str, str, list[dict]]:
-  """Picks two entities with different numbers, the smaller first, and their
-  look-ups."""
+  """Picks two entities with different numbers, the smaller first; their look-ups."""
   while True:
     pair = rng.sample(world.names(kind), 2)
     smaller, larger = sorted(pair, key=lambda name: int(world.facts[name][relation]))
