@@ -177,7 +177,7 @@ def _read_secrets() -> dict[str, tuple[str, str]]:
 
 
 def main(words: list[str]) -> None:
-  """Prints the requested form."""
+  """Prints the requested form. budget: three forms, one after the other."""
   if FLAGS.times:
     print(describe_run(FLAGS.times))
     return
