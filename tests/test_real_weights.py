@@ -28,6 +28,7 @@ from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.distribution import Truncation
 from coa_jax.model.hf.folder import save_run
 from coa_jax.model.hf.io import load_model, save_model
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol import roles
 from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.parser import ParseVerdict, parse
@@ -205,7 +206,7 @@ def play(folder, tok, length: int, **load) -> Played:
 
   @jax.jit
   def score(params, batch):
-    args = (1.0, None, Truncation(), constraint)
+    args = (1.0, ONE_DEVICE, Truncation(), constraint)
     return log_probs.token_logps(cfg, params, batch, *args)[0]
 
   diffs = []

@@ -63,7 +63,7 @@ def run(command: str) -> None:
 
 def main() -> None:
   """Runs the command named in the command line; without one, lists them."""
-  command = "".join(sys.argv[1:2]) or "--help"
+  command = sys.argv[1] if len(sys.argv) > 1 else "--help"
   if command in ("-h", "-help", "--help"):
     print(usage())
   elif command in COMMANDS:

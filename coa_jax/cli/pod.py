@@ -31,7 +31,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from typing import Any
 
 import yaml
 from absl import flags
@@ -177,13 +176,8 @@ def _read_secrets() -> dict[str, tuple[str, str]]:
   return out
 
 
-def _values(*names: str) -> dict[str, Any]:
-  """Returns flags' values by name."""
-  return {name: FLAGS[name].value for name in names}
-
-
 def main(words: list[str]) -> None:
-  """Prints the requested form."""
+  """Prints the requested form. budget: three forms, one after the other."""
   if FLAGS.times:
     print(describe_run(FLAGS.times))
     return
@@ -197,8 +191,18 @@ def main(words: list[str]) -> None:
       stop("--slurm is for GPUs; it does not go with --slice, --slices and --spot")
     hosts = f"--nodes={FLAGS.nodes} --gpus={FLAGS.gpus}"
     check_command(words, Machines(describe_gpus(FLAGS.nodes, FLAGS.gpus), hosts))
-    names = ("name", "nodes", "gpus", "time", "account", "partition", "image", "venv")
-    job = SlurmJob(command=command, env=env, **_values(*names))
+    job = SlurmJob(
+      name=FLAGS.name,
+      command=command,
+      nodes=FLAGS.nodes,
+      gpus=FLAGS.gpus,
+      time=FLAGS.time,
+      account=FLAGS.account,
+      partition=FLAGS.partition,
+      image=FLAGS.image,
+      venv=FLAGS.venv,
+      env=env,
+    )
     print(make_sbatch(job), end="")
     return
 
@@ -211,8 +215,10 @@ def main(words: list[str]) -> None:
   claim, colon, path = FLAGS.disk.partition(":")
   if FLAGS.disk and not (claim and colon and path.startswith("/")):
     stop(f"--disk={FLAGS.disk}: give CLAIM:/PATH")
-  requests = _values("cpu", "memory")
+  requests = {"cpu": FLAGS.cpu, "memory": FLAGS.memory}
   job = PodJob(
+    name=FLAGS.name,
+    image=FLAGS.image,
     command=command,
     slice=tpus,
     slices=FLAGS.shards or FLAGS.slices,
@@ -221,8 +227,12 @@ def main(words: list[str]) -> None:
     requests={name: value for name, value in requests.items() if value},
     env=env,
     secrets=_read_secrets(),
-    **_values("name", "image", "spot", "restarts", "grace_s"),
-    **_values("namespace", "service_account", "queue"),
+    spot=FLAGS.spot,
+    restarts=FLAGS.restarts,
+    grace_s=FLAGS.grace_s,
+    namespace=FLAGS.namespace,
+    service_account=FLAGS.service_account,
+    queue=FLAGS.queue,
   )
   if FLAGS.vm:
     if not FLAGS.zone:

@@ -210,16 +210,20 @@ def make_app(
 
   metrics = ServeMetrics(server)
   page = chat_page(name, conversation)
-  limits = (name, server.worker.engine.config.top_p, server.max_waiting)
+  top_p = server.worker.engine.config.top_p
 
   # --- The routes.
   async def chat(request: Request) -> Response:
     data = await http_server.read_body(request, MAX_BODY)
-    return await answer(request, completions.read_request(data, *limits, conversation))
+    parsed = completions.read_request(
+      data, name, top_p, server.max_waiting, conversation
+    )
+    return await answer(request, parsed)
 
   async def complete(request: Request) -> Response:
     data = await http_server.read_body(request, MAX_BODY)
-    return await answer(request, completions.read_text_request(data, *limits))
+    parsed = completions.read_text_request(data, name, top_p, server.max_waiting)
+    return await answer(request, parsed)
 
   async def answer(request: Request, parsed: ChatRequest) -> Response:
     exchange = Exchange(server, parsed, metrics)

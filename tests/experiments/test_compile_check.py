@@ -148,7 +148,9 @@ def test_a_run_that_the_journey_refuses_is_refused(words, says):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["v5e:4x4", "v6e:4x4"])
+@pytest.mark.parametrize(
+  "name", ["v5e:4x4", pytest.param("v6e:4x4", marks=pytest.mark.soak)]
+)
 def test_a_first_hosts_chips_add_up_among_themselves(name):
   """Libtpu 0.0.42 compiles it with the flags that `experiments.pod` sets."""
   devices = run_programs.devices_of(read_slice(name))
@@ -298,7 +300,10 @@ def test_a_collective_that_another_core_does_is_one():
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(("name", "slices"), [("v5e:4x4", 2), ("tpu7x:2x2x2", 3)])
+@pytest.mark.parametrize(
+  ("name", "slices"),
+  [("v5e:4x4", 2), pytest.param("tpu7x:2x2x2", 3, marks=pytest.mark.soak)],
+)
 def test_between_slices_goes_the_gradient_and_no_parameter(name, slices, tmp_path):
   """And nothing at all when decode parameters are gathered."""
   # --- A run of a model whose every kind of parameter has a size of its own.

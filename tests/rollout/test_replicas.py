@@ -88,7 +88,7 @@ def test_replicas_find_in_jaxs_cache_what_the_first_has_compiled(
   assert contents(played) == contents(expected)
   files = os.listdir(tmp_path)
   listed = [
-    f for f in files if f.startswith(("jit_extend", "jit_window")) and "-cache" in f
+    f for f in files if f.startswith(("jit_prefill", "jit_window")) and "-cache" in f
   ]
   (counts,) = {tuple(lane.replica.device._page_counts) for lane in on._lanes}
   assert len(listed) == len(programs.device_calls(on.config, "cpu", counts))

@@ -31,7 +31,7 @@ _WEAKER = (
   "tools_sandbox/README.md says what a container needs for the jail"
 )
 # Imports of code and math programs, and sympy's lazy imports for solve, simplify and
-# lambdify: saves a run 25 to 150 ms. fmt: off
+# lambdify: saves a run 25 to 150 ms.
 DEFAULT_PRELOAD = (
   "heapq",
   "queue",

@@ -11,7 +11,7 @@ import platform
 import struct
 
 # Linux x86_64: name -> number. Grouped by the resource they touch, so that a reader
-# sees the gaps. fmt: off
+# sees the gaps.
 _ALLOWED = {
   # open files
   "read": 0,
