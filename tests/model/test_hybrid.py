@@ -30,7 +30,8 @@ torch = pytest.importorskip("torch")
 
 import hybrids  # noqa: E402
 import transformers  # noqa: E402
-from comparing import TOLERANCE, difference, greedy, ours, rms, rows, theirs  # noqa: E402
+from comparing import TOLERANCE, greedy, ours, rms, rows, theirs  # noqa: E402
+from models import difference  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next as reference  # noqa: E402
 
