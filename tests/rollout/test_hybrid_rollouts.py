@@ -11,12 +11,12 @@ from playing import CONFIG, contents, engine, play, toy_worker
 from test_scheduler import GreedyTurn, set_in_flight
 
 from coa_jax.model import cache as caching
-from coa_jax.model import transformer
 from coa_jax.model.config import DeltaNet
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import slot_cache
 from coa_jax.rollout.pages import Snapshots
 from coa_jax.rollout.slot_cache import SlotCache
+from tests.model.models import params_of
 
 CFG = dataclasses.replace(
   toy.MODEL,
@@ -96,7 +96,7 @@ def _prompts() -> list[list[int]]:
 
 def _turns(which, params) -> tuple[dict[int, tuple], int]:
   """Plays these prompts in one engine; returns what was sampled, and tokens copied."""
-  on = engine(CFG)
+  on = engine(CFG, slots=16)  # so that four states are kept
   prompts = _prompts()
   done = toy.play(on, params, [GreedyTurn(n, prompts[n]) for n in which])
   out = {e.sequence: (e.sampled_ids, e.sampled_logps) for e in done}
@@ -109,13 +109,9 @@ def small_pieces(monkeypatch):
   monkeypatch.setattr(paging, "PIECE", 32)
 
 
-@pytest.mark.parametrize("layout", ["places_last", "heads_first"])
-def test_a_prefix_is_reused_from_where_its_state_was_kept(
-  monkeypatch, small_pieces, layout
-):
+def test_a_prefix_is_reused_from_where_its_state_was_kept(small_pieces):
   """The first prompt keeps the state at its end; the second, where the two part."""
-  monkeypatch.setattr(caching, "_layout", lambda *_: layout)
-  params = transformer.init_params(CFG, 0)
+  params = params_of(CFG)
   alone = {}
   for n in range(6):
     found, copied = _turns([n], params)
@@ -128,7 +124,7 @@ def test_a_prefix_is_reused_from_where_its_state_was_kept(
 
 
 def test_pages_without_the_state_would_be_wrong(monkeypatch, small_pieces):
-  params = transformer.init_params(CFG, 0)
+  params = params_of(CFG)
   expected, _ = _turns(range(6), params)
   monkeypatch.setattr(SlotCache, "_copy_states", lambda *_: [])
   found, _ = _turns(range(6), params)
@@ -139,7 +135,7 @@ def test_pages_without_the_state_would_be_wrong(monkeypatch, small_pieces):
 def test_a_new_policy_starts_from_no_state_of_the_old_one(hybrid):
   on = engine(CFG)
   played(hybrid, range(4), on=on)
-  fresh = transformer.init_params(CFG, 1)
+  fresh = params_of(CFG)
   assert contents(played(fresh, range(4), on=on)) == contents(played(fresh, range(4)))
 
 
