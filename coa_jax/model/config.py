@@ -170,8 +170,8 @@ class ModelConfig(RunOptions):
     tie_embeddings: True if the output matrix is the embedding.
     attention_bias: True for biases on q, k, v (Qwen2).
     qk_norm: True for RMSNorm on each query and key head (Qwen3). Llama has neither.
-    layer_kinds: kinds of layers, of KINDS, in the order of one period; the model
-      repeats it. At least one is "attention".
+    layer_kinds: "attention" or "delta" (linear attention) for each layer of one
+      period, which the model repeats; at least one is "attention".
     delta: sizes of layers of kind "delta".
     attention_gate: True if a sigmoid gate, projected beside the query, multiplies each
       head's output (Qwen3.5).
