@@ -10,9 +10,14 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" trains a smaller model for 20 steps."""
-  if arg not in ("", "tiny"):
-    raise ValueError(f"sft_world answers '' and 'tiny', not {arg!r}")
+  """The config.
+
+  Args:
+    arg: "tiny" trains a smaller model for 20 steps; "hybrid" one of the same size, with
+      three of four layers of linear attention, as Qwen3.5 has them.
+  """
+  if arg not in ("", "tiny", "hybrid"):
+    raise ValueError(f"sft_world answers '', 'tiny' and 'hybrid', not {arg!r}")
   tiny = arg == "tiny"
   world = "world_tiny" if tiny else "world"  # the :tiny stages feed each other
   config = ml_collections.ConfigDict()
@@ -26,6 +31,15 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     ff=192 if tiny else 288,
     rope_theta=1000.0,  # sharper positions for short rows: copying is learned earlier
   )
+  if arg == "hybrid":
+    config.model.update(
+      ff=272,
+      layer_kinds=("delta", "delta", "delta", "attention"),
+      delta=dict(key_heads=1, value_heads=3, key_dim=32, value_dim=32),
+      attention_gate=True,
+      norm_offset=True,
+      rotary_dim=8,
+    )
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1, devices=0)
   config.optim = dict(
     name="muon",

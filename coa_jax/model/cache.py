@@ -1,9 +1,13 @@
-"""The cache of keys and values: the only type that knows their layout.
+"""The decoder's cache: the only type that knows its layout.
 
-A replica has one pool of pages for all its rows. Every call passes each row's pages in
-their order: the pool itself knows no rows. Several rows may share a page (a group's
-prompt), and it is free once they have ended; the host allocates pages
-(`rollout.pages`).
+Keys and values of attention layers are in pages: a replica has one pool of them for all
+its rows. Every call passes each row's pages in their order: the pool itself knows no
+rows. Several rows may share a page (a group's prompt), and it is free once they have
+ended; the host allocates pages (`rollout.pages`).
+
+A layer of linear attention has a state of constant size for each slot instead, and the
+last inputs of its convolution. They can not be shared: further rows hold snapshots of
+them, at the ends of prompts that several slots begin with.
 
 Letters of its own: J pages of P places each; C blocks, the pages of one row.
 
@@ -25,8 +29,12 @@ from coa_jax.model.kernels import paged, ragged, triton
 from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 
+# Each layer's arrays.
+Layers = tuple[tuple[jax.Array, ...], ...]
 # Maximum places per page.
 PAGE_SIZE = 256
+# The letters of a layer's states and last inputs.
+STATES = (".Z..", "..Y.")
 # Pages moved between device and host by one call, so that it uses little device memory
 # beside the pool.
 _MOVED = 8
@@ -42,24 +50,26 @@ class CacheWrite:
     page_BT: the page for its key and value; past the last page if the token is not
       written.
     place_BT: the place in that page.
+    valid_BT: True for tokens to be written.
   """
 
   rows: RowPages
   position_BT: jax.Array
   page_BT: jax.Array
   place_BT: jax.Array
+  valid_BT: jax.Array
 
 
 @flax.struct.dataclass
 class KVCache:
-  """Keys and values of every layer in J pages.
+  """Every layer's keys and values in J pages, or its states by slot.
 
   A token's place is its position in its own sequence. Results are bit-identical
   (float32, CPU) whatever is in unread places, whichever pages a row has, however many
   there are, and whoever else reads them.
 
   Attributes:
-    layers: keys and values per layer; see `layout`.
+    layers: keys and values per layer; see `layout`. () for linear attention.
     layout: their layout.
       places_last: keys [J, K, H, P] and values [J, K, P, H], on a CPU: few queries'
         scores run along contiguous memory, and decoding takes half the time.
@@ -67,10 +77,13 @@ class KVCache:
         (`kernels.triton`).
       joined: one array [J, P, 2 K, H], each head's key before its value, as the TPU's
         kernel reads them (`kernels.ragged`); zeros pad H to its size.
+    states: per layer of linear attention its states [S, Z, M, U], float32, and last
+      inputs [S, W - 1, Y, E]; () for attention. S rows: the slots', then snapshots.
   """
 
-  layers: tuple[tuple[jax.Array, ...], ...]
+  layers: Layers
   layout: str = flax.struct.field(pytree_node=False)
+  states: Layers = ()
 
   @classmethod
   def empty(
@@ -79,8 +92,9 @@ class KVCache:
     pages: int,
     page_size: int,
     partitioner: Partitioner = ONE_DEVICE,
+    slots: int = 0,
   ) -> KVCache:
-    """Makes a pool of N empty pages, in the activations' dtype."""
+    """Makes a pool of N empty pages, in the activations' dtype, and slots' states."""
     layout = _layout(cfg, page_size, partitioner)
     K, H, P = cfg.kv_heads, cfg.head_dim, page_size
     axes = {
@@ -89,21 +103,34 @@ class KVCache:
       "joined": [(pages, P, 2 * K, ragged.head_size(H))],
     }
     # Separate arrays: their memory is donated and freed one by one.
-    layers = []
-    for _ in range(cfg.layers):
-      layer = [_zeros(shape, cfg.dtype, layout, partitioner) for shape in axes[layout]]
+    layers: list[tuple[jax.Array, ...]] = []
+    states: list[tuple[jax.Array, ...]] = []
+    for kind in cfg.kinds:
+      layer: list[jax.Array] = []
+      state: tuple[jax.Array, ...] = ()
+      if kind == "attention":
+        for shape in axes[layout]:
+          layer.append(_zeros(shape, cfg.dtype, letters(layout), partitioner))
+      else:
+        state = _empty_states(cfg, slots, partitioner)
       layers.append(tuple(layer))
-    return cls(tuple(layers), layout)
+      states.append(state)
+    return cls(tuple(layers), layout, tuple(states))
 
   @property
   def pages(self) -> int:
     """Counts the pages: J."""
-    return self.layers[0][0].shape[_page_axis(self.layout)]
+    return self._pools[0].shape[_page_axis(self.layout)]
 
   @property
   def page_size(self) -> int:
     """Counts the places per page: P."""
-    return self.layers[0][-1].shape[1 if self.layout == "joined" else 2]
+    return self._pools[-1].shape[1 if self.layout == "joined" else 2]
+
+  @property
+  def _pools(self) -> tuple[jax.Array, ...]:
+    """Returns the first attention layer's arrays."""
+    return next(layer for layer in self.layers if layer)
 
   @property
   def shared(self) -> bool:
@@ -140,6 +167,7 @@ class KVCache:
       position_BT,
       jnp.where(valid_BT, page_BT, self.pages),
       position_BT % self.page_size,
+      valid_BT,
     )
 
   def append(
@@ -220,6 +248,61 @@ class KVCache:
       check_vma=False,
     )(*args)
 
+  def state(self, layer: int, write: CacheWrite) -> tuple[jax.Array, jax.Array]:
+    """Returns a layer's states and last inputs before a call's tokens, by row.
+
+    A row whose first token is its sequence's starts with zeros.
+    """
+    B = write.position_BT.shape[0]
+    fresh_B = write.position_BT[:, 0] == 0
+
+    def rows(x: jax.Array) -> jax.Array:
+      slot_B = write.rows.slot_B
+      x = x[:B] if slot_B is None else jnp.take(x, slot_B, axis=0, mode="clip")
+      return jnp.where(jnp.expand_dims(fresh_B, range(1, x.ndim)), 0, x)
+
+    state_BZMU, inputs_BWYE = map(rows, self.states[layer])
+    return state_BZMU, inputs_BWYE
+
+  def with_state(
+    self,
+    layer: int,
+    state_BZMU: jax.Array,
+    inputs_BWYE: jax.Array,
+    write: CacheWrite,
+    partitioner: Partitioner = ONE_DEVICE,
+  ) -> KVCache:
+    """Writes a call's states and last inputs; rows without valid tokens are kept."""
+    B = write.position_BT.shape[0]
+    written_B = write.valid_BT[:, 0]
+    slot_B = write.rows.slot_B
+    arrays = []
+    for x, new, axes in zip(
+      self.states[layer], (state_BZMU, inputs_BWYE), STATES, strict=True
+    ):
+      if slot_B is None:
+        kept = jnp.expand_dims(~written_B, range(1, x.ndim))
+        x = x.at[:B].set(jnp.where(kept, x[:B], new))
+      else:
+        x = x.at[jnp.where(written_B, slot_B, x.shape[0])].set(new, mode="drop")
+      arrays.append(partitioner.shard(x, axes))
+    states = list(self.states)
+    states[layer] = tuple(arrays)
+    return self.replace(states=tuple(states))
+
+  def copy_states(
+    self, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner = ONE_DEVICE
+  ) -> KVCache:
+    """Copies rows of states onto other rows; this cache's states are deleted.
+
+    Args:
+      from_X: rows to read, all before any is written.
+      to_X: rows to write; those past the last row are dropped.
+      partitioner: of the sampler.
+    """
+    states = _copy_states(self.states, from_X, to_X, partitioner)
+    return self.replace(states=states)
+
   def copy(
     self, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner = ONE_DEVICE
   ) -> KVCache:
@@ -230,7 +313,8 @@ class KVCache:
       to_X: pages to write; those past the last page are dropped.
       partitioner: of the sampler.
     """
-    return _copy(self, from_X, to_X, partitioner)
+    layers = _copy(self.layers, from_X, to_X, self.layout, partitioner)
+    return self.replace(layers=layers)
 
   def grow(self, pages: int, partitioner: Partitioner = ONE_DEVICE) -> KVCache:
     """Grows the pool to N pages; this cache's arrays are deleted."""
@@ -245,7 +329,7 @@ class KVCache:
     """Returns the pages' contents for `from_host`: all arrays of every few pages."""
     out = []
     for i in range(0, len(pages), _MOVED):
-      arrays = _read(self, _padded(pages[i : i + _MOVED], 0))
+      arrays = _read(self.layers, _padded(pages[i : i + _MOVED], 0), self.layout)
       out.append(jax.device_get(jax.tree.leaves(arrays)))
     return out
 
@@ -256,11 +340,11 @@ class KVCache:
     partitioner: Partitioner = ONE_DEVICE,
   ) -> KVCache:
     """Writes `to_host`'s result into as many pages; this cache's arrays are deleted."""
-    cache = self
+    layers = self.layers
     for i, arrays in enumerate(contents):
       to_X = _padded(pages[i * _MOVED : (i + 1) * _MOVED], self.pages)
-      cache = _write(cache, to_X, arrays, partitioner)
-    return cache
+      layers = _write(layers, to_X, arrays, self.layout, partitioner)
+    return self.replace(layers=layers)
 
 
 def page_size(max_len: int) -> int:
@@ -275,7 +359,8 @@ def num_blocks(places: int, max_len: int) -> int:
 
 def row_bytes(cfg: ModelConfig, size: int) -> int:
   """Counts the bytes of N places of one row, in all layers."""
-  scalars = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
+  layers = cfg.kinds.count("attention")
+  scalars = 2 * layers * cfg.kv_heads * cfg.head_dim
   return size * scalars * jnp.dtype(cfg.dtype).itemsize
 
 
@@ -284,6 +369,35 @@ def page_bytes(cfg: ModelConfig, page_size: int, partitioner: Partitioner) -> in
   page = jax.eval_shape(lambda: KVCache.empty(cfg, 1, page_size, partitioner))
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page))
   return size // partitioner.ways("K")
+
+
+def state_rows(cfg: ModelConfig, slots: int) -> int:
+  """Counts the rows of states: the slots', and a quarter as many snapshots."""
+  return slots + -(-slots // 4) if cfg.delta else 0
+
+
+def state_bytes(cfg: ModelConfig, slots: int, partitioner: Partitioner) -> int:
+  """Counts the bytes of all rows of states on each device."""
+  if not cfg.delta:
+    return 0
+  states = jax.eval_shape(lambda: _empty_states(cfg, slots, partitioner))
+  size = sum(x.size * x.dtype.itemsize for x in states)
+  return cfg.kinds.count("delta") * size // partitioner.ways("Z")
+
+
+def _empty_states(
+  cfg: ModelConfig, slots: int, partitioner: Partitioner
+) -> tuple[jax.Array, ...]:
+  d = cfg.delta
+  rows = state_rows(cfg, slots)
+  shapes = [
+    ((rows, d.value_heads, d.key_dim, d.value_dim), "float32"),
+    ((rows, d.conv - 1, d.key_heads, d.channels), cfg.dtype),
+  ]
+  out = []
+  for (shape, dtype), axes in zip(shapes, STATES, strict=True):
+    out.append(_zeros(shape, dtype, axes, partitioner))
+  return tuple(out)
 
 
 def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner) -> str:
@@ -317,12 +431,9 @@ def _with_pages(
 
 
 def _zeros(
-  shape: tuple[int, ...],
-  dtype: jnp.dtype,
-  layout: str,
-  partitioner: Partitioner,
+  shape: tuple[int, ...], dtype: str, axes: str, partitioner: Partitioner
 ) -> jax.Array:
-  return jnp.zeros(shape, dtype, device=partitioner.sharding(letters(layout)))
+  return jnp.zeros(shape, dtype, device=partitioner.sharding(axes))
 
 
 def _padded(pages: Sequence[int], filler: int) -> np.ndarray:
@@ -332,18 +443,38 @@ def _padded(pages: Sequence[int], filler: int) -> np.ndarray:
   return out
 
 
-@functools.partial(jax.jit, static_argnames="partitioner", donate_argnames="cache")
+_jit_over_pages = functools.partial(
+  jax.jit, static_argnames=("layout", "partitioner"), donate_argnames="layers"
+)
+
+
+@_jit_over_pages
 def _copy(
-  cache: KVCache,
+  layers: Layers,
   from_X: jax.Array,
   to_X: jax.Array,
-  partitioner: Partitioner = ONE_DEVICE,
-) -> KVCache:
+  layout: str,
+  partitioner: Partitioner,
+) -> Layers:
   def copied(x: jax.Array) -> jax.Array:
-    x = _with_pages(x, to_X, _pages_of(x, from_X, cache.layout), cache.layout)
-    return partitioner.shard(x, letters(cache.layout))
+    x = _with_pages(x, to_X, _pages_of(x, from_X, layout), layout)
+    return partitioner.shard(x, letters(layout))
 
-  return jax.tree.map(copied, cache)
+  return jax.tree.map(copied, layers)
+
+
+@functools.partial(jax.jit, static_argnames="partitioner", donate_argnames="states")
+def _copy_states(
+  states: Layers, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner
+) -> Layers:
+  out = []
+  for layer in states:
+    arrays = []
+    for x, axes in zip(layer, STATES[: len(layer)], strict=True):
+      x = x.at[to_X].set(jnp.take(x, from_X, axis=0), mode="drop")
+      arrays.append(partitioner.shard(x, axes))
+    out.append(tuple(arrays))
+  return tuple(out)
 
 
 @functools.partial(jax.jit, static_argnames=("pages", "layout", "partitioner"))
@@ -365,21 +496,22 @@ def _grow(
   return jax.tree.map(grown, layer)
 
 
-@jax.jit
-def _read(cache: KVCache, from_X: jax.Array) -> KVCache:
-  return jax.tree.map(lambda x: _pages_of(x, from_X, cache.layout), cache)
+@functools.partial(jax.jit, static_argnames="layout")
+def _read(layers: Layers, from_X: jax.Array, layout: str) -> Layers:
+  return jax.tree.map(lambda x: _pages_of(x, from_X, layout), layers)
 
 
-@functools.partial(jax.jit, static_argnames="partitioner", donate_argnames="cache")
+@_jit_over_pages
 def _write(
-  cache: KVCache,
+  layers: Layers,
   to_X: jax.Array,
   arrays: Sequence[jax.Array],
-  partitioner: Partitioner = ONE_DEVICE,
-) -> KVCache:
-  leaves, tree = jax.tree.flatten(cache)
+  layout: str,
+  partitioner: Partitioner,
+) -> Layers:
+  leaves, tree = jax.tree.flatten(layers)
   written = []
   for x, new in zip(leaves, arrays, strict=True):
-    x = _with_pages(x, to_X, new, cache.layout)
-    written.append(partitioner.shard(x, letters(cache.layout)))
+    x = _with_pages(x, to_X, new, layout)
+    written.append(partitioner.shard(x, letters(layout)))
   return jax.tree.unflatten(tree, written)

@@ -1,8 +1,8 @@
-"""A dense decoder's sizes and options.
+"""A decoder's sizes and options.
 
 `hf.config` reads and writes them as Hugging Face's `config.json`. Sources: Qwen2 (arXiv
-2407.10671), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv
-2407.21783).
+2407.10671), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), Qwen3.5 (transformers
+`models/qwen3_5`), Llama 3 (arXiv 2407.21783).
 """
 
 from __future__ import annotations
@@ -64,6 +64,41 @@ class Llama3Rope:
         f"low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
         f"{self.high_freq_factor}"
       )
+
+
+# Kinds of layers: softmax attention, and the gated delta rule (linear attention).
+KINDS = ("attention", "delta")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+  """Sizes of linear-attention layers: the gated delta rule (arXiv 2412.06464).
+
+  Attributes:
+    key_heads: Y heads of queries and keys.
+    value_heads: Z heads of values; a multiple of Y, each with its own state.
+    key_dim: units of a query or key.
+    value_dim: units of a value.
+    conv: tokens read by the causal convolution before the rule.
+  """
+
+  key_heads: int = bounded(least=1)
+  value_heads: int = bounded(least=1)
+  key_dim: int = bounded(128, least=1)
+  value_dim: int = bounded(128, least=1)
+  conv: int = bounded(4, least=2)
+
+  def __post_init__(self):
+    check_fields(self)
+    if self.value_heads % self.key_heads:
+      raise ValueError(
+        f"key_heads {self.key_heads} does not divide value_heads {self.value_heads}"
+      )
+
+  @property
+  def channels(self) -> int:
+    """Counts a key head's channels: its query, its key, and its value heads."""
+    return 2 * self.key_dim + self.value_heads // self.key_heads * self.value_dim
 
 
 # The deepest published model has this many (DeepNet, arXiv 2203.00555). More would be
@@ -135,6 +170,13 @@ class ModelConfig(RunOptions):
     tie_embeddings: True if the output matrix is the embedding.
     attention_bias: True for biases on q, k, v (Qwen2).
     qk_norm: True for RMSNorm on each query and key head (Qwen3). Llama has neither.
+    layer_kinds: "attention" or "delta" (linear attention) for each layer of one
+      period, which the model repeats; at least one is "attention".
+    delta: sizes of layers of kind "delta".
+    attention_gate: True if a sigmoid gate, projected beside the query, multiplies each
+      head's output (Qwen3.5).
+    norm_offset: True if norms multiply by 1 + scale (Qwen3.5).
+    rotary_dim: units of a head that are rotated, from the first; 0 for all.
     product_dtype: rounding of both factors in a decoder's matrix products, with float32
       sums; dtype if empty. `decode_params.architecture` sets it.
   """
@@ -153,6 +195,11 @@ class ModelConfig(RunOptions):
   tie_embeddings: bool = True
   attention_bias: bool = False
   qk_norm: bool = True
+  layer_kinds: tuple[str, ...] = ("attention",)
+  delta: DeltaNet | None = None
+  attention_gate: bool = False
+  norm_offset: bool = False
+  rotary_dim: int = bounded(0, least=0)
   product_dtype: str = ""
 
   def __post_init__(self):
@@ -161,18 +208,50 @@ class ModelConfig(RunOptions):
       raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
     if self.head_dim % 2:
       raise ValueError(f"head_dim {self.head_dim} is odd; rotary halves need it even")
+    if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+      raise ValueError(
+        f"rotary_dim is {self.rotary_dim}; it must be even, and at most head_dim "
+        f"{self.head_dim}"
+      )
+    self._check_kinds()
     if self.yarn and self.llama3:
       raise ValueError(
         "yarn and llama3 both stretch the frequencies; leave one of them"
       )
 
+  def _check_kinds(self) -> None:
+    """Refuses kinds of layers that make no model of this depth."""
+    for kind in self.layer_kinds:
+      if kind not in KINDS:
+        raise ValueError(f"layer_kinds has {kind!r}; there are {', '.join(KINDS)}")
+    if "attention" not in self.layer_kinds:
+      raise ValueError('layer_kinds has no "attention"; at least one layer needs it')
+    if self.layers % len(self.layer_kinds):
+      raise ValueError(
+        f"layer_kinds has {len(self.layer_kinds)} entries, which does not divide "
+        f"layers {self.layers}"
+      )
+    if (self.delta is None) == ("delta" in self.layer_kinds):
+      raise ValueError(
+        'delta (the sizes of linear attention) and layers of kind "delta" in '
+        "layer_kinds go together; set both or neither"
+      )
+
+  @property
+  def kinds(self) -> tuple[str, ...]:
+    """Returns every layer's kind."""
+    return self.layer_kinds * (self.layers // len(self.layer_kinds))
+
   @property
   def axes(self) -> dict[str, int]:
     """Sizes of the divisible axes, by letter."""
-    return {
+    out = {
       "D": self.width,
       "N": self.heads,
       "K": self.kv_heads,
       "F": self.ff,
       "V": self.vocab_size,
     }
+    if self.delta:
+      out |= {"Y": self.delta.key_heads, "Z": self.delta.value_heads}
+    return out

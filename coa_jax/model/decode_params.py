@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.layer import rounded
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner, inputs_of, name_of
 
 # Minimum width at which half-precision products are faster on a CPU, even for one row.
@@ -80,10 +81,10 @@ def decoding_views(
     return [view]
   # A layer at a time: one program for all would hold every gathered array twice.
   rest = {name: x for name, x in view.items() if not is_layer(name)}
-  view |= resharder(cfg, partitioner, layer=False)(rest)
-  reshard = resharder(cfg, partitioner, layer=True)
-  for name in filter(is_layer, list(view)):
-    view[name] = reshard(view[name])
+  view |= resharder(cfg, partitioner)(rest)
+  for i, kind in enumerate(cfg.kinds):
+    name = f"layer_{i}"
+    view[name] = resharder(cfg, partitioner, kind)(view[name])
 
   # --- Each replica's arrays are made from its own devices' shards, in place.
   def of_replica(replica: Partitioner) -> Any:
@@ -156,7 +157,7 @@ def converter(cfg: ModelConfig, on: str) -> Any:
   storage_dtype = "float32" if on == "cpu" else kind
 
   def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-    x = transformer.rounded(x, kind)
+    x = rounded(x, kind)
     name = name_of(path)
     inputs = inputs_of(name)
     if narrow and (inputs or name == "embed"):
@@ -173,15 +174,15 @@ def converter(cfg: ModelConfig, on: str) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def resharder(cfg: ModelConfig, partitioner: Partitioner, layer: bool) -> Any:
+def resharder(cfg: ModelConfig, partitioner: Partitioner, kind: str = "") -> Any:
   """Returns the jitted function that gives every device what it decodes with.
 
-  It takes the arrays of any one layer, or all that are of none.
+  It takes the arrays of any one layer of a kind, or without one all that are of none.
   """
   shapes = decoding_shapes(cfg, partitioner)
   part = {name: x for name, x in shapes.items() if not is_layer(name)}
-  if layer:
-    part = shapes["layer_0"]
+  if kind:
+    part = shapes[f"layer_{cfg.kinds.index(kind)}"]
   shardings = jax.tree.map(lambda x: x.sharding, part)
   return jax.jit(lambda arrays: arrays, out_shardings=shardings)
 

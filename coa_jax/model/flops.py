@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import jax
 
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import DeltaNet, ModelConfig
 
 # Dense bfloat16 operations per second of one device, by the makers' data sheets; the
 # first whose words begin a device's kind. So the slower cards of a name come first.
@@ -72,8 +72,24 @@ def utilisation(
 
 def products(cfg: ModelConfig) -> tuple[int, int]:
   """Counts scalars in the matrices of all layers, and in the output matrix."""
-  heads = (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-  return cfg.layers * cfg.width * (heads + 3 * cfg.ff), cfg.width * cfg.vocab_size
+  heads = 2 * cfg.kv_heads + (3 if cfg.attention_gate else 2) * cfg.heads
+  mixers = cfg.kinds.count("attention") * heads * cfg.head_dim
+  if cfg.delta:
+    d = cfg.delta
+    values = d.value_heads * d.value_dim
+    channels = d.key_heads * d.channels
+    mixers += cfg.kinds.count("delta") * (channels + 2 * values + 2 * d.value_heads)
+  layers = cfg.width * (mixers + cfg.layers * 3 * cfg.ff)
+  return layers, cfg.width * cfg.vocab_size
+
+
+def delta_flops(delta: DeltaNet) -> int:
+  """Counts a token's operations by the gated delta rule, in one layer.
+
+  It decays each head's state, reads it twice and writes it; the chunks' further
+  products do not count.
+  """
+  return 7 * delta.value_heads * delta.key_dim * delta.value_dim
 
 
 def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False) -> int:
@@ -81,8 +97,8 @@ def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False)
 
   Args:
     cfg: the architecture.
-    segments: tokens of every segment of the update; a token reads its segment up to
-      itself, one key and one value for 4 H operations and head.
+    segments: tokens of every segment of the update; in softmax attention a token reads
+      its segment up to itself, one key and one value for 4 H operations and head.
     frozen: the matrices get no gradient of their own (LoRA): a third less for them.
   """
   tokens = 0
@@ -91,7 +107,9 @@ def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False)
     tokens += n
     pairs += n * (n + 1) // 2
   matrices = 2 * sum(products(cfg)) * tokens
-  attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * pairs
+  attention = 4 * cfg.kinds.count("attention") * cfg.heads * cfg.head_dim * pairs
+  if cfg.delta:
+    attention += cfg.kinds.count("delta") * delta_flops(cfg.delta) * tokens
   # Backward, a matrix takes a product for its input's gradient and one for its own.
   passes = 2 if frozen else 3
   return passes * matrices + 3 * attention

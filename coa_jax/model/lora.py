@@ -21,6 +21,8 @@ from coa_jax.model.transformer import param_shapes
 from coa_jax.runtime.fields import bounded, check_fields
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+# Of a layer of linear attention.
+MATRICES += ("delta_qkv", "delta_gate", "delta_write", "delta_rate", "delta_out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,8 @@ class LoraConfig:
   Attributes:
     rank: r, for every adapter.
     alpha: adapters count alpha / r times.
-    matrices: a layer's matrices with an adapter.
+    matrices: a layer's matrices with an adapter; a name is skipped where a layer's
+      kind has no such matrix.
   """
 
   rank: int = bounded(16, least=1)
@@ -54,10 +57,15 @@ def check(cfg: ModelConfig, config: LoraConfig | None) -> None:
   """Refuses a rank too large for every matrix; None has none.
 
   Raises:
-    ValueError: naming the rank and the largest useful one.
+    ValueError: naming the rank and the largest useful one; or no layer has one of the
+      matrices.
   """
   if config is None:
     return
+  if not _matrices(cfg, config):
+    raise ValueError(
+      f"lora.matrices: the model's layers have none of {', '.join(config.matrices)}"
+    )
   most = 0
   for where, leaf in _matrices(cfg, config):
     _, inputs, outputs = _split_shape(where[-1], leaf.shape)
@@ -83,15 +91,17 @@ def init_adapters(
 
   def init(key: jax.Array) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for i, (where, leaf) in enumerate(_matrices(cfg, config)):
-      layer, name = where
+    for i, (path, leaf) in enumerate(_matrices(cfg, config)):
+      *parents, name = path
       stacked, inputs, outputs = _split_shape(name, leaf.shape)
       # By its index in the list, so that every matrix has another A.
       normal = jax.random.normal(
         jax.random.fold_in(key, i), (*stacked, *inputs, config.rank)
       )
       std = math.prod(inputs) ** -0.5
-      parent = out.setdefault(layer, {})
+      parent = out
+      for where in parents:
+        parent = parent.setdefault(where, {})
       parent[f"{name}_a"] = std * normal
       parent[f"{name}_b"] = jnp.zeros((*stacked, config.rank, *outputs))
     return out
@@ -102,7 +112,7 @@ def init_adapters(
 
 
 def _matrices(cfg: ModelConfig, config: LoraConfig) -> list[tuple[list[str], Any]]:
-  """Lists the adapted matrices, as shapes: ([layer, name], shape)."""
+  """Lists the adapted matrices: their keys in the parameters' tree, and shapes."""
   out = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(cfg)):
     where = [key.key for key in path]
@@ -127,12 +137,12 @@ def join(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -
   """Puts adapters beside their matrices, scaled; inside a jit."""
   scale = config.alpha / config.rank
   out = dict(params)
-  for layer, arrays in adapters.items():
-    out[layer] = {**params[layer], **arrays}
-    # One half of each: the product has the scale once.
-    for name, x in arrays.items():
-      if name.endswith("_b"):
-        out[layer][name] = x * scale
+  for key, x in adapters.items():
+    if isinstance(x, dict):
+      out[key] = join(params[key], x, config)
+    else:
+      # One half of each: the product has the scale once.
+      out[key] = x * scale if key.endswith("_b") else x
   return out
 
 
@@ -172,20 +182,26 @@ def merged(trained: Any, frozen: Any, config: LoraConfig | None) -> Any:
 @functools.partial(jax.jit, static_argnames="config")
 def merge(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
   """Folds adapters into their matrices."""
-  joined = join(params, adapters, config)
+  return _merged(params, join(params, adapters, config), adapters)
+
+
+def _merged(
+  params: dict[str, Any], joined: dict[str, Any], adapters: dict[str, Any]
+) -> dict[str, Any]:
+  """Returns a subtree's parameters with `joined`'s adapters folded in."""
   out = dict(params)
-  for layer, arrays in adapters.items():
-    out[layer] = dict(params[layer])
-    # In one order, so that every process compiles the same program.
-    for name in sorted({k[:-2] for k in arrays}):
-      a = joined[layer][f"{name}_a"]
-      b = joined[layer][f"{name}_b"]
-      w = params[layer][name]
-      outer = _outer
-      if w.ndim > _rank(name):  # stacked layers
-        outer = jax.vmap(_outer)
-      # In float32, so that the sum alone is rounded.
-      out[layer][name] = (w.astype(jnp.float32) + outer(a, b)).astype(w.dtype)
+  for key, x in adapters.items():
+    if isinstance(x, dict):
+      out[key] = _merged(params[key], joined[key], x)
+  # In one order, so that every process compiles the same program.
+  for name in sorted({k[:-2] for k, x in adapters.items() if not isinstance(x, dict)}):
+    w = params[name]
+    outer = _outer
+    if w.ndim > _rank(name):  # stacked layers
+      outer = jax.vmap(_outer)
+    # In float32, so that the sum alone is rounded.
+    change = outer(joined[f"{name}_a"], joined[f"{name}_b"])
+    out[name] = (w.astype(jnp.float32) + change).astype(w.dtype)
   return out
 
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model import cache
+from coa_jax.model import cache, flops
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.runtime import capacity
 
 # Share of device memory reserved for programs' temporaries and for gaps.
@@ -76,10 +76,8 @@ def _bytes_of(devices: list[jax.Device]) -> float:
 def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
   """Counts the bytes of parameters and, if trained, of their training state."""
   # --- Scalars; norms and biases are too few to count.
-  attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
-  layer = attention + 3 * cfg.width * cfg.ff
-  embeddings = cfg.vocab_size * cfg.width * (1 if cfg.tie_embeddings else 2)
-  count = cfg.layers * layer + embeddings
+  of_layers, output = flops.products(cfg)
+  count = of_layers + output * (1 if cfg.tie_embeddings else 2)
 
   # --- Their bytes, by the sizes that determine them.
   sizes = ("layers", "width", "heads", "kv_heads", "head_dim", "ff", "vocab_size")
@@ -130,10 +128,14 @@ def rollout_needs(
   # A slot's part of the cache, its logits in float32, an id and a log-prob a step.
   row = cache.row_bytes(cfg, cache.page_size(max_len))
   least = row + 4 * cfg.vocab_size + 8 * window
-  return {
+  out = {
     f"rollout.slots={slots} with rollout.window={window}": slots * replicas * least,
     f"one trajectory of rollout.max_len={max_len}": cache.row_bytes(cfg, max_len),
   }
+  if cfg.delta:
+    states = cache.state_bytes(cfg, slots, ONE_DEVICE)
+    out[f"rollout.slots={slots}: states of linear attention"] = replicas * states
+  return out
 
 
 def check_rollouts(
@@ -162,6 +164,7 @@ class CacheBudget:
     weights: decode parameters, two policies' if rollouts continue meanwhile.
     logits: one token's per slot, in float32.
     token: one token's keys and values in all layers.
+    states: linear attention's, of the slots and their snapshots.
   """
 
   total: int
@@ -169,11 +172,12 @@ class CacheBudget:
   weights: int
   logits: int
   token: int
+  states: int = 0
 
   @property
   def caches(self) -> int:
     """Bytes left for keys and values."""
-    taken = self.state + self.weights + self.logits
+    taken = self.state + self.weights + self.logits + self.states
     return max(0, int(self.total * (1 - KEPT)) - taken)
 
   @property
@@ -191,9 +195,10 @@ class CacheBudget:
   def describe(self, config: CacheConfig) -> str:
     """Formats the memory's uses and the slots' maximum need in one line."""
     asked = config.slots * config.max_len
+    states = f"states {_gb(self.states)}, " if self.states else ""
     return (
       f"memory of a device that decodes: {_gb(self.total)}; learner's state "
-      f"{_gb(self.state)}, decode parameters {_gb(self.weights)}, logits "
+      f"{_gb(self.state)}, decode parameters {_gb(self.weights)}, {states}logits "
       f"{_gb(self.logits)}, kept for programs {_gb(KEPT * self.total)}; left for "
       f"caches {_gb(self.caches)}: {self.tokens:,} tokens a replica (rollout.slots="
       f"{config.slots} of rollout.max_len={config.max_len} may take {asked:,})"
@@ -229,6 +234,7 @@ def cache_budget(
     weights=policies * _bytes_on_device(weights, partitioner),
     logits=4 * config.slots * decoder.vocab_size // partitioner.ways("V"),
     token=math.ceil(cache.page_bytes(decoder, page_size, partitioner) / page_size),
+    states=cache.state_bytes(decoder, config.slots, partitioner),
   )
 
 
@@ -272,6 +278,7 @@ def cache_room(
   if not stats:
     return math.inf
   room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
+  room -= cache.state_bytes(model, slots, partitioner)
   return room - 4 * slots * model.vocab_size  # logits
 
 

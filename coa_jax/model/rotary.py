@@ -14,17 +14,19 @@ import numpy as np
 
 from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
 
-# Cosines and sines of the rotary angles, each [B, T, 1, H / 2].
+# Cosines and sines of the rotary angles, each [B, T, 1, R / 2].
 Rotation = tuple[jax.Array, jax.Array]
 
 
 def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
-  """Computes rotary frequencies [H / 2] (float32), and the scale of cosines and sines.
+  """Computes rotary frequencies [R / 2] (float32), and the scale of cosines and sines.
+
+  R is the number of rotated units of a head: H, or `cfg.rotary_dim`.
 
   Computed in float64 and rounded once, so that each frequency is the float32 nearest to
   the exact one.
   """
-  half = cfg.head_dim // 2
+  half = _rotated(cfg) // 2
   frequency = np.float64(cfg.rope_theta) ** (-np.arange(half) / half)
   scale = 1.0
   if cfg.yarn:
@@ -35,13 +37,18 @@ def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
   return frequency.astype(np.float32), scale
 
 
+def _rotated(cfg: ModelConfig) -> int:
+  """Counts the rotated units of a head."""
+  return cfg.rotary_dim or cfg.head_dim
+
+
 def _yarn_slowing(cfg: ModelConfig, yarn: Yarn) -> np.ndarray:
   """Returns YaRN's factor per frequency (arXiv 2309.00071, section 3.2).
 
   Fast dimensions keep their frequency, slow ones are divided by the factor, with a ramp
   between, linear in the dimension.
   """
-  half = cfg.head_dim // 2
+  half = _rotated(cfg) // 2
 
   def dimension(turns: float) -> float:
     """Returns the dimension with N turns over the trained positions."""
@@ -54,7 +61,7 @@ def _yarn_slowing(cfg: ModelConfig, yarn: Yarn) -> np.ndarray:
     low = math.floor(low)
     high = math.ceil(high)
   low = max(low, 0)
-  high = min(high, cfg.head_dim - 1)
+  high = min(high, _rotated(cfg) - 1)
   if low == high:
     high += 1e-3
   ramp = np.clip((np.arange(half) - low) / (high - low), 0, 1)
@@ -87,8 +94,16 @@ def rotation(cfg: ModelConfig, position_BT: jax.Array) -> Rotation:
 
 
 def rotate(x_BTNH: jax.Array, rope: Rotation) -> jax.Array:
-  """Rotates heads by their positions' angles, in float32; x's dtype."""
+  """Rotates heads by their positions' angles, in float32; x's dtype.
+
+  Units past the rotation's are unchanged.
+  """
   cos, sin = rope
-  a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  rotated = 2 * cos.shape[-1]
+  x_BTNR = x_BTNH[..., :rotated]
+  a, b = jnp.split(x_BTNR.astype(jnp.float32), 2, axis=-1)
   out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return out.astype(x_BTNH.dtype)
+  out = out.astype(x_BTNH.dtype)
+  if rotated == x_BTNH.shape[-1]:
+    return out
+  return jnp.concatenate([out, x_BTNH[..., rotated:]], axis=-1)

@@ -44,6 +44,8 @@ RULES: dict[str, tuple[str, ...]] = {
   "K": ("tensor",),
   "F": ("tensor",),
   "V": ("tensor",),
+  "Y": ("tensor",),
+  "Z": ("tensor",),
 }
 # The letters of each parameter, by its name; "." is a never split axis (norms, head
 # dim, adapter rank), ">" separates a matrix's inputs from its outputs. A stacked layer
@@ -66,11 +68,20 @@ PARAMETERS = {
   "gate": "D>F",
   "up": "D>F",
   "down": "F>D",
+  "delta_qkv": "D>Y.",
+  "delta_gate": "D>Z.",
+  "delta_write": "D>Z",
+  "delta_rate": "D>Z",
+  "delta_rate_bias": "Z",
+  "delta_decay_log": "Z",
+  "delta_conv": "Y..",
+  "delta_norm": ".",
+  "delta_out": "Z.>D",
   "value_head": "D>.",  # of a critic
 }
-# The letters of constrained activations: attention's, the SwiGLU's, logits, and the
-# layers' inputs and outputs.
-_ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV", "BR.")
+# The letters of constrained activations: attention's, the SwiGLU's, logits, the layers'
+# inputs and outputs, and linear attention's.
+_ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV", "BR.", "BTY.", "BTZ.")
 # `ModelConfig`'s field with an axis's size, for messages.
 _FIELDS = {
   "D": "width",
@@ -78,6 +89,8 @@ _FIELDS = {
   "K": "kv_heads",
   "F": "ff",
   "V": "vocab_size",
+  "Y": "delta.key_heads",
+  "Z": "delta.value_heads",
 }
 
 

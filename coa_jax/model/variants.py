@@ -1,7 +1,8 @@
-"""The published dense models by name.
+"""The published models by name.
 
 Source: the `config.json` files published with their weights (Qwen2.5: arXiv 2412.15115,
-Qwen3: arXiv 2505.09388, Llama 3: arXiv 2407.21783).
+Qwen3: arXiv 2505.09388, Llama 3: arXiv 2407.21783). Of Qwen3.5, which was not at hand,
+9B's are transformers' defaults and the others' as public ports list them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from coa_jax.model.config import Llama3Rope, ModelConfig
+from coa_jax.model.config import DeltaNet, Llama3Rope, ModelConfig
 
 
 def _qwen25(V: int, D: int, L: int, N: int, K: int, F: int, tied: bool) -> ModelConfig:
@@ -44,6 +45,28 @@ def _qwen3(D: int, L: int, N: int, F: int, tied: bool) -> ModelConfig:
   )
 
 
+def _qwen35(D: int, L: int, N: int, K: int, F: int, Z: int, tied: bool) -> ModelConfig:
+  """`Z` is the number of value heads of linear attention."""
+  return ModelConfig(
+    vocab_size=248_320,
+    width=D,
+    layers=L,
+    heads=N,
+    kv_heads=K,
+    head_dim=256,
+    ff=F,
+    rope_theta=1e7,
+    tie_embeddings=tied,
+    attention_bias=False,
+    qk_norm=True,
+    layer_kinds=("delta", "delta", "delta", "attention"),
+    delta=DeltaNet(key_heads=16, value_heads=Z),
+    attention_gate=True,
+    norm_offset=True,
+    rotary_dim=64,
+  )
+
+
 def _llama3(
   D: int, L: int, N: int, F: int, tied: bool, stretched: float = 0.0
 ) -> ModelConfig:
@@ -68,7 +91,7 @@ def _llama3(
   )
 
 
-# The published dense models. Qwen2 has Qwen2.5's sizes. Base models of 14B and more
+# The published models. Qwen2 has Qwen2.5's sizes. Base models of 14B and more
 # have norm_eps 1e-5, instructed ones 1e-6: a folder's config.json decides.
 VARIANTS = {
   "qwen2.5-0.5b": _qwen25(151_936, 896, 24, 14, 2, 4_864, True),
@@ -84,6 +107,11 @@ VARIANTS = {
   "qwen3-8b": _qwen3(4_096, 36, 32, 12_288, False),
   "qwen3-14b": _qwen3(5_120, 40, 40, 17_408, False),
   "qwen3-32b": _qwen3(5_120, 64, 64, 25_600, False),
+  "qwen3.5-0.8b": _qwen35(1_024, 24, 8, 2, 3_584, 16, True),
+  "qwen3.5-2b": _qwen35(2_048, 24, 8, 2, 6_144, 16, True),
+  "qwen3.5-4b": _qwen35(2_560, 32, 16, 4, 9_216, 32, True),
+  "qwen3.5-9b": _qwen35(4_096, 32, 16, 4, 12_288, 32, False),
+  "qwen3.5-27b": _qwen35(5_120, 64, 24, 4, 17_408, 48, False),
   "llama3-8b": _llama3(4_096, 32, 32, 14_336, False),
   "llama3.1-8b": _llama3(4_096, 32, 32, 14_336, False, 8.0),
   "llama3.1-70b": _llama3(8_192, 80, 64, 28_672, False, 8.0),

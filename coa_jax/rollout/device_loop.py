@@ -169,7 +169,7 @@ class DeviceLoop:
     if call.function == "prefill":
       row_B = np.zeros(call.rows, np.int32)
       return sampler.prefill.lower(
-        *model, table_BC, token_BT, row_B, row_B, self._partitioner
+        *model, table_BC, token_BT, row_B, row_B, self._partitioner, row_B
       )
     return sampler.window.lower(
       *model,
@@ -220,10 +220,12 @@ class DeviceLoop:
     token_RT = np.zeros((R, length), np.int32)
     start_R = np.zeros(R, np.int32)
     count_R = np.zeros(R, np.int32)
+    slot_R = np.full(R, self.cache.state_rows, np.int32)
     for r, piece in enumerate(pieces):
       table_RC[r] = table_BC[piece.slot]
       start_R[r] = piece.start
       count_R[r] = len(piece.ids)
+      slot_R[r] = piece.slot
       token_RT[r, : len(piece.ids)] = piece.ids
     self._count_idle()
     self.cache.kv = sampler.prefill(
@@ -235,6 +237,7 @@ class DeviceLoop:
       start_R,
       count_R,
       self._partitioner,
+      slot_R,
     )
 
   def dispatch(self, slots: set[int], forced_BW: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Page ownership in a replica's cache; on the host, numbers only.
+"""Ownership of pages and states in a replica's cache; on the host, numbers only.
 
 A page belongs to all rows that read it, and is free once they have ended. Its prefilled
 tokens stay registered until the page is allocated again: rows with the same first
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
@@ -98,6 +98,43 @@ class PagePool:
   def _forget_key(self, key: bytes | None) -> None:
     for page in self._pages_of.pop(key, ()):
       del self._key_of[page]
+
+
+class Snapshots:
+  """Rows of states, each registered under the prefix that it is the state after."""
+
+  def __init__(self, rows: Iterable[int]):
+    """Starts with these rows, all free."""
+    # The one used longest ago comes first; free rows have no key.
+    self._key_of: collections.OrderedDict[int, bytes | None] = collections.OrderedDict(
+      dict.fromkeys(rows)
+    )
+    self._row_of: dict[bytes, int] = {}
+
+  def __contains__(self, key: bytes) -> bool:
+    return key in self._row_of
+
+  def row(self, key: bytes) -> int:
+    """Returns the row registered under a prefix's key."""
+    row = self._row_of[key]
+    self._key_of.move_to_end(row)
+    return row
+
+  def take(self, key: bytes, pending: Container[int]) -> int | None:
+    """Registers a row under a key; None if all are pending: still to be copied."""
+    row = next((row for row in self._key_of if row not in pending), None)
+    if row is None:
+      return None
+    self._row_of.pop(self._key_of[row], None)
+    self._row_of[key] = row
+    self._key_of[row] = key
+    self._key_of.move_to_end(row)
+    return row
+
+  def forget(self) -> None:
+    """Frees all rows: another policy made their states."""
+    self._row_of.clear()
+    self._key_of.update(dict.fromkeys(self._key_of))
 
 
 def prefix_keys(ids: Sequence[int], piece: int) -> list[bytes]:

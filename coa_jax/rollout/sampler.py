@@ -98,6 +98,7 @@ def prefill(
   start_R: jax.Array,
   count_R: jax.Array,
   partitioner: Partitioner = ONE_DEVICE,
+  slot_R: jax.Array | None = None,
 ) -> KVCache:
   """Prefills tokens: runs the model and writes their keys and values.
 
@@ -110,6 +111,8 @@ def prefill(
     start_R: position of each row's first token.
     count_R: valid tokens per row.
     partitioner: of the sampler.
+    slot_R: each row's slot, past the last one for unused rows; None if the rows are
+      the slots in their order.
 
   Returns:
     The cache. No logits: the first sampled token comes from running `pending`.
@@ -124,7 +127,7 @@ def prefill(
     position_RT,
     cache=cache,
     valid_BT=valid_RT,
-    rows=RowPages(table_RC),
+    rows=RowPages(table_RC, slot_B=slot_R),
   )
   return cache
 

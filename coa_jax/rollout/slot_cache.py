@@ -1,4 +1,4 @@
-"""A replica's cache by slots: each has pages, some of them shared.
+"""A replica's cache by slots: each has pages, some of them shared, and states.
 
 It joins the device's pages (`model.cache.KVCache`) and their ownership
 (`rollout.pages`), so that both change together.
@@ -7,6 +7,7 @@ It joins the device's pages (`model.cache.KVCache`) and their ownership
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.rollout import pages as paging
-from coa_jax.rollout.pages import PagePool, pool_sizes, prefix_keys
+from coa_jax.rollout.pages import PagePool, Snapshots, pool_sizes, prefix_keys
 
 # Maximum pages per copy.
 _COPIED = 16
@@ -54,8 +55,16 @@ class Prefill(NamedTuple):
   turn: int = 0
 
 
+class _StateCopy(NamedTuple):
+  """A copy of a row of states, due once `end` places of its prompt are prefilled."""
+
+  end: int
+  from_row: int
+  to_row: int
+
+
 class SlotCache:
-  """Keys and values of a fixed number of slots.
+  """Keys, values and states of a fixed number of slots.
 
   Attributes:
     kv: on the device; a caller passing it to a program stores the result back.
@@ -84,16 +93,22 @@ class SlotCache:
     self._page_size = caching.page_size(max_len)
     blocks = caching.num_blocks(max_len, max_len)
     self._sizes = page_counts
-    self.kv = KVCache.empty(model, self._sizes[0], self._page_size, partitioner)
+    self.kv = KVCache.empty(model, self._sizes[0], self._page_size, partitioner, slots)
     self.table_BC = np.full((slots, blocks), -1, np.int32)
     self._pool = PagePool(self._sizes[0])
     self._pages: list[list[int]] = [[] for _ in range(slots)]
     # Pending copies: the end of their places in the prompt, from, to.
     self._copies: list[tuple[int, int, int]] = []
+    # Linear attention: a slot's states are in its own row, and snapshots in the rest.
+    self.state_rows = caching.state_rows(model, slots)
+    self._snapshots = Snapshots(range(slots, self.state_rows))
+    self._to_snapshots: list[_StateCopy] = []
+    self._to_slots: list[_StateCopy] = []
 
   def forget_prompts(self) -> None:
     """Stops sharing older pages with new prompts: the policy changed."""
     self._pool.forget()
+    self._snapshots.forget()
 
   def place(self, slot: int, given: list[int]) -> int | None:
     """Gives an empty slot pages for a prompt, sharing those of equal prefixes.
@@ -111,14 +126,17 @@ class SlotCache:
     if piece % self._page_size:
       piece = max(1, len(given))
     keys = prefix_keys(given, piece)
-    pages: list[int] = []
-    known = 0
+    found: list[list[int]] = []
     for key in keys:
-      found = self._pool.find(key)
-      if found is None:
+      of_piece = self._pool.find(key)
+      if of_piece is None:
         break
-      pages += found
-      known = min(known + piece, len(given))
+      found.append(of_piece)
+    seen = len(found)
+    while found and self.state_rows and keys[len(found) - 1] not in self._snapshots:
+      self._pool.release(found.pop())  # useless without the states after them
+    pages = list(itertools.chain(*found))
+    known = min(len(found) * piece, len(given))
 
     # --- Pages of its own. Another reader's are copied if a page may have only one, and
     # so is the last one, because it will be written.
@@ -142,14 +160,32 @@ class SlotCache:
     per_piece = -(-piece // self._page_size)
     for i in range(-(-known // piece), len(keys)):
       self._pool.remember(keys[i], self._pages[slot][i * per_piece :][:per_piece])
+    if self.state_rows and keys:
+      if found:
+        row = self._snapshots.row(keys[len(found) - 1])
+        self._to_slots.append(_StateCopy(known, row, slot))
+      # The whole prompt, for its group; then a prefix met again, for other prompts.
+      for count in dict.fromkeys((len(keys), seen)):
+        if count > len(found):
+          self._take_snapshot(slot, keys[count - 1], min(count * piece, len(given)))
     return known
 
+  def _take_snapshot(self, slot: int, key: bytes, end: int) -> None:
+    """Registers the slot's states after N places, if a row is free to hold them."""
+    pending = {copy.to_row for copy in self._to_snapshots}
+    pending |= {copy.from_row for copy in self._to_slots}
+    row = self._snapshots.take(key, pending)
+    if row is not None:
+      self._to_snapshots.append(_StateCopy(end, slot, row))
+
   def copy(self, prefilled: int) -> None:
-    """Makes `place`'s copies of unsharable pages.
+    """Makes `place`'s copies: of unsharable pages, and of states.
 
     Args:
       prefilled: places of all prompts now in the cache; copies beyond them come later.
     """
+    self._to_snapshots = self._copy_states(self._to_snapshots, prefilled)
+    self._to_slots = self._copy_states(self._to_slots, prefilled)
     due = [copy for copy in self._copies if copy[0] <= prefilled]
     self._copies = [copy for copy in self._copies if copy[0] > prefilled]
     for i in range(0, len(due), _COPIED):
@@ -160,6 +196,18 @@ class SlotCache:
         to_X[x] = onto
       self.kv = self.kv.copy(from_X, to_X, self._partitioner)
     self._pool.release([page for _, page, _ in due])
+
+  def _copy_states(self, copies: list[_StateCopy], prefilled: int) -> list[_StateCopy]:
+    """Makes the due copies, and returns the others."""
+    due = [copy for copy in copies if copy.end <= prefilled]
+    for i in range(0, len(due), _COPIED):
+      from_X = np.zeros(_COPIED, np.int32)
+      to_X = np.full(_COPIED, self.state_rows, np.int32)
+      for x, copy in enumerate(due[i : i + _COPIED]):
+        from_X[x] = copy.from_row
+        to_X[x] = copy.to_row
+      self.kv = self.kv.copy_states(from_X, to_X, self._partitioner)
+    return [copy for copy in copies if copy.end > prefilled]
 
   def reach(self, slot: int, places: int) -> bool:
     """Gives a slot pages for its first places; False if there are too few."""

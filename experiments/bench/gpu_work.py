@@ -229,7 +229,7 @@ def train_stage(figures: Figures, torch: str, sizes: list[str]) -> None:
     first, turns = train.race(
       size, pythons, _SETTINGS, 1 if is_tiny(sizes) else 3, checked=1, tolerance=1e-2
     )
-    flops = train_flops(cfg, segments(length) * rows, False)
+    flops = train_flops(cfg, segments(size) * rows, False)
     for who, answers in turns.items():
       seconds = peers.median(answers) / size.steps
       figures.add(

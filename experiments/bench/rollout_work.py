@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.bench.peers import Turn, read_job, serve
-from experiments.bench.train_work import tunix_config
+from experiments.bench.train_work import architecture, tunix_config
 
 MODEL = "model"  # in the contestants' folder
 
@@ -31,12 +31,11 @@ def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[lis
 
 def write_work(folder: str) -> None:
   """Writes all contestants' model folder, with random weights, by the job there."""
-  from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.io import save_model
   from coa_jax.model.transformer import init_params
 
   job = read_job(folder)
-  cfg = ModelConfig(**job["model"], param_dtype=job["dtype"])
+  cfg = architecture(job["model"], param_dtype=job["dtype"])
   save_model(os.path.join(folder, MODEL), cfg, init_params(cfg, 0))
 
 
@@ -285,7 +284,30 @@ def tunix(folder: str, job: dict[str, Any]) -> Generate:
   return lambda prompt_ids, new: tunix_generate(engine, prompt_ids, new)
 
 
-CONTESTANTS = {"ours": ours, "vllm": vllm, "tunix": tunix}
+def torch(folder: str, job: dict[str, Any]) -> Generate:
+  """transformers' `generate`; all prompts have one length."""
+  import torch
+  from transformers import AutoModelForCausalLM
+
+  dtype = getattr(torch, job["dtype"])
+  model = AutoModelForCausalLM.from_pretrained(os.path.join(folder, MODEL), dtype=dtype)
+
+  def generate(prompt_ids: list[list[int]], new: int) -> list[list[int]]:
+    ids = torch.tensor(prompt_ids)
+    out = model.generate(
+      ids,
+      attention_mask=torch.ones_like(ids),
+      do_sample=False,
+      max_new_tokens=new,
+      pad_token_id=0,
+      eos_token_id=None,
+    )
+    return out[:, ids.shape[1] :].tolist()
+
+  return generate
+
+
+CONTESTANTS = {"ours": ours, "vllm": vllm, "tunix": tunix, "torch": torch}
 
 
 def uneven_lengths(count: int, longest: int) -> list[int]:

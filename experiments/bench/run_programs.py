@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from coa_jax.model import cache, decode_params
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
-from coa_jax.model.flops import products
+from coa_jax.model.flops import delta_flops, products
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.kernels import ragged, triton
 from coa_jax.model.sharding import Partitioner
@@ -196,7 +196,7 @@ def programs(run: Run, live: int) -> list[Program]:
   for call in calls:
     flops, needed = _decoding_needs(run, call, live)
     windows = call.tokens if call.function == "window" else 1
-    one_layer = device_bytes(_cache(run).layers[0][0])
+    one_layer = device_bytes(_pools(run)[0])
     pages, page_turns = _pages_read(run, call, live)
     out.append(
       Program(
@@ -230,13 +230,13 @@ def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
   """A layer's pages that a call's kernel reads; trips of its loop without a kernel."""
   page_size = cache.page_size(run.settings.rollout.max_len)
   if run.replica.platform == "tpu":
-    page_bytes = device_bytes(_cache(run).layers[0][0]) // run.pages
+    page_bytes = device_bytes(_pools(run)[0]) // run.pages
     tokens = call.tokens if call.function == "prefill" else 1  # at once
     pages = ragged.pages_read(
       call.rows, tokens, live, page_size, call.blocks, int(page_bytes)
     )
     return pages, 1
-  in_a_loop = not triton.takes_pages(*_cache(run).layers[0])  # no kernel reads them
+  in_a_loop = not triton.takes_pages(*_pools(run))  # no kernel reads them
   return call.rows * live / page_size, math.ceil(live / page_size) if in_a_loop else 1
 
 
@@ -324,17 +324,20 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
     return {k: x for k, x in tree.items() if not decode_params.is_layer(k)}
 
   parts = device_bytes(rest(converted))
-  for name, layer, given, made, more in (
-    ("gather", False, rest(converted), rest(gathered), device_bytes(converted) - parts),
-    (
-      "gather a layer",  # the last: all others are there whole
-      True,
-      converted["layer_0"],
-      gathered["layer_0"],
-      device_bytes(gathered) - device_bytes(gathered["layer_0"]) + parts,
-    ),
-  ):
-    reshard = decode_params.resharder(run.decoder, run.rollouts, layer)
+  steps = [
+    ("gather", "", rest(converted), rest(gathered), device_bytes(converted) - parts)
+  ]
+  for kind in dict.fromkeys(run.decoder.kinds):
+    # The last one of its kind: all others are there whole.
+    number = run.decoder.kinds.index(kind)
+    before, after = converted[f"layer_{number}"], gathered[f"layer_{number}"]
+    beside_layer = device_bytes(gathered) - device_bytes(after) + parts
+    name = "gather a layer"
+    if len(run.decoder.layer_kinds) > 1:
+      name += f" ({kind})"
+    steps.append((name, kind, before, after, beside_layer))
+  for name, kind, given, made, more in steps:
+    reshard = decode_params.resharder(run.decoder, run.rollouts, kind)
     out.append(
       Program(
         name=name,
@@ -366,7 +369,11 @@ def _decoding_needs(run: Run, call: DeviceCall, live: int) -> tuple[float, float
 
 def _token_flops(cfg: ModelConfig, read: float) -> float:
   """Arithmetic of a token's forward pass that reads `read` keys."""
-  return 2 * sum(products(cfg)) + 4 * cfg.layers * cfg.heads * cfg.head_dim * read
+  layers = cfg.kinds.count("attention")
+  out = 2 * sum(products(cfg)) + 4 * layers * cfg.heads * cfg.head_dim * read
+  if cfg.delta:
+    out += cfg.kinds.count("delta") * delta_flops(cfg.delta)
+  return out
 
 
 def _policy(run: Run) -> Any:
@@ -382,12 +389,25 @@ def decoding_params(run: Run) -> Any:
 
 
 def _cache(run: Run) -> KVCache:
-  page_size = cache.page_size(run.settings.rollout.max_len)
+  rollout = run.settings.rollout
+  page_size = cache.page_size(rollout.max_len)
   shapes = jax.eval_shape(
-    lambda: KVCache.empty(run.decoder, run.pages, page_size, run.replica)
+    lambda: KVCache.empty(run.decoder, run.pages, page_size, run.replica, rollout.slots)
   )
-  sharding = run.replica.sharding(cache.letters(shapes.layout))
-  return _with_sharding(shapes, jax.tree.map(lambda _: sharding, shapes))
+
+  def placed(layers: cache.Layers, axes: Sequence[str]) -> cache.Layers:
+    letters = tuple(tuple(axes[: len(layer)]) for layer in layers)
+    return _with_sharding(layers, jax.tree.map(run.replica.sharding, letters))
+
+  pools = [cache.letters(shapes.layout)] * 2
+  return shapes.replace(
+    layers=placed(shapes.layers, pools), states=placed(shapes.states, cache.STATES)
+  )
+
+
+def _pools(run: Run) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """The arrays of one attention layer of the cache."""
+  return next(layer for layer in _cache(run).layers if layer)
 
 
 def _lower_learning(run: Run, name: str) -> Any:

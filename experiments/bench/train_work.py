@@ -20,7 +20,7 @@ import numpy as np
 from experiments.bench.peers import Turn, own_peak_mb, read_job, serve
 
 _BATCHES = 4  # different batches, used in turn
-_SHARES = (3, 4, 5, 9, 11)  # segment lengths in 32nds of a row
+_SHARES = (3, 4, 5, 9, 11)  # segments of a row, in 32nds
 # In the contestants' folder.
 _MODEL = "model"
 _ROWS = "rows.npz"
@@ -37,6 +37,7 @@ class Size:
     length: tokens per row, a multiple of 32.
     dtype: the computation's and frozen parameters'; trained ones are float32.
     lora: adapters' rank on every layer matrix; 0 trains all parameters.
+    shares: segment lengths in parts of their sum.
   """
 
   model: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Size:
   length: int = 1024
   dtype: str = "float32"
   lora: int = 0
+  shares: tuple[int, ...] = _SHARES
 
   @property
   def param_dtype(self) -> str:
@@ -72,12 +74,37 @@ SIZES = {
   "1M": Size(model_fields(1_344, 128, 4, 4, 2, 32, 384), rows=8, steps=4),
   "5M": Size(model_fields(4_096, 256, 6, 4, 2, 64, 640), rows=8, steps=2),
   "100M": Size(model_fields(32_768, 768, 12, 12, 4, 64, 2_048), rows=2, steps=1),
+  # Rows of one segment: on a CPU transformers' linear attention knows no others.
+  "5M-hybrid": Size(
+    model_fields(4_096, 256, 8, 4, 2, 64, 512)
+    | {
+      "layer_kinds": ("delta", "delta", "delta", "attention"),
+      "delta": {"key_heads": 2, "value_heads": 4, "key_dim": 64, "value_dim": 64},
+      "attention_gate": True,
+      "norm_offset": True,
+      "rotary_dim": 16,
+    },
+    rows=8,
+    steps=2,
+    shares=(1,),
+  ),
 }
 
 
-def segments(length: int) -> list[int]:
+def architecture(model: Mapping[str, Any], **fields: Any) -> Any:
+  """The `ModelConfig` of a job's `model`, with other fields."""
+  from coa_jax.model.config import DeltaNet, ModelConfig
+
+  fields = {**model, **fields}
+  if "delta" in fields:
+    fields["layer_kinds"] = tuple(fields["layer_kinds"])
+    fields["delta"] = DeltaNet(**fields["delta"])
+  return ModelConfig(**fields)
+
+
+def segments(size: Size) -> list[int]:
   """A row's segment lengths, in tokens."""
-  return [share * length // sum(_SHARES) for share in _SHARES]
+  return [share * size.length // sum(size.shares) for share in size.shares]
 
 
 def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
@@ -96,7 +123,7 @@ def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
   out["weight"] = np.zeros(shape, np.float32)
   for row in range(size.rows):
     begin = 0
-    for number, n in enumerate(rng.permutation(segments(size.length)), 1):
+    for number, n in enumerate(rng.permutation(segments(size)), 1):
       out["segment"][row, begin : begin + n] = number
       out["position"][row, begin : begin + n] = np.arange(n)
       out["weight"][row, begin + n // 4 : begin + n] = 1
@@ -109,12 +136,11 @@ def write_work(folder: str) -> None:
 
   `folder` has the job with `size`.
   """
-  from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.io import save_model
   from coa_jax.model.transformer import init_params
 
   size = Size(**read_job(folder)["size"])
-  cfg = ModelConfig(**{**size.model, "param_dtype": size.param_dtype})
+  cfg = architecture(size.model, param_dtype=size.param_dtype)
   save_model(os.path.join(folder, _MODEL), cfg, init_params(cfg, 0))
   batches = [make_rows(size, i) for i in range(_BATCHES)]
   stacked = {k: np.stack([b[k] for b in batches]) for k in batches[0]}
@@ -278,18 +304,20 @@ def torch(work: Work) -> Train:
       for k in ("tokens", "segment", "position", "weight")
     )
     tokens = tokens.long()
-    T = tokens.shape[1]
-    same = segment[:, :, None] == segment[:, None, :]
-    seen = same & torch.ones(T, T, dtype=torch.bool, device=device).tril()
-    # Additive: scaled_dot_product_attention would convert a boolean mask in
-    # every layer.
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device)
-    mask.masked_fill_(~seen, torch.finfo(dtype).min)
+    mask = None  # of one segment: causal
+    if len(size.shares) > 1:
+      T = tokens.shape[1]
+      same = segment[:, :, None] == segment[:, None, :]
+      seen = same & torch.ones(T, T, dtype=torch.bool, device=device).tril()
+      # Additive: scaled_dot_product_attention would convert a boolean mask in
+      # every layer.
+      mask = torch.zeros((len(tokens), 1, T, T), dtype=dtype, device=device)
+      mask.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
     with torch.autocast(device, dtype, enabled=dtype != torch.float32):
       loss = forward(
         input_ids=tokens,
         position_ids=position.long(),
-        attention_mask=mask[:, None],
+        attention_mask=mask,
         labels=torch.where(weight > 0, tokens, -100),
         num_items_in_batch=work.tokens,
       ).loss

@@ -66,7 +66,7 @@ def greedy(
   cache = sampler.prefill(
     cfg,
     params,
-    KVCache.empty(cfg, B, longest + new),
+    KVCache.empty(cfg, B, longest + new, slots=B),
     table_BC,
     batch.tokens_BT,
     np.zeros(B, np.int32),

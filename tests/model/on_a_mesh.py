@@ -31,7 +31,7 @@ from coa_jax.learner import log_probs  # noqa: E402
 from coa_jax.learner.optim import OptimConfig, make_optimizer  # noqa: E402
 from coa_jax.learner.state import Learner, init_state  # noqa: E402
 from coa_jax.model import lora, moving, transformer  # noqa: E402
-from coa_jax.model.config import ModelConfig  # noqa: E402
+from coa_jax.model.config import DeltaNet, ModelConfig  # noqa: E402
 from coa_jax.model.sharding import ONE_DEVICE, MeshConfig, Partitioner, make_partitioner  # noqa: E402
 
 FLOAT64 = toy.use_float64()
@@ -59,6 +59,13 @@ MESHES = {
   "whole_kv_heads": MeshConfig(tensor=4, context=2, rules={"K": ()}),
 }
 SCAN = {"scan": True, "remat": "attention", "logit_chunk": 16}
+HYBRID = {
+  "layer_kinds": ("delta", "attention"),
+  "delta": DeltaNet(2, 4, 8, 8),
+  "attention_gate": True,
+  "norm_offset": True,
+  "rotary_dim": 4,
+}
 ADAPTERS = lora.LoraConfig(rank=4)
 _MIXED = "context2_fsdp2_tensor2"
 # case: (changed fields, adapters, meshes); the others must equal the first mesh.
@@ -74,6 +81,7 @@ CASES = {
       ("one", "data8", "context4_data2", "whole_kv_heads", "fsdp8_gathered_twice"),
     ),
     "lora": (SCAN, ADAPTERS, ("one", "tensor2_fsdp4")),
+    "hybrid": (SCAN | HYBRID, None, ("one", "data8", "tensor2_fsdp4")),
   },
   "two processes": {"plain": ({}, None, ("one", _MIXED))},
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 # As the model cards and the weights on the Hugging Face Hub have them; of Qwen3's tied
-# models without the second copy of the embedding that is stored there.
+# models without the second copy of the embedding that is stored there. Qwen3.5 was not at
+# hand: these are transformers' counts of a decoder of the variant's sizes.
 PARAMETERS = {
   "qwen2.5-0.5b": 494_032_768,
   "qwen2.5-1.5b": 1_543_714_304,
@@ -18,6 +19,11 @@ PARAMETERS = {
   "qwen3-8b": 8_190_735_360,
   "qwen3-14b": 14_768_307_200,
   "qwen3-32b": 32_762_123_264,
+  "qwen3.5-0.8b": 752_393_024,
+  "qwen3.5-2b": 1_881_825_088,
+  "qwen3.5-4b": 4_205_751_296,
+  "qwen3.5-9b": 8_953_803_264,
+  "qwen3.5-27b": 26_895_998_464,
   "llama3-8b": 8_030_261_248,
   "llama3.1-8b": 8_030_261_248,
   "llama3.1-70b": 70_553_706_496,

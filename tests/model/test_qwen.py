@@ -16,7 +16,7 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import transformer
 from coa_jax.model.cache import KVCache
-from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
+from coa_jax.model.config import DeltaNet, Llama3Rope, ModelConfig, Yarn
 from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.transformer import Transformer
 
@@ -227,7 +227,14 @@ OTHERS = {
   "llama3": Llama3Rope(8.0, 8, 0.5, 1.0),
   "attention": "splash",
   "logit_chunk": 4,
+  "attention_gate": True,
+  "norm_offset": True,
+  "rotary_dim": 4,
+  "layer_kinds": ("attention", "delta"),
+  "delta": DeltaNet(key_heads=2, value_heads=2),
 }
+# Two fields that a model has together.
+HYBRID = {"layer_kinds": ("delta", "attention"), "delta": DeltaNet(1, 2)}
 
 
 @functools.cache
@@ -251,7 +258,8 @@ FIELDS = {f.name for f in dataclasses.fields(ModelConfig)}
 # Of a decoder alone: tests/rollout/test_half_precision.py.
 @pytest.mark.parametrize("field", sorted(FIELDS - {"product_dtype"}))
 def test_every_field_changes_the_program(field: str):
-  assert program(**{field: OTHERS[field]}) != program()
+  rest = HYBRID if field in HYBRID else {}
+  assert program(**rest | {field: OTHERS[field]}) != program(**rest)
 
 
 def test_a_value_that_a_field_already_has_changes_nothing():

@@ -17,7 +17,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from coa_jax.model.config import MOST_LAYERS, Llama3Rope, ModelConfig, Yarn
+from coa_jax.model.config import (
+  MOST_LAYERS,
+  DeltaNet,
+  Llama3Rope,
+  ModelConfig,
+  Yarn,
+)
 from coa_jax.runtime.json_io import shown
 
 _log = logging.getLogger(__name__)
@@ -35,6 +41,8 @@ class Family:
     kv_heads: its default likewise; 0 for as many as heads.
     positions: its default for `max_position_embeddings` likewise.
     divided: whether the width must be a multiple of the heads.
+    hybrid: whether layers may be linear attention; attention is then gated, norms have
+      an offset of 1, and a part of each head is rotated.
   """
 
   name: str
@@ -44,6 +52,7 @@ class Family:
   kv_heads: int
   positions: int
   divided: bool = False
+  hybrid: bool = False
 
 
 # model_type -> its properties.
@@ -51,7 +60,11 @@ FAMILIES = {
   "qwen2": Family("Qwen2", True, False, 0, 32, 32_768),
   "qwen3": Family("Qwen3", False, True, 128, 32, 32_768),
   "llama": Family("Llama", False, False, 0, 0, 2_048, divided=True),
+  "qwen3_5_text": Family("Qwen3_5", False, True, 256, 4, 32_768, hybrid=True),
 }
+# The model type of a folder with a vision tower -> that of its decoder, whose fields
+# are in `text_config`.
+_WITH_VISION = {"qwen3_5": "qwen3_5_text"}
 
 # Accepted values: in words, and the test.
 _Kind = tuple[str, Callable[[Any], bool]]
@@ -102,8 +115,12 @@ _ANYTHING: _Kind = ("anything", lambda x: True)
 _OFF: _Kind = ("null, false or 0", lambda x: not x)
 _SCALE_1: _Kind = _only(1.0, None)
 
+_SHARE: _Kind = ("a number above 0, at most 1", lambda x: _number(x) and 0 < x <= 1)
+
 # `layer_types`' name for a layer with full causal attention.
 _FULL = "full_attention"
+# Layers' kinds in a hybrid, by those names.
+_KINDS = {_FULL: "attention", "linear_attention": "delta"}
 
 # config.json's name -> ModelConfig's, with equal values.
 _SAME = {
@@ -149,6 +166,36 @@ _ROPE: dict[str, _Kind] = {
   "truncate": _BOOL,
   "low_freq_factor": _POSITIVE,
   "high_freq_factor": _POSITIVE,
+}
+# Fields of a hybrid, and those of its `rope_parameters`. Text has one position a token:
+# the multimodal rotation (mrope) of text equals the plain one.
+_HYBRID: dict[str, _Kind] = {
+  "linear_num_key_heads": _COUNT,
+  "linear_num_value_heads": _COUNT,
+  "linear_key_head_dim": _COUNT,
+  "linear_value_head_dim": _COUNT,
+  "linear_conv_kernel_dim": _COUNT,
+  "full_attention_interval": _COUNT,
+  "partial_rotary_factor": _or_null(_SHARE),
+  "attn_output_gate": _only(True, None),
+  "output_gate_type": _only("swish", "silu", None),
+  "mamba_ssm_dtype": _only("float32", None),
+  "mlp_only_layers": _OFF,
+  "mtp_num_hidden_layers": _ANYTHING,
+  "mtp_use_dedicated_embeddings": _ANYTHING,
+}
+_HYBRID_ROPE: dict[str, _Kind] = {
+  "partial_rotary_factor": _or_null(_SHARE),
+  "mrope_section": _ANYTHING,
+  "mrope_interleaved": _ANYTHING,
+}
+# DeltaNet's fields: config.json's name, and transformers' default.
+_DELTA = {
+  "key_heads": ("linear_num_key_heads", 16),
+  "value_heads": ("linear_num_value_heads", 32),
+  "key_dim": ("linear_key_head_dim", 128),
+  "value_dim": ("linear_value_head_dim", 128),
+  "conv": ("linear_conv_kernel_dim", 4),
 }
 # rope_type, which is ModelConfig's field, too -> the field's class, and the fields of
 # that by their names in config.json.
@@ -274,14 +321,15 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
       and value.
   """
   # --- The family, and the values of all fields one by one.
+  config = decoder_fields(config, where)
   model_type = config.get("model_type")
   if not isinstance(model_type, str) or model_type not in FAMILIES:
     raise ValueError(
       f"{where}: field 'model_type' is {shown(model_type)}; accepted: "
-      f"{', '.join(map(repr, FAMILIES))}"
+      f"{', '.join(map(repr, [*FAMILIES, *_WITH_VISION]))}"
     )
   family = FAMILIES[model_type]
-  _check_fields(config, where)
+  _check_fields(config, family, where)
   # Qwen2 always has biases on q, k, v; with this field others would have one on o too.
   bias = family.attention_bias
   if config.get("attention_bias", bias) != bias:
@@ -315,15 +363,85 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
   values.setdefault("head_dim", family.head_dim or values["width"] // values["heads"])
   values.setdefault("tie_embeddings", False)
 
-  # --- Rotary scaling, with its own layout.
+  # --- Rotary scaling, with its own layout; a hybrid's own fields.
   values |= _rope(config, family, where)
-  _check_layer_types(config, values["layers"], where)
+  if family.hybrid:
+    values |= _hybrid(config, values, where)
+  else:
+    _check_layer_types(config, values["layers"], where)
   try:
     cfg = ModelConfig(**values, attention_bias=bias, qk_norm=family.qk_norm)
     _check_family(cfg, family)
   except ValueError as e:
     raise ValueError(f"{where}: {e}") from e
   return cfg
+
+
+def decoder_fields(
+  config: dict[str, Any], where: str = "config.json"
+) -> dict[str, Any]:
+  """Returns the fields of the decoder, which has its own object beside a vision tower.
+
+  Raises:
+    ValueError: there is no such object, or the two disagree.
+  """
+  inner_type = _WITH_VISION.get(str(config.get("model_type")))
+  if inner_type is None:
+    return config
+  inner = config.get("text_config")
+  if not isinstance(inner, dict):
+    raise ValueError(
+      f"{where}: field 'text_config' is {shown(inner)}; accepted: an object"
+    )
+  inner = {"model_type": inner_type, **inner}
+  for field in ("tie_word_embeddings", "quantization_config"):
+    outer = config.get(field)
+    if outer is not None and inner.setdefault(field, outer) != outer:
+      raise ValueError(
+        f"{where}: field {field!r} is {shown(outer)}, and {shown(inner[field])} in "
+        "'text_config'; readers differ in which counts: make them equal"
+      )
+  return inner
+
+
+def _hybrid(
+  config: dict[str, Any], values: dict[str, Any], where: str
+) -> dict[str, Any]:
+  """Reads what a hybrid has beside a dense model's fields."""
+  # --- Layers' kinds: listed, or every so many one of full attention.
+  layers = values["layers"]
+  names = config.get("layer_types")
+  if names is None:
+    interval = config.get("full_attention_interval", 4)
+    names = ["linear_attention"] * layers
+    names[interval - 1 :: interval] = [_FULL] * (layers // interval)
+  if len(names) != layers:
+    raise ValueError(f"{where}: 'layer_types' has {len(names)} entries, not {layers}")
+  for name in names:
+    if name not in _KINDS:
+      raise ValueError(
+        f"{where}: field 'layer_types' has {shown(name)}; supported: "
+        f"{', '.join(map(repr, _KINDS))}"
+      )
+  kinds = tuple(_KINDS[name] for name in names)
+  period = next(n for n in range(1, layers + 1) if kinds[:n] * (layers // n) == kinds)
+
+  # --- The rotated part of a head, and the sizes of linear attention.
+  rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+  out: dict[str, Any] = {
+    "attention_gate": True,
+    "norm_offset": True,
+    "layer_kinds": kinds[:period],
+    "rotary_dim": int(values["head_dim"] * (share or 0.25)),
+  }
+  if "delta" in kinds:
+    sizes = {ours: config.get(hf, default) for ours, (hf, default) in _DELTA.items()}
+    try:
+      out["delta"] = DeltaNet(**sizes)
+    except ValueError as e:
+      raise ValueError(f"{where}: {e}") from e
+  return out
 
 
 def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
@@ -348,6 +466,19 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     "torch_dtype": cfg.param_dtype,
   }
 
+  # --- A hybrid's own fields; its rotation is one object.
+  if family.hybrid:
+    names = {kind: name for name, kind in _KINDS.items()}
+    out["layer_types"] = [names[kind] for kind in cfg.kinds]
+    if cfg.delta:
+      for ours, (hf, _) in _DELTA.items():
+        out[hf] = getattr(cfg.delta, ours)
+    out["rope_parameters"] = {
+      "rope_type": "default",
+      "rope_theta": out.pop("rope_theta"),
+      "partial_rotary_factor": (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim,
+    }
+
   # --- Rotary scaling; the model then has the stretched number of positions.
   for kind, (_, names) in _SCALINGS.items():
     scaling = getattr(cfg, kind)
@@ -360,14 +491,23 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
       if value or value is False:
         stated[hf] = value
     out["max_position_embeddings"] = round(scaling.factor * scaling.positions)
-    out["rope_scaling"] = stated
+    if family.hybrid:
+      out["rope_parameters"] |= stated
+    else:
+      out["rope_scaling"] = stated
   return out
 
 
 def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
   """Returns an architecture's model type, and its row in FAMILIES."""
+  if cfg.attention_gate != cfg.norm_offset:
+    raise ValueError(
+      f"model.attention_gate is {cfg.attention_gate} and model.norm_offset "
+      f"{cfg.norm_offset}; Hugging Face has both or neither"
+    )
   for model_type, family in FAMILIES.items():
-    if (family.attention_bias, family.qk_norm) == (cfg.attention_bias, cfg.qk_norm):
+    theirs = (family.attention_bias, family.qk_norm, family.hybrid)
+    if theirs == (cfg.attention_bias, cfg.qk_norm, cfg.attention_gate):
       return model_type, family
   known = [f"{f.name}: {f.attention_bias} and {f.qk_norm}" for f in FAMILIES.values()]
   raise ValueError(
@@ -379,6 +519,10 @@ def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
 def _check_family(cfg: ModelConfig, family: Family) -> None:
   """Refuses sizes refused by transformers for a family."""
   who = f"{family.name} (attention_bias={cfg.attention_bias}, qk_norm={cfg.qk_norm})"
+  if not family.hybrid and (cfg.delta or cfg.rotary_dim):
+    raise ValueError(
+      f"model.delta and model.rotary_dim: of {who} transformers has neither"
+    )
   if family.divided and cfg.width % cfg.heads:
     raise ValueError(
       f"heads {cfg.heads} do not divide width {cfg.width}, but of {who} transformers "
@@ -386,16 +530,20 @@ def _check_family(cfg: ModelConfig, family: Family) -> None:
     )
 
 
-def _check_fields(config: dict[str, Any], where: str) -> None:
+def _check_fields(config: dict[str, Any], family: Family, where: str) -> None:
   """Refuses invalid values, and warns of unknown fields.
 
   Raises:
     ValueError: naming `where`, the field, its value and the accepted ones.
   """
   kinds = _READ | _UNSUPPORTED | CARRIED | _IGNORED
+  rope = _ROPE
+  if family.hybrid:
+    kinds |= _HYBRID
+    rope = rope | _HYBRID_ROPE
   _check_kinds(config, kinds, where)
   for name in ("rope_scaling", "rope_parameters"):
-    _check_kinds(config.get(name) or {}, _ROPE, where, f"{name}.")
+    _check_kinds(config.get(name) or {}, rope, where, f"{name}.")
   unknown = sorted(config.keys() - kinds.keys())
   if unknown:
     _warn(where, ", ".join(map(shown, unknown)))
@@ -437,7 +585,8 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
   theta = float(rope.pop("rope_theta", config.get("rope_theta") or 10_000.0))
   kind = rope.pop("rope_type", rope.pop("type", "default"))
   rope.pop("type", None)
-  rope.pop("partial_rotary_factor", None)
+  for field in _HYBRID_ROPE if family.hybrid else ("partial_rotary_factor",):
+    rope.pop(field, None)
   if kind not in ("default", *_SCALINGS):
     accepted = ", ".join(map(repr, ("default", *_SCALINGS)))
     raise ValueError(

@@ -12,9 +12,10 @@ import numpy as np
 from coa_jax.model import memory
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.io import gather, load_config, save_model
-from coa_jax.model.hf.names import hf_name
+from coa_jax.model.hf.names import Entry, hf_name, sections_of
 from coa_jax.model.hf.stored import save_tensors
 from coa_jax.model.lora import LoraConfig, merged
+from coa_jax.model.sharding import name_of
 from coa_jax.model.transformer import unstack
 from coa_jax.protocol.origin import Origin
 from coa_jax.protocol.tokens import Tokenizer
@@ -113,12 +114,18 @@ def save_adapter(
       half = key[-1].upper()
       target = hf_name(name).removesuffix(".weight")
       full = f"base_model.model.model.layers.{number}.{target}.lora_{half}.weight"
-      flat = x.reshape(-1, config.rank) if half == "A" else x.reshape(config.rank, -1)
-      tensors[full] = np.ascontiguousarray(flat.T)
+      if half == "A":  # [inputs, r]
+        tensors[full] = np.ascontiguousarray(x.reshape(-1, config.rank).T)
+        continue
+      outputs = tuple(range(1, x.ndim))
+      sections = sections_of(cfg, name)
+      entry = Entry((), None, (outputs, (0,)), x.shape, sections)
+      tensors[full] = entry.write(x)
   os.makedirs(path, exist_ok=True)
   save_tensors(os.path.join(path, "adapter_model.safetensors"), tensors)
   # --- peft's config for them.
-  modules = sorted(hf_name(n).split(".")[-2] for n in config.matrices)
+  matrices = {name_of(p)[:-2] for p, _ in jax.tree_util.tree_leaves_with_path(adapters)}
+  modules = sorted(hf_name(n).split(".")[-2] for n in matrices)
   description = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",

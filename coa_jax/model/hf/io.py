@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -28,7 +29,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig
-from coa_jax.model.hf.config import CARRIED, from_hf_config, to_hf_config
+from coa_jax.model.hf.config import (
+  CARRIED,
+  decoder_fields,
+  from_hf_config,
+  to_hf_config,
+)
 from coa_jax.model.hf.names import Entry, name_table
 from coa_jax.model.hf.stored import StoredArray, save_tensors
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
@@ -38,6 +44,8 @@ from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.names import check_names
 
+_log = logging.getLogger(__name__)
+
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -46,6 +54,8 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _DTYPES = ("F32", "BF16", "F16")
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+# Arrays beside a decoder.
+_NOT_DECODER = re.compile(r"(model\.visual|mtp)\.")
 # Git's placeholder for a file stored elsewhere (LFS).
 _LFS = b"version https://git-lfs"
 
@@ -82,7 +92,7 @@ def save_model(
   path = os.fspath(path)
   config = to_hf_config(cfg) | _carried(tokenizer, like)
   _compare(cfg, params)
-  table = name_table(params, cfg.layers)
+  table = name_table(params, cfg)
   files = _split(table, np.dtype(cfg.param_dtype).itemsize, shard_bytes)
 
   # --- The arrays, a file at a time; every process takes part in gathering them.
@@ -158,7 +168,7 @@ def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
   # `like` comes first; the tokenizer fills in the rest.
   out = {}
   if like:
-    origin = read_object(os.path.join(like, _CONFIG))
+    origin = decoder_fields(read_object(os.path.join(like, _CONFIG)))
     out = {k: origin[k] for k in CARRIED if origin.get(k) is not None}
   if tokenizer:
     for field in ("eos_token_id", "pad_token_id"):
@@ -312,9 +322,11 @@ def load_model(
   partitioner.check(cfg.axes)
   attention.check(cfg, partitioner)
   shapes = param_shapes(cfg)
-  table = name_table(shapes, cfg.layers)
+  table = name_table(shapes, cfg)
   with contextlib.ExitStack() as files:
     slices = dict(_open(path, files))
+    if cfg.attention_gate:
+      slices = _decoder_only(path, slices)
     _check(path, table, slices)
 
     # --- Our arrays by path: each comes from one array in the files, or one per layer.
@@ -430,6 +442,23 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
       raise ValueError(f"{file}: lacks {', '.join(lacks)}, which {_INDEX} promises")
     for key in sorted(stored_names):
       yield key, StoredArray(file, key, opened.get_slice(key))
+
+
+def _decoder_only(path: str, slices: dict[str, Any]) -> dict[str, Any]:
+  """Returns a folder's arrays without those of vision and multi-token prediction."""
+  out = {}
+  for name, stored in slices.items():
+    if not _NOT_DECODER.match(name):
+      # Beside a vision tower, the decoder's names have one part more.
+      out[name.replace("model.language_model.", "model.", 1)] = stored
+  if len(out) < len(slices):
+    _log.info(
+      "%s: %d arrays of the vision tower and multi-token prediction are not loaded: "
+      "text only, and exports are a decoder alone",
+      path,
+      len(slices) - len(out),
+    )
+  return out
 
 
 def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:

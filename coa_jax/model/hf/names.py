@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from coa_jax.model.config import ModelConfig
+
 # Ours: (Hugging Face's name, our axes that form each of its axes). Hugging Face stores
 # a matrix as [outputs, inputs], ours are [inputs..., outputs...].
 _VECTOR = ((0,),)
@@ -35,7 +37,19 @@ _LAYER = {
   "gate": ("mlp.gate_proj.weight", _MATRIX),
   "up": ("mlp.up_proj.weight", _MATRIX),
   "down": ("mlp.down_proj.weight", _MATRIX),
+  "delta_qkv": ("linear_attn.in_proj_qkv.weight", _INTO_HEADS),
+  "delta_gate": ("linear_attn.in_proj_z.weight", _INTO_HEADS),
+  "delta_write": ("linear_attn.in_proj_b.weight", _MATRIX),
+  "delta_rate": ("linear_attn.in_proj_a.weight", _MATRIX),
+  "delta_rate_bias": ("linear_attn.dt_bias", _VECTOR),
+  "delta_decay_log": ("linear_attn.A_log", _VECTOR),
+  "delta_conv": ("linear_attn.conv1d.weight", ((0, 1), (), (2,))),
+  "delta_norm": ("linear_attn.norm.weight", _VECTOR),
+  "delta_out": ("linear_attn.out_proj.weight", _FROM_HEADS),
 }
+# Ours have a key head's query, key and values together, so that devices may split them
+# by head; Hugging Face's have all queries, then all keys, then all values.
+_BY_HEAD = ("delta_qkv", "delta_conv")
 _TOP = {
   "embed": ("model.embed_tokens.weight", ((0,), (1,))),
   "final_norm": ("model.norm.weight", _VECTOR),
@@ -52,12 +66,15 @@ class Entry:
     layer: its index on the stacked layer axis; None without one.
     groups: our axes (without the layer axis) that form each of its axes.
     shape: our shape, without the layer axis.
+    sections: widths of the parts of our second axis of its first group, if the file has
+      all heads' first parts, then all second ones, ...; () if it has head after head.
   """
 
   path: tuple[str, ...]
   layer: int | None
   groups: tuple[tuple[int, ...], ...]
   shape: tuple[int, ...]
+  sections: tuple[int, ...] = ()
 
   @property
   def axes(self) -> list[int]:
@@ -79,18 +96,40 @@ class Entry:
     spans = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
     cuts = []
     for group in self.groups:
+      if not group:  # an axis of one in the file
+        cuts.append(slice(0, 1))
+        continue
       # Only the first axis of a group is ever split.
       first = spans[group[0]]
       rest = self._size(group[1:])
       cuts.append(slice(first.start * rest, first.stop * rest))
 
     # --- The part in the file's order, and its axes back into ours.
-    part = stored[tuple(cuts)].reshape([len(spans[i]) for i in self.axes])
+    if self.sections:
+      part = self._read_sections(stored, spans[self.groups[0][0]], cuts)
+    else:
+      part = stored[tuple(cuts)]
+    part = part.reshape([len(spans[i]) for i in self.axes])
     return part.transpose(np.argsort(self.axes))
+
+  def _read_sections(self, stored: Any, heads: range, cuts: list[slice]) -> np.ndarray:
+    """Reads some heads' rows; returns them with axes heads, their parts, and others."""
+    parts = []
+    begin = 0
+    for width in self.sections:
+      cuts[0] = slice(begin + heads.start * width, begin + heads.stop * width)
+      part = stored[tuple(cuts)]
+      parts.append(part.reshape(len(heads), width, *part.shape[1:]))
+      begin += self.shape[self.groups[0][0]] * width
+    return np.concatenate(parts, axis=1)
 
   def write(self, x: np.ndarray) -> np.ndarray:
     """Makes the file's array of ours."""
-    return np.ascontiguousarray(x.transpose(self.axes).reshape(self.stored))
+    x = x.transpose(self.axes)
+    if self.sections:
+      parts = np.split(x, np.cumsum(self.sections)[:-1], axis=1)
+      x = np.concatenate([part.reshape(-1, *x.shape[2:]) for part in parts])
+    return np.ascontiguousarray(x.reshape(self.stored))
 
 
 def hf_name(name: str) -> str:
@@ -98,7 +137,15 @@ def hf_name(name: str) -> str:
   return _LAYER[name][0]
 
 
-def name_table(shapes: dict[str, Any], layers: int) -> dict[str, Entry]:
+def sections_of(cfg: ModelConfig, name: str) -> tuple[int, ...]:
+  """Returns `Entry.sections` of one of our arrays."""
+  if name not in _BY_HEAD:
+    return ()
+  d = cfg.delta
+  return d.key_dim, d.key_dim, d.channels - 2 * d.key_dim
+
+
+def name_table(shapes: dict[str, Any], cfg: ModelConfig) -> dict[str, Entry]:
   """Lists Hugging Face's names of a tree of parameters, stacked or not.
 
   Raises:
@@ -112,16 +159,19 @@ def name_table(shapes: dict[str, Any], layers: int) -> dict[str, Entry]:
     if len(path) == 1 and name in _TOP:
       hf, groups = _TOP[name]
       out[hf] = Entry(path, None, groups, tuple(x.shape))
-    elif len(path) == 2 and name in _LAYER:
+    elif len(path) > 1 and name in _LAYER:
       hf, groups = _LAYER[name]
+      sections = sections_of(cfg, name)
       # Stacked, we have one array; the file has one per layer.
       if path[0] == "layers":
-        for i in range(layers):
-          entry = Entry(path, i, groups, tuple(x.shape[1:]))
-          out[f"model.layers.{i}.{hf}"] = entry
+        block = int(path[1].removeprefix("block_")) if len(path) == 3 else 0
+        for turn in range(x.shape[0]):
+          entry = Entry(path, turn, groups, tuple(x.shape[1:]), sections)
+          number = turn * len(cfg.layer_kinds) + block
+          out[f"model.layers.{number}.{hf}"] = entry
       else:
-        number = path[0].removeprefix("layer_")
-        entry = Entry(path, None, groups, tuple(x.shape))
+        number = int(path[0].removeprefix("layer_"))
+        entry = Entry(path, None, groups, tuple(x.shape), sections)
         out[f"model.layers.{number}.{hf}"] = entry
     else:
       unmapped.append("/".join(path))

@@ -32,11 +32,14 @@ class RowPages:
     owner_J: for rows of one token reading pages in place, the page's reading row, any
       row for an unread page; otherwise None.
     block_J: the page's block number in its row; past the last one if no row reads it.
+    slot_B: the slot of each row, past the last one for unused rows; None if they are
+      all slots in their order. Linear attention's states are by slot.
   """
 
   table_BC: jax.Array
   owner_J: jax.Array | None = None
   block_J: jax.Array | None = None
+  slot_B: jax.Array | None = None
 
 
 def decoding_rows(table_BC: jax.Array, active_B: jax.Array, pages: int) -> RowPages:

@@ -1,0 +1,188 @@
+"""A layer of linear attention: Qwen3.5's gated delta network.
+
+Queries, keys and values pass a short causal convolution, then the gated delta rule
+(`kernels.delta_rule`); a norm gated by another projection follows. Its cache is a state
+of constant size and the convolution's last inputs.
+
+Source: transformers `models/qwen3_5`. Letters: Y key heads, Z value heads, M units of a
+key, U of a value, E channels of a key head (its query, its key, its value heads), W
+taps of the convolution.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model.cache import CacheWrite, KVCache
+from coa_jax.model.kernels import delta_rule
+from coa_jax.model.kernels.delta_rule import Tokens
+from coa_jax.model.layer import Layer
+from coa_jax.model.rotary import Rotation
+from coa_jax.model.sharding import Partitioner
+
+
+class DeltaLayer(Layer):
+  """Mixes tokens by the gated delta rule; positions come from the convolution."""
+
+  def mix(
+    self,
+    h_BTD: jax.Array,
+    rope: Rotation,
+    segment_BT: jax.Array | None,
+    cache_write: CacheWrite | None,
+    cache: KVCache | None,
+  ) -> tuple[jax.Array, KVCache | None]:
+    """Applies the rule to the row's segments, or from the cache's states on."""
+    c, d = self.cfg, self.cfg.delta
+    D, Y, Z, M, U = c.width, d.key_heads, d.value_heads, d.key_dim, d.value_dim
+
+    # --- Projections: the rule's inputs, and the output's gate.
+    qkv_BTYE = self._dense(h_BTD, "delta_qkv", (D, Y, d.channels))
+    qkv_BTYE = self.partitioner.shard(qkv_BTYE, "BTY.")
+    gate_BTZU = self._dense(h_BTD, "delta_gate", (D, Z, U))
+    write_BTZ = jax.nn.sigmoid(self._dense(h_BTD, "delta_write", (D, Z)))
+    rate_BTZ = self._dense(h_BTD, "delta_rate", (D, Z)).astype(jnp.float32)
+    bias_Z = self._vector("delta_rate_bias", (Z,), nn.initializers.ones)
+    log_Z = self._vector("delta_decay_log", (Z,), _decay_init)
+    taps_init = nn.initializers.normal(d.conv**-0.5)
+    taps_YEW = self._vector("delta_conv", (Y, d.channels, d.conv), taps_init)
+    decay_BTZ = -jnp.exp(log_Z.astype(jnp.float32)) * jax.nn.softplus(
+      rate_BTZ + bias_Z.astype(jnp.float32)
+    )
+    write_BTZ = write_BTZ.astype(jnp.float32)
+
+    # --- The convolution, over the row's own earlier inputs.
+    if cache is None:
+      before_BWYE = jnp.zeros((qkv_BTYE.shape[0], d.conv - 1, *qkv_BTYE.shape[2:]))
+      before_BWYE = before_BWYE.astype(qkv_BTYE.dtype)
+      mixed_BTYE = _convolved(qkv_BTYE, before_BWYE, taps_YEW, segment_BT)
+    else:
+      state_BZMU, before_BWYE = cache.state(self.layer, cache_write)
+      mixed_BTYE = _convolved(qkv_BTYE, before_BWYE, taps_YEW)
+      valid_BT1 = cache_write.valid_BT[..., None]
+      write_BTZ = jnp.where(valid_BT1, write_BTZ, 0)
+      decay_BTZ = jnp.where(valid_BT1, decay_BTZ, 0)
+      segment_BT = jnp.zeros(qkv_BTYE.shape[:2], jnp.int32)
+    q_BTYM, k_BTYM, v_BTYU = jnp.split(mixed_BTYE, [M, 2 * M], axis=-1)
+    v_BTZU = v_BTYU.reshape(*v_BTYU.shape[:2], Z, U)
+    tokens = Tokens(
+      _unit(q_BTYM), _unit(k_BTYM), v_BTZU, write_BTZ, decay_BTZ, segment_BT
+    )
+
+    # --- The rule.
+    if cache is None:
+      out_BTZU = _from_zero(tokens, self.partitioner)
+    else:
+      out_BTZU, state_BZMU = _from_state(tokens, state_BZMU, self.partitioner)
+      after_BWYE = _last_inputs(qkv_BTYE, before_BWYE, cache_write.valid_BT)
+      cache = cache.with_state(
+        self.layer, state_BZMU, after_BWYE, cache_write, self.partitioner
+      )
+
+    # --- A norm per head, gated; its scale is not an offset.
+    scale_U = self._vector("delta_norm", (U,), nn.initializers.ones)
+    y = out_BTZU * jax.lax.rsqrt(
+      jnp.mean(out_BTZU * out_BTZU, axis=-1, keepdims=True) + c.norm_eps
+    )
+    y = (y.astype(c.dtype) * scale_U).astype(jnp.float32)
+    y *= nn.silu(gate_BTZU.astype(jnp.float32))
+    out_BTZU = self.partitioner.shard(y.astype(c.dtype), "BTZ.")
+    return self._dense(out_BTZU, "delta_out", (Z, U, D)), cache
+
+
+def _decay_init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+  """Draws log decay rates, as transformers does: of rates uniform in (0.01, 16)."""
+  return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+  """Scales the last axis to unit length, in float32."""
+  x = x.astype(jnp.float32)
+  return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _convolved(
+  x_BTYE: jax.Array,
+  before_BWYE: jax.Array,
+  taps_YEW: jax.Array,
+  segment_BT: jax.Array | None = None,
+) -> jax.Array:
+  """SiLU of a causal convolution of each channel; inputs of other segments are 0.
+
+  Args:
+    x_BTYE: inputs.
+    before_BWYE: the W - 1 inputs before them.
+    taps_YEW: weights, the last of the token itself.
+    segment_BT: the tokens' segments; None if all are of one.
+
+  Returns:
+    Outputs in x's dtype.
+  """
+  T, W = x_BTYE.shape[1], taps_YEW.shape[-1]
+  all_BSYE = jnp.concatenate([before_BWYE, x_BTYE], axis=1)
+  if segment_BT is not None:
+    all_BS = jnp.pad(segment_BT, ((0, 0), (W - 1, 0)), constant_values=-1)
+  out_BTYE = jnp.zeros(x_BTYE.shape, jnp.float32)
+  for w in range(W):
+    part = all_BSYE[:, w : w + T].astype(jnp.float32)
+    if segment_BT is not None:
+      same_BT = all_BS[:, w : w + T] == segment_BT
+      part = jnp.where(same_BT[..., None, None], part, 0)
+    out_BTYE += part * taps_YEW[..., w].astype(jnp.float32)
+  return nn.silu(out_BTYE).astype(x_BTYE.dtype)
+
+
+def _last_inputs(
+  x_BTYE: jax.Array, before_BWYE: jax.Array, valid_BT: jax.Array
+) -> jax.Array:
+  """Returns the convolution's last W - 1 inputs up to each row's last valid token."""
+  all_BSYE = jnp.concatenate([before_BWYE, x_BTYE], axis=1)
+  first_B1 = valid_BT.sum(1, keepdims=True)  # valid tokens come first
+  place_BW = first_B1 + jnp.arange(before_BWYE.shape[1])
+  return jnp.take_along_axis(all_BSYE, place_BW[..., None, None], axis=1)
+
+
+def _from_zero(tokens: Tokens, partitioner: Partitioner) -> jax.Array:
+  """Applies the rule to packed rows: every segment starts with a state of zeros."""
+  if partitioner.ways("T") > 1:
+    raise ValueError(
+      "mesh.context splits rows over devices, and a layer of linear attention needs "
+      "the state of a whole row; take mesh.context=1"
+    )
+  (B, _, Z, U), M = tokens.v_BTZU.shape, tokens.k_BTYM.shape[-1]
+  state_BZMU = jnp.zeros((B, Z, M, U), jnp.float32)
+  return _over_devices(tokens, state_BZMU, partitioner)[0]
+
+
+def _from_state(
+  tokens: Tokens, state_BZMU: jax.Array, partitioner: Partitioner
+) -> tuple[jax.Array, jax.Array]:
+  """Applies the rule to a call's tokens; all of a row are of one segment."""
+  if tokens.v_BTZU.shape[1] == 1:
+    return delta_rule.one_token(tokens, state_BZMU)
+  return _over_devices(tokens, state_BZMU, partitioner)
+
+
+def _over_devices(
+  tokens: Tokens, state_BZMU: jax.Array, partitioner: Partitioner
+) -> tuple[jax.Array, jax.Array]:
+  """Runs the chunks on each device's own rows and heads: XLA need not find a split."""
+
+  def on_device(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return delta_rule.many_tokens(tokens, state, tokens.segment_BT[:, 0])
+
+  if partitioner.is_default:
+    return on_device(tokens, state_BZMU)
+  spec = partitioner.spec
+  of_tokens = Tokens(
+    spec("BTY."), spec("BTY."), spec("BTZ."), spec("BTZ"), spec("BTZ"), spec("BT")
+  )
+  return jax.shard_map(
+    on_device,
+    mesh=partitioner.mesh,
+    in_specs=(of_tokens, spec("BZ..")),
+    out_specs=(spec("BTZ."), spec("BZ..")),
+    check_vma=False,
+  )(tokens, state_BZMU)

@@ -1,0 +1,254 @@
+"""The gated delta rule: linear attention with a matrix as each head's state.
+
+A token decays its head's state, then replaces the value stored under its key:
+
+  S_t = exp(g_t) S_{t-1} + k_t (w_t (v_t - exp(g_t) S_{t-1}^T k_t))^T;  o_t = S_t^T q_t
+
+with a log decay g <= 0 and a write strength w in (0, 1). Many tokens are computed in
+chunks, as matrix products and one triangular system each; one token by the formula. All
+in float32.
+
+Sources: Gated DeltaNet (arXiv 2412.06464), its chunks (arXiv 2406.06484); equal to
+`torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule` of transformers
+`models/qwen3_next`.
+
+Letters of its own: Y key heads, Z = Y G value heads, M units of a key, U of a value;
+n chunks of C tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Tokens per chunk, as in the sources.
+CHUNK = 64
+# Chunks whose products are in memory at once; the backward pass recomputes them.
+_AT_ONCE = 32
+# A TPU would round the factors of float32 products to bfloat16, a GPU to TF32.
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+class Tokens(NamedTuple):
+  """What the rule reads of each token.
+
+  Attributes:
+    q_BTYM: queries, of unit length.
+    k_BTYM: keys, of unit length.
+    v_BTZU: values.
+    write_BTZ: write strengths; 0 for a token that leaves the state alone.
+    decay_BTZ: log decays, at most 0.
+    segment_BT: int segment of each token; states do not cross segments.
+  """
+
+  q_BTYM: jax.Array
+  k_BTYM: jax.Array
+  v_BTZU: jax.Array
+  write_BTZ: jax.Array
+  decay_BTZ: jax.Array
+  segment_BT: jax.Array
+
+
+def one_token(tokens: Tokens, state_BZMU: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Applies the rule to one token of each row.
+
+  Args:
+    tokens: T = 1.
+    state_BZMU: each row's states before it, float32.
+
+  Returns:
+    out_B1ZU and the states after it, float32.
+  """
+  t = jax.tree.map(lambda x: x[:, 0], tokens)
+  groups = t.v_BTZU.shape[1] // t.q_BTYM.shape[1]
+  M = t.q_BTYM.shape[-1]
+  q_BZM = jnp.repeat(t.q_BTYM.astype(jnp.float32) * M**-0.5, groups, axis=1)
+  k_BZM = jnp.repeat(t.k_BTYM.astype(jnp.float32), groups, axis=1)
+  decay_BZ1 = jnp.exp(t.decay_BTZ)[..., None]
+
+  # Both reads are of the old state, so that it is read once: q reads the new value too.
+  def read(x_BZM: jax.Array) -> jax.Array:
+    return decay_BZ1 * jnp.sum(x_BZM[..., None] * state_BZMU, axis=2)
+
+  change_BZU = t.v_BTZU.astype(jnp.float32) - read(k_BZM)
+  change_BZU *= t.write_BTZ[..., None]
+  out_BZU = read(q_BZM) + jnp.sum(q_BZM * k_BZM, -1, keepdims=True) * change_BZU
+  state_BZMU = decay_BZ1[..., None] * state_BZMU
+  state_BZMU += k_BZM[..., None] * change_BZU[:, :, None]
+  return out_BZU[:, None], state_BZMU
+
+
+def many_tokens(
+  tokens: Tokens, state_BZMU: jax.Array, segment_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Applies the rule to all tokens of each row, in chunks.
+
+  Args:
+    tokens: of any number.
+    state_BZMU: each row's states before them, float32.
+    segment_B: the states' segments.
+
+  Returns:
+    out_BTZU and the states after the last token, float32. A token's output depends on
+    nothing of other segments, bit for bit.
+  """
+  # --- Whole groups of chunks: added tokens write nothing.
+  B, T, Z, U = tokens.v_BTZU.shape
+  chunks = -(-T // CHUNK)
+  at_once = min(chunks, _AT_ONCE)
+  turns = -(-chunks // at_once)
+  added = turns * at_once * CHUNK - T
+
+  def grouped(x: jax.Array) -> jax.Array:
+    """[B, T, ...] to [turns, B, n, C, ...]; the last segment goes on."""
+    mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
+    x = jnp.pad(x, [(0, 0), (0, added)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+    x = x.reshape(B, turns, at_once, CHUNK, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+  # --- A group after the other.
+  def group(carry, tokens):
+    out, *carry = _group(tokens, *carry)
+    return tuple(carry), out
+
+  carry = (state_BZMU, segment_B)
+  (state_BZMU, _), out = jax.lax.scan(
+    jax.checkpoint(group), carry, jax.tree.map(grouped, tokens)
+  )
+  out_BTZU = jnp.moveaxis(out, 0, 1).reshape(B, T + added, Z, U)[:, :T]
+  return out_BTZU, state_BZMU
+
+
+def _product(formula: str, *args: jax.Array) -> jax.Array:
+  return jnp.einsum(formula, *args, precision=_PRECISION)
+
+
+def _group(
+  t: Tokens, state_BZMU: jax.Array, segment_B: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Applies the rule to chunks; tokens have axes [B, n, C, ...].
+
+  Returns:
+    out [B, n, C, Z, U], the states after them, and those states' segments.
+  """
+  B, n, C, Y, M = t.q_BTYM.shape
+  Z, U = t.v_BTZU.shape[3:]
+  G = Z // Y
+
+  # --- Axes [B, Y, (G,) n, C, ...], so that products run over the last two.
+  def heads_first(x: jax.Array, *heads: int) -> jax.Array:
+    x = x.astype(jnp.float32).reshape(B, n, C, *heads, *x.shape[4:])
+    return jnp.moveaxis(x, (1, 2), (1 + len(heads), 2 + len(heads)))
+
+  q_BYnCM = heads_first(t.q_BTYM, Y) * M**-0.5
+  k_BYnCM = heads_first(t.k_BTYM, Y)
+  v_BYGnCU = heads_first(t.v_BTZU, Y, G)
+  write_BYGnC = heads_first(t.write_BTZ, Y, G)
+  decay_BYGnC = heads_first(t.decay_BTZ, Y, G)
+
+  # --- Pairs of one segment, and decays between them. A sum of decays has only the own
+  # segment's terms: differences of sums over all would depend on the others' rounding.
+  last_Bn = t.segment_BT[:, :, -1]
+  before_Bn = jnp.concatenate([segment_B[:, None], last_Bn[:, :-1]], axis=1)
+  same_BnCC = t.segment_BT[..., :, None] == t.segment_BT[..., None, :]
+  same_BnCC &= jnp.tril(jnp.ones((C, C), bool))
+  sum_BYGnC = _product("bnij,bygnj->bygni", same_BnCC.astype(jnp.float32), decay_BYGnC)
+  pair_BYGnCC = sum_BYGnC[..., :, None] - sum_BYGnC[..., None, :]
+  pair_BYGnCC = jnp.exp(jnp.where(same_BnCC[:, None, None], pair_BYGnCC, -jnp.inf))
+  # Tokens that read the state before the chunk, and those that write the one after it.
+  reads_BnC = t.segment_BT == before_Bn[..., None]
+  reads_BYGnC = jnp.where(reads_BnC[:, None, None], jnp.exp(sum_BYGnC), 0)
+  writes_BnC = t.segment_BT == last_Bn[..., None]
+  after_BYGnC = jnp.where(
+    writes_BnC[:, None, None], sum_BYGnC[..., -1:] - sum_BYGnC, -jnp.inf
+  )
+  after_BYGnC = jnp.exp(after_BYGnC)
+  stays_BYGn = jnp.where(
+    (last_Bn == before_Bn)[:, None, None], jnp.exp(sum_BYGnC[..., -1]), 0
+  )
+
+  # --- Each token's change of its key's value, for any state before the chunk: a
+  # triangular system, since it reads the changes of the tokens before it.
+  kk_BYnCC = _product("byncm,byndm->byncd", k_BYnCM, k_BYnCM)
+  system = write_BYGnC[..., None] * kk_BYnCC[:, :, None] * pair_BYGnCC
+  right = jnp.concatenate(
+    [v_BYGnCU, reads_BYGnC[..., None] * k_BYnCM[:, :, None]], axis=-1
+  )
+  solved = _product(
+    "bygncd,bygndx->bygncx", _inverse(system), write_BYGnC[..., None] * right
+  )
+  new_BYGnCU, known_BYGnCM = jnp.split(solved, [U], axis=-1)
+
+  # --- Chunk after chunk: the state.
+  inner_BYGnCC = _product("byncm,byndm->byncd", q_BYnCM, k_BYnCM)[:, :, None]
+  inner_BYGnCC = inner_BYGnCC * pair_BYGnCC
+  reading_BYGnCM = reads_BYGnC[..., None] * q_BYnCM[:, :, None]
+  writing_BYGnCM = after_BYGnC[..., None] * k_BYnCM[:, :, None]
+
+  def chunk(state_BYGMU, x):
+    new, known, inner, reading, writing, stays = x
+    change = new - _product("bygcm,bygmu->bygcu", known, state_BYGMU)
+    out = _product("bygcm,bygmu->bygcu", reading, state_BYGMU)
+    out += _product("bygcd,bygdu->bygcu", inner, change)
+    state_BYGMU = stays[..., None, None] * state_BYGMU
+    state_BYGMU += _product("bygcm,bygcu->bygmu", writing, change)
+    return state_BYGMU, out
+
+  xs = (
+    new_BYGnCU,
+    known_BYGnCM,
+    inner_BYGnCC,
+    reading_BYGnCM,
+    writing_BYGnCM,
+    stays_BYGn,
+  )
+  state_BYGMU, out = jax.lax.scan(
+    chunk,
+    state_BZMU.reshape(B, Y, G, M, U),
+    jax.tree.map(lambda x: jnp.moveaxis(x, 3, 0), xs),
+  )
+  out_BnCZU = out.transpose(1, 0, 4, 2, 3, 5).reshape(B, n, C, Z, U)
+  return out_BnCZU, state_BYGMU.reshape(B, Z, M, U), last_Bn[:, -1]
+
+
+@jax.custom_vjp
+def _inverse(x: jax.Array) -> jax.Array:
+  """Inverts 1 + the part below the diagonal of matrices [..., C, C]; C a power of 2.
+
+  By blocks of growing size: from two inverted blocks on the diagonal, the block below
+  them follows by two products. A sum of powers would cancel large terms where keys are
+  alike; XLA's own triangular solver hangs on a CPU beside other programs (jax 0.10.2).
+  """
+  C = x.shape[-1]
+  x_RCC = x.reshape(-1, C, C)  # XLA's CPU back-end crashes over arrays of ten axes
+  out = jnp.ones((len(x_RCC), C, 1, 1), x.dtype)  # every place's own block
+  size = 1
+  while size < C:
+    pairs = C // (2 * size)
+    # The blocks below the diagonal's, within each pair.
+    blocks = x_RCC.reshape(-1, pairs, 2, size, pairs, 2, size)
+    below = blocks[:, :, 1, :, :, 0, :]
+    own = jnp.eye(pairs, dtype=x.dtype)[:, None, :, None]
+    below = jnp.sum(below * own, axis=-2)
+    upper, lower = out[:, 0::2], out[:, 1::2]
+    corner = -_product("rpij,rpjk,rpkl->rpil", lower, below, upper)
+    top = jnp.concatenate([upper, jnp.zeros_like(corner)], axis=-1)
+    out = jnp.concatenate([top, jnp.concatenate([corner, lower], -1)], axis=-2)
+    size *= 2
+  return out.reshape(x.shape)
+
+
+def _inverse_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  out = _inverse(x)
+  return out, out
+
+
+def _inverse_backward(out: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+  """d(A^-1) = -A^-1 dA A^-1, below the diagonal."""
+  change = -_product("...ji,...jk,...lk->...il", out, gradient, out)
+  return (jnp.tril(change, -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)

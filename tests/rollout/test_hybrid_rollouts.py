@@ -1,0 +1,151 @@
+"""Rollouts of a hybrid: a slot's states obey every law that its pages obey."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import toy
+from playing import CONFIG, contents, engine, play, toy_worker
+from test_scheduler import GreedyTurn, set_in_flight
+
+from coa_jax.model import cache as caching
+from coa_jax.model.config import DeltaNet
+from coa_jax.rollout import pages as paging
+from coa_jax.rollout import slot_cache
+from coa_jax.rollout.pages import Snapshots
+from coa_jax.rollout.slot_cache import SlotCache
+from tests.model.models import params_of
+
+CFG = dataclasses.replace(
+  toy.MODEL,
+  layer_kinds=("delta", "attention"),
+  delta=DeltaNet(2, 4, 16, 8),
+  attention_gate=True,
+  norm_offset=True,
+  rotary_dim=4,
+)
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> dict:
+  """A policy that calls tools, and errs in many ways."""
+  return toy.train(toy.trajectories(), 60, CFG).params
+
+
+def played(params, order, tools=None, on=None, **changes):
+  return play(params, order, tools, on or engine(CFG, **changes))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampler_log_probs_are_learner_log_probs(hybrid, temperature):
+  """Chunks in the learner, steps in the sampler, prefill between them."""
+  found = play(hybrid, range(12), on=engine(CFG), temperature=temperature)
+  trajectories = [found[n] for n in sorted(found)]
+  assert sum(len(t.calls) for t in trajectories) >= 12
+  theirs = toy.logps_of(CFG, hybrid, trajectories, temperature)
+  for t, expected in zip(trajectories, theirs, strict=True):
+    np.testing.assert_allclose(toy.sampled_logps(t), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(hybrid, dtype):
+  worker = toy_worker(dataclasses.replace(CFG, dtype=dtype), CONFIG)
+  groups = worker.generate_groups(hybrid, toy.TASKS, toy.TableToolbox(), 4, 1.0, seed=3)
+  found = [t for group in groups for t in group]
+  assert sum(bool(t.calls) for t in found) >= 4
+  again = worker.rescore(hybrid, found, 1.0)
+  assert again == [toy.sampled_logps(t) for t in found]
+
+
+@pytest.mark.parametrize(("pages", "in_flight"), [(8, 1), (8, 2), (40, 3)])
+def test_pauses_windows_and_latency_change_nothing(
+  hybrid, monkeypatch, pages: int, in_flight: int
+):
+  monkeypatch.setattr(caching, "PAGE_SIZE", 16)
+  expected = played(hybrid, range(16), window=3)
+  monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
+  on = engine(CFG, window=3)
+  set_in_flight(on, in_flight)
+  for seed in range(2):
+    slow = toy.TableToolbox(latency=toy.shuffled_latency(seed))
+    assert contents(played(hybrid, range(16), slow, on)) == contents(expected)
+  assert (on.counters.pauses > 0) == (pages == 8)
+
+
+def test_a_group_shares_its_prompts_prefill_and_state(hybrid):
+  order = [0, 4, 8, 12, 16, 1, 5, 20, 9]
+  on = engine(CFG)
+  shared = played(hybrid, order, on=on)
+  given = sum(t.usage.prompt + t.usage.observation for t in shared.values())
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  assert on.counters.copied_tokens >= 4 * shared[0].usage.prompt
+  for n in order:
+    assert contents(played(hybrid, [n])) == contents({n: shared[n]})
+
+
+def _prompts() -> list[list[int]]:
+  """Five prompts that begin alike, two of them equal, and one that ends earlier."""
+  rng = np.random.default_rng(0)
+  begin = rng.integers(3, 60, 70).tolist()
+  prompts = [begin + rng.integers(3, 60, n).tolist() for n in (3, 20, 20, 1, 30)]
+  prompts[2] = prompts[1]
+  return [*prompts, begin[:40]]
+
+
+def _turns(which, params) -> tuple[dict[int, tuple], int]:
+  """Plays these prompts in one engine; returns what was sampled, and tokens copied."""
+  on = engine(CFG, slots=16)  # so that four states are kept
+  prompts = _prompts()
+  done = toy.play(on, params, [GreedyTurn(n, prompts[n]) for n in which])
+  out = {e.sequence: (e.sampled_ids, e.sampled_logps) for e in done}
+  return out, on.counters.copied_tokens
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+  monkeypatch.setattr(caching, "PAGE_SIZE", 16)
+  monkeypatch.setattr(paging, "PIECE", 32)
+
+
+def test_a_prefix_is_reused_from_where_its_state_was_kept(small_pieces):
+  """The first prompt keeps the state at its end; the second, where the two part."""
+  params = params_of(CFG)
+  alone = {}
+  for n in range(6):
+    found, copied = _turns([n], params)
+    alone |= found
+    assert copied == 0
+  together, copied = _turns(range(6), params)
+  assert together == alone
+  # The equal prompt whole; two more from place 64 on.
+  assert copied == len(_prompts()[2]) + 2 * 64
+
+
+def test_pages_without_the_state_would_be_wrong(monkeypatch, small_pieces):
+  params = params_of(CFG)
+  expected, _ = _turns(range(6), params)
+  monkeypatch.setattr(SlotCache, "_copy_states", lambda *_: [])
+  found, _ = _turns(range(6), params)
+  wrong = {n for n in found if found[n] != expected[n]}
+  assert wrong == {2, 3, 4}
+
+
+def test_a_new_policy_starts_from_no_state_of_the_old_one(hybrid):
+  on = engine(CFG)
+  played(hybrid, range(4), on=on)
+  fresh = params_of(CFG)
+  assert contents(played(fresh, range(4), on=on)) == contents(played(fresh, range(4)))
+
+
+def test_snapshots_hold_what_was_used_last():
+  snapshots = Snapshots([8, 9])
+  assert snapshots.take(b"a", ()) == 8 and snapshots.take(b"b", ()) == 9
+  assert snapshots.row(b"a") == 8  # so that "b" is older
+  assert snapshots.take(b"c", pending={9}) == 8
+  assert b"a" not in snapshots and b"b" in snapshots
+  assert snapshots.take(b"d", pending={8, 9}) is None
+  snapshots.forget()
+  assert b"b" not in snapshots
+  assert {snapshots.take(b"e", ()), snapshots.take(b"f", ())} == {8, 9}
