@@ -23,7 +23,7 @@ PROGRAMS = (
   "experiments/**/*.py",
 )
 # A model's architecture, which its folder's config.json states: no options of a run.
-ARCHITECTURE = ("ModelConfig", "Yarn", "Llama3Rope")
+ARCHITECTURE = ("ModelConfig", "Yarn", "Llama3Rope", "DeltaNet")
 PAGES = (
   "README.md",
   "docs/*.md",

@@ -189,7 +189,7 @@ class NoCache:
     self.pages = pages
 
   @classmethod
-  def empty(cls, cfg, pages, page_size, partitioner=None) -> NoCache:
+  def empty(cls, cfg, pages, page_size, partitioner=None, slots=0) -> NoCache:
     """`KVCache.empty`."""
     return cls(pages)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 # As the model cards and the weights on the Hugging Face Hub have them; of Qwen3's tied
-# models without the second copy of the embedding that is stored there. Qwen3.5 was not at
-# hand: these are transformers' counts of a decoder of the variant's sizes.
+# models without the second copy of the embedding that is stored there. Qwen3.5's are
+# transformers' counts of a decoder of the variant's sizes: no folder was at hand.
 PARAMETERS = {
   "qwen2.5-0.5b": 494_032_768,
   "qwen2.5-1.5b": 1_543_714_304,

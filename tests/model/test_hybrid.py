@@ -1,4 +1,7 @@
-"""Hybrids with linear attention equal Hugging Face's Qwen3.5; laws of their own."""
+"""Hybrids with linear attention equal Hugging Face's Qwen3.5; laws of their own.
+
+budget: a family's parity, its rule, its laws and its refusals, over the same models.
+"""
 
 from __future__ import annotations
 

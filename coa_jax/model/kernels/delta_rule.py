@@ -130,6 +130,8 @@ def _group(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Applies the rule to chunks; tokens have axes [B, n, C, ...].
 
+  budget: the terms of one formula, which share their arrays.
+
   Returns:
     out [B, n, C, Z, U], the states after them, and those states' segments.
   """
