@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import toy
 
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import DeltaNet, ModelConfig
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.trajectory import Trajectory
@@ -18,6 +18,14 @@ from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Engine, RolloutConfig
 
 CFG = toy.ONE_LAYER
+HYBRID = dataclasses.replace(
+  toy.MODEL,
+  layer_kinds=("delta", "attention"),
+  delta=DeltaNet(2, 4, 16, 8),
+  attention_gate=True,
+  norm_offset=True,
+  rotary_dim=4,
+)
 CONFIG = RolloutConfig(
   style="brief", slots=5, window=8, max_len=toy.MAX_LEN, prefill_rows=4
 )

@@ -8,24 +8,15 @@ import numpy as np
 import pytest
 import toy
 from playing import CONFIG, contents, engine, play, toy_worker
+from playing import HYBRID as CFG
 from test_scheduler import GreedyTurn, set_in_flight
 
 from coa_jax.model import cache as caching
-from coa_jax.model.config import DeltaNet
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import slot_cache
 from coa_jax.rollout.pages import Snapshots
 from coa_jax.rollout.slot_cache import SlotCache
 from tests.model.models import params_of
-
-CFG = dataclasses.replace(
-  toy.MODEL,
-  layer_kinds=("delta", "attention"),
-  delta=DeltaNet(2, 4, 16, 8),
-  attention_gate=True,
-  norm_offset=True,
-  rotary_dim=4,
-)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import toy
 from jax._src import cache_key
 from jax.experimental.compilation_cache import compilation_cache
-from playing import CFG, CONFIG, contents, engine, keep_all, play, toy_worker
+from playing import CFG, CONFIG, HYBRID, contents, engine, keep_all, play, toy_worker
 from started import run_tests_on_devices
 
 from coa_jax.data.tasks.sampling import TaskSampler
@@ -33,6 +33,7 @@ from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.types import SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
+from tests.model.models import params_of
 
 DEVICES = 4
 on_devices = pytest.mark.skipif(
@@ -146,6 +147,16 @@ def test_a_matrix_that_is_split_makes_fewer_replicas(novice):
   played = play(novice, range(8), on=on, temperature=0.0)
   expected = play(novice, range(8), temperature=0.0)
   for n, t in played.items():  # products are added up in another order
+    assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
+
+
+@on_devices
+def test_a_hybrids_states_are_split_by_heads():
+  params = params_of(HYBRID)
+  on = replicas(2, HYBRID)
+  played = play(params, range(8), on=on, temperature=0.0)
+  expected = play(params, range(8), on=engine(HYBRID), temperature=0.0)
+  for n, t in played.items():
     assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
 
 
