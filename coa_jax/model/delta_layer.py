@@ -146,11 +146,6 @@ def _last_inputs(
 
 def _from_zero(tokens: Tokens, partitioner: Partitioner) -> jax.Array:
   """Applies the rule to packed rows: every segment starts with a state of zeros."""
-  if partitioner.ways("T") > 1:
-    raise ValueError(
-      "mesh.context splits rows over devices, and a layer of linear attention needs "
-      "the state of a whole row; take mesh.context=1"
-    )
   (B, _, Z, U), M = tokens.v_BTZU.shape, tokens.k_BTYM.shape[-1]
   state_BZMU = jnp.zeros((B, Z, M, U), jnp.float32)
   return _over_devices(tokens, state_BZMU, partitioner)[0]

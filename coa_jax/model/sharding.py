@@ -374,9 +374,15 @@ class Partitioner:
 
     Raises:
       ValueError: listing every indivisible axis; or two rules split the same array over
-        the same mesh axis.
+        the same mesh axis; or rows of linear attention are split.
     """
     self._check_rules()
+    if "Z" in sizes and self.ways("T") > 1:
+      over = " x ".join(f"mesh.{a}={self.mesh.shape[a]}" for a in self.axes("T"))
+      raise ValueError(
+        f"{over} splits the tokens of a row, and linear attention (model.delta) passes "
+        "its state from each token to the next; take 1"
+      )
     fields = {letter: f"model.{field}" for letter, field in _FIELDS.items()}
     if section:
       fields |= {"B": f"{section}.rows", "T": f"{section}.length"}

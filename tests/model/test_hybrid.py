@@ -27,7 +27,6 @@ from coa_jax.model.hf.io import load_config, load_model, save_model
 from coa_jax.model.kernels import delta_rule
 from coa_jax.model.kernels.delta_rule import Tokens
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.rollout import sampler
 
 torch = pytest.importorskip("torch")
@@ -535,17 +534,3 @@ def test_what_hugging_face_lacks_is_refused_on_export():
   dense = dataclasses.replace(toy.MODEL, rotary_dim=4)
   with pytest.raises(ValueError, match="transformers has neither"):
     to_hf_config(dense)
-
-
-def test_rows_split_over_devices_are_refused_by_name():
-  partitioner = make_partitioner(MeshConfig(context=1), jax.devices()[:1])
-  partitioner.check(CFG.axes)
-  ids = np.zeros((1, 8), np.int32)
-
-  class Split(type(partitioner)):
-    def ways(self, letter: str) -> int:
-      return 2 if letter == "T" else 1
-
-  split = Split(partitioner.mesh, partitioner.rules)
-  with pytest.raises(ValueError, match=r"take mesh\.context=1"):
-    transformer.Transformer(CFG, split).init(jax.random.key(0), ids, ids, ids + 1)

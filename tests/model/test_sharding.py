@@ -168,6 +168,13 @@ def test_rows_over_several_devices_are_cut_into_two_pieces_for_each():
     mesh.check({"T": 20})
 
 
+def test_rows_of_linear_attention_are_not_split():
+  hybrid = variant("qwen3.5-0.8b")
+  abstract(fsdp=2, tensor=2).check(hybrid.axes)
+  with pytest.raises(ValueError, match=r"mesh\.context=2 splits the tokens of a row"):
+    abstract(context=2).check(hybrid.axes)
+
+
 def constraints_of(jaxpr) -> collections.Counter:
   """Counts (shape, dtype, partition) that a traced program asks for."""
   out = collections.Counter()
