@@ -251,7 +251,7 @@ class KVCache:
   def state(self, layer: int, write: CacheWrite) -> tuple[jax.Array, jax.Array]:
     """Returns a layer's states and last inputs before a call's tokens, by row.
 
-    A row whose first token is its sequence's starts with zeros.
+    A row that begins its sequence (position 0) starts with zeros.
     """
     B = write.position_BT.shape[0]
     fresh_B = write.position_BT[:, 0] == 0

@@ -230,8 +230,8 @@ def _init(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
 def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
   """Makes one subtree per layer of stacked ones (`scan=True`); others are unchanged.
 
-  Stacked layers of one kind are one subtree `layers`; those of several kinds have a
-  subtree `block_I` for each layer of a period there.
+  Stacked layers of one kind are one subtree `layers`. A hybrid's has a subtree
+  `block_I` for each layer of a period.
   """
   if "layers" not in params:
     return params

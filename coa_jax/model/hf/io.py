@@ -445,7 +445,7 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
 
 
 def _decoder_only(path: str, slices: dict[str, Any]) -> dict[str, Any]:
-  """Returns a folder's arrays without those of vision and multi-token prediction."""
+  """Leaves out a folder's vision tower and multi-token prediction."""
   out = {}
   for name, stored in slices.items():
     if not _NOT_DECODER.match(name):
