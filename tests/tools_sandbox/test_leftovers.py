@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import proc
 import pytest
@@ -120,8 +121,17 @@ def held(folder: pathlib.Path) -> dict[str, int]:
   }
 
 
-# Of each kind an idle slot has now more, now fewer: its next init comes and goes. What
-# leaks leaks with every run, of which there are more.
+def held_at_most(folder: pathlib.Path) -> dict[str, int]:
+  """The most of each kind during a second: a slot's next init takes a moment."""
+  seen = []
+  for _ in range(20):
+    seen.append(held(folder))
+    time.sleep(0.05)
+  return {kind: max(counts[kind] for counts in seen) for kind in seen[0]}
+
+
+# An idle slot's counts vary a little. What leaks leaks with every run, of which there
+# are more.
 SLACK = 3
 
 
@@ -140,7 +150,7 @@ def test_a_pool_holds_no_more_after_many(tmp_path, monkeypatch, backend, work):
   files = proc.descriptors(os.getpid())
   with SandboxPool(1, preload=(MARK,), runs_per_zygote=35, backend=backend) as pool:
     work(pool, 1)
-    most = {kind: count + SLACK for kind, count in held(tmp_path).items()}
+    most = {kind: count + SLACK for kind, count in held_at_most(tmp_path).items()}
     work(pool, 8)
     soon(lambda: all(n <= most[kind] for kind, n in held(tmp_path).items()))
     assert (pool.replaced > 0) == (work is not sessions)  # one that was worn out
