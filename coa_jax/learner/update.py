@@ -26,8 +26,8 @@ from coa_jax.learner.state import Learner, TrainState
 from coa_jax.model import lora
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask, Truncation
-from coa_jax.model.layer import used
 from coa_jax.model.lora import LoraConfig
+from coa_jax.model.ops import used
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.protocol.trajectory import Trajectory

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.layer import rounded
+from coa_jax.model.ops import rounded
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner, inputs_of, name_of
 
 # Minimum width at which half-precision products are faster on a CPU, even for one row.

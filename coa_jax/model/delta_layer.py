@@ -1,8 +1,8 @@
-"""A layer of linear attention: Qwen3.5's gated delta network.
+"""The token mixer of linear attention: Qwen3.5's gated delta network.
 
 Queries, keys and values pass a short causal convolution, then the gated delta rule
-(`kernels.delta_rule`); a norm gated by another projection follows. Its cache is a state
-of constant size and the convolution's last inputs.
+(`kernels.delta_rule`); a norm gated by another projection follows. Of a sequence it
+keeps a state of constant size and the convolution's last inputs.
 
 Source: transformers `models/qwen3_5`. Letters: Y key heads, Z value heads, M units of a
 key, U of a value, E channels of a key head (its query, its key, its value heads), W
@@ -15,81 +15,82 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.kernels import delta_rule
 from coa_jax.model.kernels.delta_rule import Tokens
-from coa_jax.model.layer import Layer
-from coa_jax.model.rotary import Rotation
 from coa_jax.model.sharding import Partitioner
 
 
-class DeltaLayer(Layer):
-  """Mixes tokens by the gated delta rule; positions come from the convolution."""
+def mix(
+  layer: nn.Module,
+  h_BTD: jax.Array,
+  segment_BT: jax.Array | None,
+  state: tuple[jax.Array, jax.Array] | None = None,
+  valid_BT: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+  """Mixes the tokens of packed rows, or tokens that continue a sequence per row.
 
-  def mix(
-    self,
-    h_BTD: jax.Array,
-    rope: Rotation,
-    segment_BT: jax.Array | None,
-    cache_write: CacheWrite | None,
-    cache: KVCache | None,
-  ) -> tuple[jax.Array, KVCache | None]:
-    """Applies the rule to the row's segments, or from the cache's states on."""
-    c, d = self.cfg, self.cfg.delta
-    D, Y, Z, M, U = c.width, d.key_heads, d.value_heads, d.key_dim, d.value_dim
+  Args:
+    layer: the `transformer.Layer` whose parameters it reads.
+    h_BTD: inputs.
+    segment_BT: packed rows: the segment of each token; each starts from zeros.
+    state: to continue: the rows' state_BZMU and the convolution's last inputs_BWYE.
+    valid_BT: to continue: True for real tokens, which come first in a row.
 
-    # --- Projections: the rule's inputs, and the output's gate.
-    qkv_BTYE = self._dense(h_BTD, "delta_qkv", (D, Y, d.channels))
-    qkv_BTYE = self.partitioner.shard(qkv_BTYE, "BTY.")
-    gate_BTZU = self._dense(h_BTD, "delta_gate", (D, Z, U))
-    write_BTZ = jax.nn.sigmoid(self._dense(h_BTD, "delta_write", (D, Z)))
-    rate_BTZ = self._dense(h_BTD, "delta_rate", (D, Z)).astype(jnp.float32)
-    bias_Z = self._vector("delta_rate_bias", (Z,), nn.initializers.ones)
-    log_Z = self._vector("delta_decay_log", (Z,), _decay_init)
-    taps_init = nn.initializers.normal(d.conv**-0.5)
-    taps_YEW = self._vector("delta_conv", (Y, d.channels, d.conv), taps_init)
-    decay_BTZ = -jnp.exp(log_Z.astype(jnp.float32)) * jax.nn.softplus(
-      rate_BTZ + bias_Z.astype(jnp.float32)
-    )
-    write_BTZ = write_BTZ.astype(jnp.float32)
+  Returns:
+    out_BTD, and the state after the valid tokens (None for packed rows).
+  """
+  c, d = layer.cfg, layer.cfg.delta
+  D, Y, Z, M, U = c.width, d.key_heads, d.value_heads, d.key_dim, d.value_dim
 
-    # --- The convolution, over the row's own earlier inputs.
-    if cache is None:
-      before_BWYE = jnp.zeros((qkv_BTYE.shape[0], d.conv - 1, *qkv_BTYE.shape[2:]))
-      before_BWYE = before_BWYE.astype(qkv_BTYE.dtype)
-      mixed_BTYE = _convolved(qkv_BTYE, before_BWYE, taps_YEW, segment_BT)
-    else:
-      state_BZMU, before_BWYE = cache.state(self.layer, cache_write)
-      mixed_BTYE = _convolved(qkv_BTYE, before_BWYE, taps_YEW)
-      valid_BT1 = cache_write.valid_BT[..., None]
-      write_BTZ = jnp.where(valid_BT1, write_BTZ, 0)
-      decay_BTZ = jnp.where(valid_BT1, decay_BTZ, 0)
-      segment_BT = jnp.zeros(qkv_BTYE.shape[:2], jnp.int32)
-    q_BTYM, k_BTYM, v_BTYU = jnp.split(mixed_BTYE, [M, 2 * M], axis=-1)
-    v_BTZU = v_BTYU.reshape(*v_BTYU.shape[:2], Z, U)
-    tokens = Tokens(
-      _unit(q_BTYM), _unit(k_BTYM), v_BTZU, write_BTZ, decay_BTZ, segment_BT
-    )
+  # --- Projections: the rule's inputs, and the output's gate.
+  qkv_BTYE = layer.dense(h_BTD, "delta_qkv", (D, Y, d.channels))
+  qkv_BTYE = layer.partitioner.shard(qkv_BTYE, "BTY.")
+  gate_BTZU = layer.dense(h_BTD, "delta_gate", (D, Z, U))
+  write_BTZ = jax.nn.sigmoid(layer.dense(h_BTD, "delta_write", (D, Z)))
+  rate_BTZ = layer.dense(h_BTD, "delta_rate", (D, Z)).astype(jnp.float32)
+  bias_Z = layer.vector("delta_rate_bias", (Z,), nn.initializers.ones)
+  log_Z = layer.vector("delta_decay_log", (Z,), _decay_init)
+  taps_init = nn.initializers.normal(d.conv**-0.5)
+  taps_YEW = layer.vector("delta_conv", (Y, d.channels, d.conv), taps_init)
+  decay_BTZ = -jnp.exp(log_Z.astype(jnp.float32)) * jax.nn.softplus(
+    rate_BTZ + bias_Z.astype(jnp.float32)
+  )
+  write_BTZ = write_BTZ.astype(jnp.float32)
 
-    # --- The rule.
-    if cache is None:
-      out_BTZU = _from_zero(tokens, self.partitioner)
-    else:
-      out_BTZU, state_BZMU = _from_state(tokens, state_BZMU, self.partitioner)
-      after_BWYE = _last_inputs(qkv_BTYE, before_BWYE, cache_write.valid_BT)
-      cache = cache.with_state(
-        self.layer, state_BZMU, after_BWYE, cache_write, self.partitioner
-      )
+  # --- The convolution, over the row's own earlier inputs.
+  if state is None:
+    before_BWYE = jnp.zeros((qkv_BTYE.shape[0], d.conv - 1, *qkv_BTYE.shape[2:]))
+    before_BWYE = before_BWYE.astype(qkv_BTYE.dtype)
+    mixed_BTYE = _convolved(qkv_BTYE, before_BWYE, taps_YEW, segment_BT)
+  else:
+    state_BZMU, before_BWYE = state
+    mixed_BTYE = _convolved(qkv_BTYE, before_BWYE, taps_YEW)
+    valid_BT1 = valid_BT[..., None]
+    write_BTZ = jnp.where(valid_BT1, write_BTZ, 0)
+    decay_BTZ = jnp.where(valid_BT1, decay_BTZ, 0)
+    segment_BT = jnp.zeros(qkv_BTYE.shape[:2], jnp.int32)
+  q_BTYM, k_BTYM, v_BTYU = jnp.split(mixed_BTYE, [M, 2 * M], axis=-1)
+  v_BTZU = v_BTYU.reshape(*v_BTYU.shape[:2], Z, U)
+  tokens = Tokens(
+    _unit(q_BTYM), _unit(k_BTYM), v_BTZU, write_BTZ, decay_BTZ, segment_BT
+  )
 
-    # --- A norm per head, gated; its scale is not an offset.
-    scale_U = self._vector("delta_norm", (U,), nn.initializers.ones)
-    y = out_BTZU * jax.lax.rsqrt(
-      jnp.mean(out_BTZU * out_BTZU, axis=-1, keepdims=True) + c.norm_eps
-    )
-    y = (y.astype(c.dtype) * scale_U).astype(jnp.float32)
-    y *= nn.silu(gate_BTZU.astype(jnp.float32))
-    out_BTZU = self.partitioner.shard(y.astype(c.dtype), "BTZ.")
-    return self._dense(out_BTZU, "delta_out", (Z, U, D)), cache
+  # --- The rule.
+  if state is None:
+    out_BTZU = _from_zero(tokens, layer.partitioner)
+  else:
+    out_BTZU, state_BZMU = _from_state(tokens, state_BZMU, layer.partitioner)
+    state = state_BZMU, _last_inputs(qkv_BTYE, before_BWYE, valid_BT)
+
+  # --- A norm per head, gated; its scale is not an offset.
+  scale_U = layer.vector("delta_norm", (U,), nn.initializers.ones)
+  y = out_BTZU * jax.lax.rsqrt(
+    jnp.mean(out_BTZU * out_BTZU, axis=-1, keepdims=True) + c.norm_eps
+  )
+  y = (y.astype(c.dtype) * scale_U).astype(jnp.float32)
+  y *= nn.silu(gate_BTZU.astype(jnp.float32))
+  out_BTZU = layer.partitioner.shard(y.astype(c.dtype), "BTZ.")
+  return layer.dense(out_BTZU, "delta_out", (Z, U, D)), state
 
 
 def _decay_init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -6,26 +6,27 @@ segments, or a cache. Training may scan over stacked layers; decoding runs them 
 
 Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv 2407.21783),
 Qwen3.5 (transformers `models/qwen3_5`).
+
+budget: one forward pass, of every family, for training and for decoding.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from coa_jax.model import attention
+from coa_jax.model import attention, delta_layer
 from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.delta_layer import DeltaLayer
 from coa_jax.model.kernels.paged import RowPages
-from coa_jax.model.layer import (
-  INPUT,
-  AttentionLayer,
+from coa_jax.model.ops import (
   embed_bf16,
   linear_bf16,
   norm_init,
@@ -33,10 +34,171 @@ from coa_jax.model.layer import (
   rms_norm,
   used,
 )
-from coa_jax.model.rotary import Rotation, rotation
-from coa_jax.model.sharding import ONE_DEVICE, Partitioner
+from coa_jax.model.rotary import Rotation, rotate, rotation
+from coa_jax.model.sharding import ONE_DEVICE, Partitioner, inputs_of
 
-_KINDS = {"attention": AttentionLayer, "delta": DeltaLayer}
+# The layer inputs' name for checkpoint policies.
+_INPUT = "layer_input"
+
+
+class Layer(nn.Module):
+  """One layer: a token mixer, then SwiGLU, each behind RMSNorm and a residual.
+
+  Matrices have an adapter if the parameters hold one (see `lora.py`).
+
+  Attributes:
+    kind: of token mixer, one of `config.KINDS`.
+    layer: its number.
+  """
+
+  cfg: ModelConfig
+  partitioner: Partitioner = ONE_DEVICE
+  decode: bool = False
+  layer: int = 0
+  kind: str = "attention"
+
+  @nn.compact
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    rope: Rotation,
+    segment_BT: jax.Array | None,
+    cache_write: CacheWrite | None,
+    cache: KVCache | None,
+  ) -> tuple[jax.Array, KVCache | None]:
+    """Runs the layer.
+
+    Args:
+      x_BTD: its input.
+      rope: rotary cosines and sines of the tokens' positions.
+      segment_BT: packed rows: the segment of each token.
+      cache_write: with a cache: the places of the call's tokens.
+      cache: of all layers; this one's part is updated.
+
+    Returns:
+      The layer's output, and the cache.
+    """
+    x_BTD = checkpoint_name(x_BTD, _INPUT)
+    mix = {"attention": self._attention, "delta": self._delta}[self.kind]
+    h_BTD = self._normed(x_BTD, "attn_norm")
+    out_BTD, cache = mix(h_BTD, rope, segment_BT, cache_write, cache)
+    x_BTD += self.partitioner.moved(out_BTD, "BT.", "BR.")
+    out_BTD = self._feed_forward(self._normed(x_BTD, "ff_norm"))
+    x_BTD += self.partitioner.moved(out_BTD, "BT.", "BR.")
+    return x_BTD, cache
+
+  def _attention(
+    self,
+    h_BTD: jax.Array,
+    rope: Rotation,
+    segment_BT: jax.Array | None,
+    cache_write: CacheWrite | None,
+    cache: KVCache | None,
+  ) -> tuple[jax.Array, KVCache | None]:
+    """Softmax attention: over the row's segments, or over the cache."""
+    c = self.cfg
+    D, N, K, H = c.width, c.heads, c.kv_heads, c.head_dim
+
+    # --- Queries, keys and values of every head, and the gates of their outputs.
+    if c.attention_gate:
+      both_BTNI = self.dense(h_BTD, "q", (D, N, 2 * H))
+      q_BTNH, gate_BTNH = jnp.split(both_BTNI, 2, axis=-1)
+    else:
+      q_BTNH = self.dense(h_BTD, "q", (D, N, H))
+    k_BTKH = self.dense(h_BTD, "k", (D, K, H))
+    v_BTKH = self.dense(h_BTD, "v", (D, K, H))
+    if c.attention_bias:
+      zeros = nn.initializers.zeros
+      q_BTNH += self.vector("q_bias", (N, H), zeros)
+      k_BTKH += self.vector("k_bias", (K, H), zeros)
+      v_BTKH += self.vector("v_bias", (K, H), zeros)
+    if c.qk_norm:
+      q_BTNH = self._norm(q_BTNH, "q_norm", H)
+      k_BTKH = self._norm(k_BTKH, "k_norm", H)
+    q_BTNH = rotate(q_BTNH, rope)
+    k_BTKH = rotate(k_BTKH, rope)
+    q_BTNH = self.partitioner.shard(q_BTNH, "BTN.")
+    k_BTKH = self.partitioner.shard(k_BTKH, "BTK.")
+    v_BTKH = self.partitioner.shard(v_BTKH, "BTK.")
+
+    # --- Attention.
+    if cache is None:
+      out_BTNH = attention.attend_packed(
+        q_BTNH, k_BTKH, v_BTKH, segment_BT, c.attention, self.partitioner
+      )
+    else:
+      cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.partitioner)
+      out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, self.partitioner)
+    if c.attention_gate:
+      out_BTNH *= jax.nn.sigmoid(gate_BTNH)
+    return self.dense(out_BTNH, "o", (N, H, D)), cache
+
+  def _delta(
+    self,
+    h_BTD: jax.Array,
+    rope: Rotation,
+    segment_BT: jax.Array | None,
+    cache_write: CacheWrite | None,
+    cache: KVCache | None,
+  ) -> tuple[jax.Array, KVCache | None]:
+    """Gated delta rule: over the row's segments, or from the cache's states on.
+
+    Its positions come from its convolution: `rope` is for attention.
+    """
+    if cache is None:
+      return delta_layer.mix(self, h_BTD, segment_BT)
+    state = cache.state(self.layer, cache_write)
+    out_BTD, state = delta_layer.mix(self, h_BTD, None, state, cache_write.valid_BT)
+    cache = cache.with_state(self.layer, *state, cache_write, self.partitioner)
+    return out_BTD, cache
+
+  def _normed(self, x_BTD: jax.Array, name: str) -> jax.Array:
+    """Normalises a residual, for matrices that read all of a token."""
+    h_BTD = self._norm(x_BTD, name, self.cfg.width)
+    return self.partitioner.moved(h_BTD, "BR.", "BT.")
+
+  def _feed_forward(self, h_BTD: jax.Array) -> jax.Array:
+    """SwiGLU (arXiv 2002.05202)."""
+    D, F = self.cfg.width, self.cfg.ff
+    gate_BTF = self.dense(h_BTD, "gate", (D, F))
+    up_BTF = self.dense(h_BTD, "up", (D, F))
+    hidden_BTF = self.partitioner.shard(nn.silu(gate_BTF) * up_BTF, "BTF")
+    return self.dense(hidden_BTF, "down", (F, D))
+
+  def dense(self, x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
+    """Multiplies by the matrix `name` of `shape` (inputs, outputs), and its adapter."""
+    c = self.cfg
+    inputs = inputs_of(name)
+    if self.decode and c.product_dtype:
+      # Decoding parameters in half precision have their outputs first.
+      return linear_bf16(x, self.get_variable("params", name), inputs)
+    # Outputs of unit size from any number of unit-size inputs.
+    init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
+    w = self.param(name, init, shape, c.param_dtype)
+    if not self.decode:
+      w = self.partitioner.gathered(used(c, w), name)
+    y = project(x, w, inputs)
+    if self.has_variable("params", f"{name}_a"):
+      a = self._adapter(f"{name}_a")
+      b = self._adapter(f"{name}_b")
+      y += project(project(x, a, inputs), b)
+    return y
+
+  def _adapter(self, name: str) -> jax.Array:
+    """Returns half of a matrix's adapter, ready for use."""
+    w = self.get_variable("params", name).astype(self.cfg.dtype)
+    return self.partitioner.gathered(w, name)
+
+  def vector(self, name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
+    """Returns a bias or a norm's scale, ready for use."""
+    w = self.param(name, init, shape, self.cfg.param_dtype)
+    if self.decode:
+      return w.astype(self.cfg.dtype)
+    return used(self.cfg, w)
+
+  def _norm(self, x: jax.Array, name: str, size: int) -> jax.Array:
+    scale = self.vector(name, (size,), norm_init(self.cfg))
+    return rms_norm(self.cfg, x, scale)
 
 
 class Period(nn.Module):
@@ -57,31 +219,30 @@ class Period(nn.Module):
   ) -> tuple[jax.Array, KVCache | None]:
     """Runs its layers; see `Layer`."""
     for i, kind in enumerate(self.cfg.layer_kinds):
-      block = _block(self.cfg, kind)(
-        self.cfg, self.partitioner, self.decode, i, name=f"block_{i}"
+      block = _layer(self.cfg)(
+        self.cfg, self.partitioner, self.decode, i, kind, name=f"block_{i}"
       )
       x_BTD, cache = block(x_BTD, rope, segment_BT, cache_write, cache)
     return x_BTD, cache
 
 
 @functools.lru_cache(maxsize=16)
-def _block(cfg: ModelConfig, kind: str) -> type[nn.Module]:
-  """Returns a kind of layer, with the part recomputed by the backward pass."""
-  block = _KINDS[kind]
+def _layer(cfg: ModelConfig) -> type[nn.Module]:
+  """Returns `Layer`, with the part recomputed by the backward pass."""
   if cfg.remat == "none":
-    return block
+    return Layer
   policies = {
     "full": None,
     "attention": jax.checkpoint_policies.save_only_these_names(attention.OUT),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
       names_which_can_be_saved=[],
-      names_which_can_be_offloaded=[INPUT, attention.OUT],
+      names_which_can_be_offloaded=[_INPUT, attention.OUT],
       offload_src="device",
       offload_dst="pinned_host",
     ),
   }
-  return nn.remat(block, prevent_cse=not cfg.scan, policy=policies[cfg.remat])
+  return nn.remat(Layer, prevent_cse=not cfg.scan, policy=policies[cfg.remat])
 
 
 class Transformer(nn.Module):
@@ -113,7 +274,7 @@ class Transformer(nn.Module):
     if c.scan:
       one_kind = len(c.layer_kinds) == 1
       self.stack = nn.scan(
-        _block(c, c.layer_kinds[0]) if one_kind else Period,
+        _layer(c) if one_kind else Period,
         variable_axes={"params": 0},
         split_rngs={"params": True},
         in_axes=nn.broadcast,
@@ -122,8 +283,8 @@ class Transformer(nn.Module):
     else:
       blocks = []
       for i, kind in enumerate(c.kinds):
-        block = _block(c, kind)
-        blocks.append(block(c, self.partitioner, self.decode, i, name=f"layer_{i}"))
+        block = _layer(c)(c, self.partitioner, self.decode, i, kind, name=f"layer_{i}")
+        blocks.append(block)
       self.blocks = blocks
 
   def __call__(
