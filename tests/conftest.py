@@ -7,6 +7,9 @@ import shutil
 
 # Subprocesses of tests inherit all of this. Programs are compiled once per machine.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Torch's idle threads would spin on the cores that the other worker's tests need: under
+# `-n 2` on two cores its small models ran four times slower with two threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR",
