@@ -116,7 +116,6 @@ ENDS = {
     ("decode", 1, KILL),
     ("tool", 2, KILL),
     ("micro-batch", 2, KILL),
-    ("update", 3, KILL),
     ("save", 1, KILL),
     ("seal", 1, KILL),
     ("decode", 40, TERM),
@@ -231,7 +230,7 @@ def test_ended_anywhere_and_run_again_is_uninterrupted(configs, case, tmp_path):
     kept, left = unanswered(broken)
     assert kept == expected > 10 and not none
     # These died while tools may have been at work, the first certainly.
-    in_tool, in_background = rows[1]["pid"], rows[5]["pid"]
+    in_tool, in_background = rows[1]["pid"], rows[4]["pid"]
     assert in_tool in left and set(left) <= {in_tool, in_background}
   # Once more: nothing is left to do, and nothing changes.
   run = importlib.import_module(f"coa_jax.{journey}").run

@@ -71,7 +71,7 @@ _MIXED = "context2_fsdp2_tensor2"
 # case: (changed fields, adapters, meshes); the others must equal the first mesh.
 CASES = {
   "some": {
-    "plain": ({}, None, ("one", "fsdp8", "tensor2_fsdp4", _MIXED)),
+    "plain": ({}, None, ("one", "fsdp8", _MIXED)),
     "scan": (SCAN, None, ("one", _MIXED)),
   },
   "more": {
@@ -81,7 +81,7 @@ CASES = {
       ("one", "data8", "context4_data2", "whole_kv_heads", "fsdp8_gathered_twice"),
     ),
     "lora": (SCAN, ADAPTERS, ("one", "tensor2_fsdp4")),
-    "hybrid": (SCAN | HYBRID, None, ("one", "data8", "tensor2_fsdp4")),
+    "hybrid": (SCAN | HYBRID, None, ("one", "tensor2_fsdp4")),
   },
   "two processes": {"plain": ({}, None, ("one", _MIXED))},
 }
