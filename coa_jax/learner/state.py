@@ -187,19 +187,23 @@ def _step(
       return tree
     return jax.lax.with_sharding_constraint(tree, partitioner.tree(tree))
 
-  def sums(m: jax.Array | int) -> Any:
-    batch = jax.tree.map(lambda x: x[m], batch_MBT)
+  @functools.partial(jax.jit, inline=True)  # traced once for its shapes and the loop
+  def sums(params: Any, frozen: Any, batch: Batch) -> Any:
     gradient = jax.value_and_grad(loss, has_aux=True)
-    (value, parts), grads = gradient(state.params, frozen, batch)
+    (value, parts), grads = gradient(params, frozen, batch)
     return place(grads), {"loss": value, **parts}
+
+  def sums_of(m: jax.Array | int) -> Any:
+    batch = jax.tree.map(lambda x: x[m], batch_MBT)
+    return sums(state.params, frozen, batch)
 
   # --- Sums of loss and gradient over the micro-batches; the empty ones are not read.
   if batch_MBT.tokens_BT.shape[0] == 1:
-    total = sums(0)
+    total = sums_of(0)
   else:
-    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums, 0))
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums_of, 0))
     total = jax.lax.fori_loop(
-      0, count, lambda m, total: jax.tree.map(jnp.add, total, sums(m)), nothing
+      0, count, lambda m, total: jax.tree.map(jnp.add, total, sums_of(m)), nothing
     )
 
   # --- Means, and the update.
