@@ -17,7 +17,8 @@ measurement ends when the last trajectory gets a slot. Contestants are
   dense   rows of 32k tokens that fill the memory, each read up to the longest
           trajectory, rounded up to a power of two
 
-so their ratio compares floors, not measured times.
+so their ratio compares floors, not measured times. A hybrid has as many slots as its
+states and MEAN tokens of each fit, and a step reads and writes its slots' states.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from coa_jax.cli.launch import run_program
 from coa_jax.model import cache as caching
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.flops import products
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.model.variants import variant
 from coa_jax.protocol.grammar.automaton import Automaton
 from coa_jax.protocol.trajectory import read_trajectories
@@ -69,10 +71,12 @@ class Replica:
   held: float
 
 
-# held: AdamW's float32 state over 16 chips, v5p:2x2x4 and v6e:4x4.
+# held: AdamW's float32 state over 16 chips, v5p:2x2x4 and v6e:4x4; 16 bytes for each of
+# the model's parameters, in billions.
 CASES = {
   "qwen2.5-7b v5p": Replica("qwen2.5-7b", "v5p", 4, 16 * 7.6 / 16),
   "qwen3-8b v6e": Replica("qwen3-8b", "v6e", 4, 16 * 8.2 / 16),
+  "qwen3.5-9b v6e": Replica("qwen3.5-9b", "v6e", 4, 16 * 9.0 / 16),
 }
 
 
@@ -143,6 +147,9 @@ class Device:
     self.dense = dense
     self.parameters = sum(products(model)) / case.chips
     self.token = caching.row_bytes(model, 1) / case.chips
+    rows = caching.state_rows(model, 4)  # with the snapshots of four slots
+    self.state = caching.state_bytes(model, 4, ONE_DEVICE) / max(1, rows) / case.chips
+    self.slot_states = self.state * rows / 4
     self.tokens = 0
     self.live: list[tuple[float, int]] = []
 
@@ -164,7 +171,9 @@ class Device:
       blocks = -(-int(length_B.max()) // caching.PAGE_SIZE)
       read = B * caching.PAGE_SIZE * 2 ** int(np.ceil(np.log2(blocks)))
     moved = 2 * self.parameters + self.token * read
-    flops = 2 * self.parameters * int(state.active_B.sum())
+    active = int(state.active_B.sum())
+    moved += 2 * self.state * active
+    flops = 2 * self.parameters * active
     step = max(moved / self.chip.hbm_rate, flops / self.chip.flops)
     seconds = int(count_B.max()) * step
     self.live.append((seconds, int(held_B.sum())))
@@ -197,6 +206,10 @@ class NoCache:
     """`KVCache.copy`."""
     return self
 
+  def copy_states(self, from_X, to_X, partitioner=None) -> NoCache:
+    """`KVCache.copy_states`."""
+    return self
+
   def to_host(self, pages: Sequence[int]) -> list:
     """`KVCache.to_host`."""
     return []
@@ -219,9 +232,13 @@ def simulate(
   device = Device(model, case, clock, dense)
   room = 0.95 * device.chip.hbm - 1e9 * case.held - 2 * device.parameters
   room -= 2**30  # logits and temporaries
+  slots = min(1024, len(lengths) // 2)
+  if dense:
+    slots = int(room / (device.slot_states + LONGEST * device.token))
+  elif device.state:
+    slots = min(slots, int(room / (device.slot_states + MEAN * device.token)))
+  room -= slots * device.slot_states
   pages = int(room / (caching.PAGE_SIZE * device.token))
-  blocks = caching.num_blocks(LONGEST, LONGEST)
-  slots = pages // blocks if dense else min(1024, len(lengths) // 2)
   config = RolloutConfig(slots=slots, window=WINDOW, max_len=LONGEST)
 
   # --- Rounds until no free slot is refilled.

@@ -126,6 +126,16 @@ def test_pages_hold_more_trajectories_at_once():
   assert paged["rate"] > dense["rate"] and paged["busy"] < dense["busy"] <= 100
 
 
+def test_a_hybrids_rows_of_32k_need_a_quarter_of_the_memory():
+  """States are of constant size, and keys in a quarter of the layers."""
+  lengths = [2_000] * 120
+  live = []
+  for name in ("qwen3-8b v6e", "qwen3.5-9b v6e"):
+    row = pages.simulate(pages.CASES[name], True, lengths, np.array([1.0]))
+    live.append(round(row["live"]))
+  assert live[0] == 14 and live[1] >= 4 * 14
+
+
 # --- The programs of a run.
 
 
