@@ -12,7 +12,6 @@ for a call twice. The endpoint's key, if it requires one, is read from COA_API_K
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -201,21 +200,14 @@ def _in_parallel(
   """Returns `work`'s results for all items, in their order."""
   items = list(items)
   out: list[SynthesisResult] = []
-  pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=stage)
-  try:
-    with Metrics(workdir, stage, len(items), unit="document") as metrics:
-      for done, some in enumerate(pool.map(work, items), 1):
-        out += some
-        num_tasks = sum(m.task is not None for m in out)
-        # A hundred lines for any number of documents, and the last.
-        if done % max(1, len(items) // 100) == 0 or done == len(items):
-          figure = f"{num_tasks} tasks  {journal.spent()}"
-          metrics.log(done, {"tasks": num_tasks, **journal.values()}, figure)
-  except BaseException:
-    journal.stop()  # other threads would continue to ask and pay
-    raise
-  finally:
-    pool.shutdown(cancel_futures=True)
+  with Metrics(workdir, stage, len(items), unit="document") as metrics:
+    for done, some in enumerate(journal.in_order(work, items, workers), 1):
+      out += some
+      num_tasks = sum(m.task is not None for m in out)
+      # A hundred lines for any number of documents, and the last.
+      if done % max(1, len(items) // 100) == 0 or done == len(items):
+        figure = f"{num_tasks} tasks  {journal.spent()}"
+        metrics.log(done, {"tasks": num_tasks, **journal.values()}, figure)
   return out
 
 
