@@ -47,8 +47,7 @@ def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
   [
     ("critic", (2,)),
     pytest.param("critic", (4,), marks=SOAK),
-    pytest.param("grpo", (4,), marks=SLOW),
-    pytest.param("grpo", (2,), marks=SOAK),
+    *(pytest.param("grpo", (count,), marks=SOAK) for count in (2, 4)),
     pytest.param("whitened", (4,), marks=SLOW),
     pytest.param("whitened", (2,), marks=SOAK),
   ],
