@@ -82,7 +82,7 @@ def uninterrupted(configs, tmp_path_factory):
 @pytest.mark.parametrize(
   ("scheme", "journey", "ends"),
   [
-    pytest.param("gs", "sft", ENDS["sft"], marks=pytest.mark.slow),
+    pytest.param("gs", "sft", ENDS["sft"], marks=pytest.mark.soak),
     pytest.param("gs", "rl", ENDS["rl"], marks=pytest.mark.slow),
     pytest.param("s3", "sft", SHORT, marks=pytest.mark.slow),
     pytest.param("s3", "sft", ENDS["sft"], marks=pytest.mark.soak),

@@ -252,8 +252,13 @@ def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
   assert weights[0] == weights[1] == weights[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+  "apart",
+  [
+    pytest.param(False, marks=pytest.mark.soak),
+    pytest.param(True, marks=pytest.mark.slow),
+  ],
+)
 def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path, apart: bool):
   """Each plays every second group; both learn all of them, in the stream's order.
 

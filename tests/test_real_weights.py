@@ -252,7 +252,9 @@ def test_the_learner_has_the_samplers_log_probs(played):
   assert diff.max() <= 1e-4
 
 
-@pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  "decoded", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)]
+)
 def test_half_precision_costs_agreement(folder, tok, monkeypatch, decoded: str):
   if decoded == "bfloat16":  # as devices other than CPUs
 

@@ -82,9 +82,9 @@ def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
     pytest.param("rl_gsm8k", marks=pytest.mark.slow),
     pytest.param("rl_smollm2", marks=pytest.mark.slow),
     pytest.param("rl_afm:web:32b", marks=pytest.mark.slow),
-    pytest.param("rl_afm:mhqa", marks=pytest.mark.slow),
+    pytest.param("rl_afm:mhqa", marks=pytest.mark.soak),
     pytest.param("rl_afm:code:1.5b", marks=pytest.mark.slow),
-    pytest.param("rl_afm:math", marks=pytest.mark.slow),
+    pytest.param("rl_afm:math", marks=pytest.mark.soak),
   ],
 )
 def test_rl_makes_its_two_updates(home, tmp_path, recipe):
@@ -129,8 +129,8 @@ def test_a_judge_of_ones_own_is_asked(home, tmp_path):
   [
     "evaluate_afm:math",
     pytest.param("evaluate_afm:web:32b", marks=pytest.mark.slow),
-    pytest.param("evaluate_afm:mhqa:1.5b", marks=pytest.mark.slow),
-    pytest.param("evaluate_afm:code", marks=pytest.mark.slow),
+    pytest.param("evaluate_afm:mhqa:1.5b", marks=pytest.mark.soak),
+    pytest.param("evaluate_afm:code", marks=pytest.mark.soak),
   ],
 )
 def test_benchmarks_are_scored_by_source(home, tmp_path, recipe):

@@ -208,7 +208,7 @@ def unanswered(workdir: str) -> tuple[int, dict[int, int]]:
 
 
 @pytest.mark.parametrize(
-  "case", [pytest.param("sft", marks=pytest.mark.slow), "rl", "ppo"]
+  "case", [pytest.param("sft", marks=pytest.mark.soak), "rl", "ppo"]
 )
 def test_ended_anywhere_and_run_again_is_uninterrupted(configs, case, tmp_path):
   config = configs[case]

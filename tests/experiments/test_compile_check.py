@@ -186,9 +186,11 @@ def sent_for_a_matrix(slice_name: str, mesh: MeshConfig) -> dict[str, float]:
   return sent
 
 
-@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("context", [1, 4])
+@pytest.mark.parametrize(
+  "context",
+  [pytest.param(1, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_a_cube_of_chips_gathers_matrices_and_scatters_their_gradients(context: int):
   """Asked for it over all chips at once, libtpu 0.0.42 adds up whole matrices."""
   sent = sent_for_a_matrix("v5p:4x4x4", MeshConfig(context=context))

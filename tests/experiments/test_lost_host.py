@@ -58,7 +58,7 @@ def losses(workdir: pathlib.Path, journey: str) -> list[tuple[int, float]]:
     ),
     pytest.param("rl", 2, [(2, 0, signal.SIGKILL), (5, 1, signal.SIGSTOP)], marks=SLOW),
     pytest.param(
-      "sft", 4, [(2, 2, signal.SIGKILL), (5, 3, signal.SIGSTOP)], marks=SLOW
+      "sft", 4, [(2, 2, signal.SIGKILL), (5, 3, signal.SIGSTOP)], marks=SOAK
     ),
     pytest.param("rl", 4, [(2, 3, signal.SIGKILL), (5, 1, signal.SIGSTOP)], marks=SOAK),
   ],

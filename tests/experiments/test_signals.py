@@ -116,7 +116,7 @@ def test_a_signal_to_one_process_ends_the_rollouts_of_both(tmp_path):
 @pytest.mark.parametrize(
   ("journey", "signalled"),
   [
-    pytest.param("sft", 1, marks=pytest.mark.slow),
+    pytest.param("sft", 1, marks=pytest.mark.soak),
     pytest.param("rl", 0, marks=pytest.mark.soak),
   ],
 )

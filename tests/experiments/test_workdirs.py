@@ -78,7 +78,7 @@ def full(tmp_path) -> Iterator[pathlib.Path]:
     ("distill", 150),
     ("sft", 300),
     pytest.param("rl", 300, marks=pytest.mark.slow),
-    pytest.param("evaluate", 40, marks=pytest.mark.slow),
+    pytest.param("evaluate", 40, marks=pytest.mark.soak),
   ],
 )
 def test_a_full_disk_is_one_line_and_loses_nothing(configs, full, journey, kilobytes):

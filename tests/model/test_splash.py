@@ -39,9 +39,14 @@ def test_splash_is_the_same_attention(T: int, H: int, monkeypatch):
   )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fused", [0, 16])
-@pytest.mark.parametrize(("T", "H"), [(256, 64), (512, 128)])
+@pytest.mark.parametrize(
+  ("T", "H"),
+  [
+    pytest.param(256, 64, marks=pytest.mark.slow),
+    pytest.param(512, 128, marks=pytest.mark.soak),
+  ],
+)
 def test_splash_has_the_same_gradients(T: int, H: int, fused: int, monkeypatch):
   monkeypatch.setattr(splash, "_BLOCK", 128)
   monkeypatch.setattr(splash, "_FUSED_UP_TO", fused)
