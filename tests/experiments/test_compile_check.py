@@ -200,7 +200,7 @@ def test_a_cube_of_chips_gathers_matrices_and_scatters_their_gradients(context: 
   assert sent["all-reduce"] < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @needs_compiler
 def test_hosts_of_v5e_share_copies_of_the_state():
   """It does not compile where the first host's chips are in another order."""

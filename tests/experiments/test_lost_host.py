@@ -54,9 +54,9 @@ def losses(workdir: pathlib.Path, journey: str) -> list[tuple[int, float]]:
   ("journey", "count", "lost"),
   [
     pytest.param(
-      "sft", 2, [(2, 1, signal.SIGKILL), (5, 0, signal.SIGSTOP)], marks=SOAK
+      "sft", 2, [(2, 1, signal.SIGKILL), (5, 0, signal.SIGSTOP)], marks=SLOW
     ),
-    pytest.param("rl", 2, [(2, 0, signal.SIGKILL), (5, 1, signal.SIGSTOP)], marks=SLOW),
+    pytest.param("rl", 2, [(2, 0, signal.SIGKILL), (5, 1, signal.SIGSTOP)], marks=SOAK),
     pytest.param(
       "sft", 4, [(2, 2, signal.SIGKILL), (5, 3, signal.SIGSTOP)], marks=SOAK
     ),
