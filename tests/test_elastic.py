@@ -90,8 +90,8 @@ def test_what_lies_after_the_checkpoint_is_void(tmp_path):
 @pytest.mark.parametrize(
   "journey",
   [
-    pytest.param("sft", marks=pytest.mark.soak),
-    pytest.param("rl", marks=pytest.mark.slow),
+    pytest.param("sft", marks=pytest.mark.slow),
+    pytest.param("rl", marks=pytest.mark.soak),
   ],
 )
 def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):

@@ -175,7 +175,7 @@ def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
   assert tokens[0] == tokens[1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
   """Each plays its own task over one server, which is given the weights once."""
   toy.save_policy(str(tmp_path / "model"), toy.params())
@@ -252,13 +252,8 @@ def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
   assert weights[0] == weights[1] == weights[2]
 
 
-@pytest.mark.parametrize(
-  "apart",
-  [
-    pytest.param(False, marks=pytest.mark.soak),
-    pytest.param(True, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("apart", [False, True])
 def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path, apart: bool):
   """Each plays every second group; both learn all of them, in the stream's order.
 

@@ -75,14 +75,11 @@ CASES = {
     "scan": (SCAN, None, ("one", _MIXED)),
   },
   "more": {
-    "plain": (
-      {},
-      None,
-      ("one", "data8", "context4_data2", "whole_kv_heads", "fsdp8_gathered_twice"),
-    ),
+    "plain": ({}, None, ("one", "whole_kv_heads", "fsdp8_gathered_twice")),
     "lora": (SCAN, ADAPTERS, ("one", "tensor2_fsdp4")),
     "hybrid": (SCAN | HYBRID, None, ("one", "tensor2_fsdp4")),
   },
+  "soak": {"plain": ({}, None, ("one", "data8", "context4_data2"))},
   "two processes": {"plain": ({}, None, ("one", _MIXED))},
 }
 

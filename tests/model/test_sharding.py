@@ -54,12 +54,21 @@ def figures(both) -> dict:
   return both[0]
 
 
+def measured(tmp_path_factory, cases: str) -> dict:
+  """Those of other cases, in one process."""
+  out = tmp_path_factory.mktemp("mesh") / "out.json"
+  outputs([SCRIPT, out, cases])
+  return json.loads(out.read_text())
+
+
 @pytest.fixture(scope="module")
 def more(tmp_path_factory) -> dict:
-  """Those of further cases."""
-  out = tmp_path_factory.mktemp("mesh") / "more.json"
-  outputs([SCRIPT, out, "more"])
-  return json.loads(out.read_text())
+  return measured(tmp_path_factory, "more")
+
+
+@pytest.fixture(scope="module")
+def soaked(tmp_path_factory) -> dict:
+  return measured(tmp_path_factory, "soak")
 
 
 def assert_equal(case: dict) -> None:
@@ -75,14 +84,18 @@ def test_sharded_is_one_device(figures: dict, mesh: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "mesh", ["data8", "context4_data2", "whole_kv_heads", "fsdp8_gathered_twice"]
-)
+@pytest.mark.parametrize("mesh", ["whole_kv_heads", "fsdp8_gathered_twice"])
 def test_sharded_otherwise_is_one_device(more: dict, mesh: str):
   assert_equal(more[f"plain/{mesh}"])
   if mesh == "whole_kv_heads":
     assert more[f"plain/{mesh}"]["parts"]["layer_0/k"][1] == 2
     assert more[f"plain/{mesh}"]["parts"]["layer_0/q"][1] == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", ["data8", "context4_data2"])
+def test_a_soak_of_meshes_is_one_device(soaked: dict, mesh: str):
+  assert_equal(soaked[f"plain/{mesh}"])
 
 
 def test_sharded_is_one_device_scanned_chunked_and_recomputed(figures: dict):
