@@ -31,8 +31,10 @@ from coa_jax.learner import advantages
 from coa_jax.learner.algorithms import GuardConfig
 from coa_jax.learner.checkpoint import Checkpoints
 from coa_jax.learner.state import TrainState
+from coa_jax.learner.teachers import Teachers, load_teachers, make_hinted
 from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.model import flops
+from coa_jax.model.distribution import TokenMask
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import (
@@ -63,9 +65,9 @@ from coa_jax.rewards.grader import Grader
 from coa_jax.rewards.shaping import ShapingConfig, correctness
 from coa_jax.rollout import figures
 from coa_jax.rollout.collect import RolloutCollector
-from coa_jax.rollout.device_loop import on_device
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Group, RolloutBatch
+from coa_jax.rollout.vllm.teacher import ServerTeacher
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.runtime import processes
 from coa_jax.runtime.config import read_config
@@ -308,10 +310,13 @@ def _open(
 
   # --- The model, and the learner.
   _, params = load_model(settings.init, settings.model, plan.learner)
-  learner = plan.make_update(worker.constraint, on_device(worker.constraint))
+  teachers = _load_teachers(plan, worker)
+  learner = plan.make_update(
+    worker.constraint, TokenMask.of(worker.constraint), teachers
+  )
   state, frozen = learner.init(params, seed)
   del params  # their memory is needed
-  if line := plan.budget_line((state, frozen)):
+  if line := plan.budget_line((state, frozen, teachers and teachers.params)):
     say(line)
 
   # --- Resources, in the order in which they are opened.
@@ -367,6 +372,27 @@ def _open(
       )
 
 
+def _load_teachers(plan: RLPlan, worker: RolloutWorker) -> Teachers | None:
+  settings = plan.settings
+  if settings.teacher is None:
+    return None
+  length = settings.algo.batch.length
+  dialect = worker.episode_config
+  return load_teachers(
+    settings.teacher,
+    plan.cfg,
+    settings.model,
+    settings.algo.batch,
+    plan.learner,
+    settings.algo.sampling.temperature,
+    worker.constraint,
+    make_hinted(
+      settings.teacher.hint, worker.tokenizer, dialect.variant, dialect.style, length
+    ),
+    lambda url: ServerTeacher(url, length, plan.cfg.vocab_size),
+  )
+
+
 def _extension_fault(settings: RLConfig) -> str:
   """Explains why a run with more steps differs from the start; "" if it does not."""
   sampling = settings.algo.sampling
@@ -380,11 +406,15 @@ def _extension_fault(settings: RLConfig) -> str:
 
 def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
   """Returns the run's inputs, for `prepare_workdir`."""
+  teachers = {}
+  for folder in settings.teacher.folders if settings.teacher else ():
+    teachers[f"teacher {folder}"] = hash_files(folder, samples=16)
   return {
     "tasks": hash_json(map(Task.to_json, tasks)),
     "tools.corpus": hash_files(settings.tools.corpus),
     "dev.corpus": hash_files(settings.dev.corpus),
     "init": hash_files(settings.init, samples=16),
+    **teachers,
   }
 
 

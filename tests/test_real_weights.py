@@ -25,7 +25,7 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import decode_params, lora
 from coa_jax.model.config import LoadConfig, ModelConfig
-from coa_jax.model.distribution import Truncation
+from coa_jax.model.distribution import TokenMask, Truncation
 from coa_jax.model.hf.folder import save_run
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.model.sharding import ONE_DEVICE
@@ -34,7 +34,6 @@ from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.parser import ParseVerdict, parse
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.rollout.device_loop import on_device
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 
@@ -202,7 +201,7 @@ def play(folder, tok, length: int, **load) -> Played:
     groups = worker.generate_groups(params, tasks, tools, 2, 1.0, seed=3)
   played = [t for group in groups for t in group]
   scored = batching.batches(played, 2, length, [1.0] * 6, worker.constraint)
-  constraint = on_device(worker.constraint)
+  constraint = TokenMask.of(worker.constraint)
 
   @jax.jit
   def score(params, batch):

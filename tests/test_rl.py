@@ -36,6 +36,7 @@ from coa_jax.rollout import figures
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig
+from coa_jax.runtime.config import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,40 @@ def test_reward_rises_from_a_guess_to_certainty(trained):
   assert {"seconds_dev", "seconds_decode", "seconds_learn"} <= set(results)
   names = {name for row in log for name in row} - {"stage", "step", "seconds"}
   assert not [name for name in names if not metric_names.find(name)]
+
+
+def test_a_teacher_alone_teaches_what_it_learnt(config, trained, tmp_path):
+  """On-policy distillation: no reward counts, and the teacher knows what is right."""
+  workdir, _ = trained
+  taught = config.copy_and_resolve_references()
+  taught.teacher = dict(init=f"{workdir}/model", task=0.0)
+  taught.algo.sampling.filter_groups = False
+  taught.algo.steps = 12
+  rl.run(taught, str(tmp_path / "w"))
+  log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
+  kl = [row["teacher_kl"] for row in log]
+  assert all(row["teacher_share"] == 1 for row in log)
+  assert kl[-1] < 0.2 * kl[0]
+  assert log[0]["reward"] < 0.75 < 0.9 < log[-1]["reward"]
+
+
+def test_teachers_that_do_not_fit_are_refused(config, stock, tmp_path):
+  taught = config.copy_and_resolve_references()
+  taught.teacher = dict(init=taught.init)
+  with pytest.raises(ConfigError, match="filter_groups=True leaves out groups with"):
+    rl.run(taught, str(tmp_path / "w"))
+  taught.algo.sampling.filter_groups = False
+  taught.teacher.init = "http://127.0.0.1:1"
+  taught.rollout.constrain = True
+  with pytest.raises(ConfigError, match="reports log-probs at temperature 1"):
+    rl.run(taught, str(tmp_path / "w"))
+  other = tmp_path / "other"
+  toy.save_policy(str(other), toy.params(layers=1), toy.ONE_LAYER)
+  stock.save(other)
+  taught.teacher.init = str(other)
+  with pytest.raises(ValueError, match="it must have the tokenizer of"):
+    rl.run(taught, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
 
 
 # The furthest from the default: a filter, and a critic.

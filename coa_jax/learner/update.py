@@ -23,6 +23,7 @@ from coa_jax.learner.algorithms import BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig, make_optimizer, side_by_side
 from coa_jax.learner.state import Learner, TrainState
+from coa_jax.learner.teachers import Teachers
 from coa_jax.model import lora
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask, Truncation
@@ -55,6 +56,7 @@ class PolicyUpdate:
     max_logp_diff: float = 0.1,
     constraint: Constraint | None = None,
     allowed: TokenMask | None = None,
+    teachers: Teachers | None = None,
   ):
     """Builds the optimizer, and compiles nothing yet.
 
@@ -75,6 +77,7 @@ class PolicyUpdate:
       max_logp_diff: nats; see `GuardConfig`.
       constraint: the grammar of the rollouts.
       allowed: the same on the device.
+      teachers: score the policy's tokens; None for none.
     """
     self._cfg = cfg
     self._loss = loss
@@ -86,6 +89,7 @@ class PolicyUpdate:
     self._truncation = truncation
     self._constraint = constraint
     self._allowed = allowed
+    self._teachers = teachers
 
     # --- One optimizer for each network, side by side. The schedule counts updates; a
     # step makes several.
@@ -169,7 +173,7 @@ class PolicyUpdate:
     if not parts:
       return state.replace(step=step), {}
     packed = [self._pack(part) for part in parts]
-    self._prepare(state, frozen, parts, packed)
+    figures = self._prepare(state, frozen, parts, packed)
 
     # --- The updates.
     log = []
@@ -185,7 +189,7 @@ class PolicyUpdate:
     # After the first update the learner is no longer the sampler.
     for name in ("logp_diff", "logp_diff_share"):
       values[name] = log[0][name]
-    return state.replace(step=step), values
+    return state.replace(step=step), values | figures
 
   @property
   def micro_batches(self) -> int:
@@ -222,8 +226,12 @@ class PolicyUpdate:
     frozen: Any,
     parts: Sequence[Sequence[Group]],
     packed: Sequence[Packed],
-  ) -> None:
-    """Fills in the batches' old networks' scores, advantages, loss weights."""
+  ) -> dict[str, float]:
+    """Fills in the batches' old networks' scores, advantages, loss weights.
+
+    Returns:
+      The teachers' metrics; empty without teachers.
+    """
     config = self._loss
 
     # --- The networks' scores before the step's first update.
@@ -254,6 +262,14 @@ class PolicyUpdate:
     advantage, returns = policy_loss.token_advantages(
       config, rewards_of(groups), counts, kl, value, advantages.Share(own, len(counts))
     )
+    figures: dict[str, float] = {}
+    if self._teachers:
+      trajectories = [t for group in groups for t in _graded(group)]
+      policy = self.policy(state, frozen) if self._teachers.is_policy else None
+      terms, figures = self._teachers.terms(trajectories, policy)
+      advantage = [
+        self._teachers.task * a + terms[i] for i, a in zip(own, advantage, strict=True)
+      ]
 
     # --- Each update's part of them.
     begin = 0
@@ -265,6 +281,7 @@ class PolicyUpdate:
       if returns is not None:
         p.write("return_BT", returns[begin:end])
       begin = end
+    return figures
 
   def _read_networks(self, state: TrainState, frozen: Any, packed: Packed) -> None:
     """Fills in the networks' scores before the step's first update, if used."""

@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.runtime.fields import bounded, check_fields
 
 # In place of minus infinity: a probability of 0, whose product with its log is 0.
@@ -56,6 +57,13 @@ class TokenMask:
 
   class_V: jax.Array
   next_SC: jax.Array
+
+  @classmethod
+  def of(cls, constraint: Constraint | None) -> TokenMask | None:
+    """Puts a grammar on the default device; None for none."""
+    if constraint is None:
+      return None
+    return cls(*jax.device_put((constraint.class_V, constraint.next_SC)))
 
   def allowed(self, state: jax.Array) -> jax.Array:
     """Masks [..., V] the tokens allowed by a state [...]; state -1 allows all."""

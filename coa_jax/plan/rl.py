@@ -20,6 +20,7 @@ from coa_jax.learner.algorithms import (
 )
 from coa_jax.learner.checkpoint import CheckpointConfig
 from coa_jax.learner.optim import OptimConfig
+from coa_jax.learner.teachers import TeacherConfig, Teachers, check_folder, is_address
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model import attention, decode_params, lora, memory
 from coa_jax.model.config import LoadConfig, ModelConfig
@@ -135,6 +136,7 @@ class RLConfig:
     mesh: use of the devices.
     optim: the optimizer.
     rollout: options of playing a trajectory.
+    teacher: models that score the policy's tokens; None for none.
     vllm: the sampling server; None for our own sampler.
     tools: the policy's tools.
     reward: the reward of an answer.
@@ -152,6 +154,7 @@ class RLConfig:
   mesh: MeshConfig = section(MeshConfig)
   optim: OptimConfig = section(OptimConfig)
   rollout: RolloutConfig = section(RolloutConfig)
+  teacher: TeacherConfig | None = None
   vllm: VllmConfig | None = None
   tools: ToolsConfig = section(ToolsConfig)
   reward: RewardConfig = section(RewardConfig)
@@ -173,6 +176,8 @@ class RLConfig:
         f"mesh.rollout={self.mesh.rollout} gives devices to our own sampler, and with "
         "section vllm the server samples: take 0"
       )
+    if self.teacher:
+      self._check_teacher(self.teacher)
     # Rollouts then run beside the learner: on the same devices, their programs could
     # deadlock if both communicate between devices.
     tensor = self.rollout.tensor or self.mesh.tensor
@@ -183,6 +188,21 @@ class RLConfig:
           f"replicas of {tensor} devices (rollout.tensor; mesh.tensor where that is 0) "
           "unless mesh.rollout gives them devices of their own",
         )
+      )
+
+  def _check_teacher(self, teacher: TeacherConfig) -> None:
+    sampling = self.algo.sampling
+    if sampling.filter_groups:
+      raise ValueError(
+        "algo.sampling.filter_groups=True leaves out groups with equal rewards, which "
+        "a teacher scores like others; with section teacher take False"
+      )
+    servers = [name for name in teacher.sources if is_address(name)]
+    if servers and (self.rollout.constrain or sampling.temperature != 1):
+      raise ValueError(
+        f"teacher {servers[0]!r} reports log-probs at temperature 1 and without our "
+        "grammar: take algo.sampling.temperature=1 and rollout.constrain=False, or a "
+        "model folder as teacher"
       )
 
 
@@ -205,7 +225,10 @@ class RLPlan:
   rollouts: Partitioner
 
   def make_update(
-    self, constraint: Constraint | None = None, allowed: TokenMask | None = None
+    self,
+    constraint: Constraint | None = None,
+    allowed: TokenMask | None = None,
+    teachers: Teachers | None = None,
   ) -> PolicyUpdate:
     """Builds the learner; `constraint` is the grammar, `allowed` its device tables."""
     settings = self.settings
@@ -225,6 +248,7 @@ class RLPlan:
       max_logp_diff=algo.guards.max_logp_diff,
       constraint=constraint,
       allowed=allowed,
+      teachers=teachers,
     )
 
   def cache_budget(self, state: Any, total: int) -> memory.CacheBudget:
@@ -306,6 +330,11 @@ def plan_rl(
   if settings.vllm is None:
     for replica in rollouts.decoding(tensor).replicas():
       replica.check(decoder.axes)
+
+  # --- The teachers, which must read the policy's ids.
+  if settings.teacher:
+    for folder in settings.teacher.folders:
+      check_folder(folder, settings.init, settings.model, learner, batch.length)
 
   # --- Settings that would need processes to wait for each other.
   if sampling.staleness and learner.num_processes > 1:

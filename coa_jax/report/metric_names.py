@@ -77,6 +77,8 @@ METRICS: tuple[MetricName, ...] = (
     ("clipped", "share of tokens that the loss clips", "below 0.2"),
     ("kl", "estimate of KL(sampler, learner), nats a token", "below 0.1"),
     ("reference_kl", "estimate of the KL to the reference", "grows slowly"),
+    ("teacher_kl", "estimate of KL(policy, teacher), nats a scored token", "falls"),
+    ("teacher_share", "tokens that a teacher scored", "1, unless by role or family"),
     ("importance", "weight that corrects for the sampler's policy", "near 1"),
     ("importance_capped", "share of tokens whose weight was capped", "below 0.05"),
     ("value", "mean of the critic", "follows the return"),

@@ -98,7 +98,7 @@ class DeviceLoop:
       automaton.class_V,
       automaton.next_SC,
       automaton.stop_SC,
-      constraint=on_device(constraint),
+      constraint=TokenMask.of(constraint),
     )
     # Small, and read at every token: replicated on the replica's devices.
     self._whole = partitioner.sharding("")
@@ -350,10 +350,3 @@ class DeviceLoop:
     self.timings.tools += waited
     if self._idle_since is not None:
       self._idle_since += waited
-
-
-def on_device(constraint: Constraint | None) -> TokenMask | None:
-  """Returns the sampler's and learner's tables."""
-  if constraint is None:
-    return None
-  return TokenMask(*jax.device_put((constraint.class_V, constraint.next_SC)))

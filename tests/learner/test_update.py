@@ -37,7 +37,7 @@ def groups() -> list[list[Trajectory]]:
   return [out[:2], out[2:]]
 
 
-def build(lora: LoraConfig | None = None, lr: float = 0.003, **changes):
+def build(lora: LoraConfig | None = None, lr: float = 0.003, teachers=None, **changes):
   """An update of the toy model, its first state, what is frozen."""
   shape = {k: changes.pop(k) for k in ("epochs", "minibatches") if k in changes}
   optim = OptimConfig(lr=lr, schedule="constant")
@@ -52,6 +52,7 @@ def build(lora: LoraConfig | None = None, lr: float = 0.003, **changes):
     steps=8,
     prompts=2,
     samples=2,
+    teachers=teachers,
   )
   params = jax.tree.map(jnp.array, toy.params(layers=1))
   return update, *update.init(params, seed=0)

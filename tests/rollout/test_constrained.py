@@ -14,12 +14,11 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.distribution import Truncation
+from coa_jax.model.distribution import TokenMask, Truncation
 from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import ParseVerdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout.device_loop import on_device
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
@@ -89,7 +88,7 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
   scores = {
     name: log_probs.token_logps(cfg, params, batch, 1.0, ONE_DEVICE, cut, constraint)
     for name, cut, constraint in (
-      ("same", Truncation(**truncation), on_device(worker.constraint)),
+      ("same", Truncation(**truncation), TokenMask.of(worker.constraint)),
       ("free", Truncation(), None),
     )
   }
@@ -117,7 +116,7 @@ def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
     played[:2], 2, LENGTH, [1.0, -1.0], constraint=worker.constraint
   )
   batch = jax.tree.map(lambda x: x[:, :512], batch)
-  constraint = on_device(worker.constraint)
+  constraint = TokenMask.of(worker.constraint)
 
   def loss(cfg):
     def sums(params):
