@@ -13,11 +13,14 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   """The config.
 
   Args:
-    arg: "tiny" trains a smaller model for 20 steps; "hybrid" one of the same size, with
-      three of four layers of linear attention, as Qwen3.5 has them.
+    arg: "tiny" trains a smaller model for 20 steps; "large" one of 5M parameters, the
+      teacher of configs/opd_world.py; "hybrid" one of the usual size, with three of
+      four layers of linear attention, as Qwen3.5 has them.
   """
-  if arg not in ("", "tiny", "hybrid"):
-    raise ValueError(f"sft_world answers '', 'tiny' and 'hybrid', not {arg!r}")
+  if arg not in ("", "tiny", "large", "hybrid"):
+    raise ValueError(
+      f"sft_world answers '', 'tiny', 'large' and 'hybrid', not {arg!r}"
+    )
   tiny = arg == "tiny"
   world = "world_tiny" if tiny else "world"  # the :tiny stages feed each other
   config = ml_collections.ConfigDict()
@@ -40,11 +43,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       norm_offset=True,
       rotary_dim=8,
     )
+  if arg == "large":
+    config.model.update(width=256, layers=6, heads=8, kv_heads=4, ff=768)
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1, devices=0)
   config.optim = dict(
     name="muon",
-    lr=0.02,
-    adam_lr=1e-2,
+    lr=0.01 if arg == "large" else 0.02,
+    adam_lr=3e-3 if arg == "large" else 1e-2,
     warmup=5 if tiny else 30,
     schedule="cosine",
     final=0.05,
@@ -52,7 +57,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.data = dict(
     trajectories=f"runs/{world}/distill/trajectories.jsonl",
     # Many small updates: copying depends more on their number than on their size.
-    steps=20 if tiny else 2200,
+    steps={"tiny": 20, "large": 1500}.get(arg, 2200),
     rows=4 if tiny else 8,
     length=256,
     validation=16 if tiny else 128,

@@ -16,9 +16,13 @@ from playing import threads
 from scripted_vllm import ScriptedVllm, play, vllm_worker
 
 from coa_jax import evaluate
+from coa_jax.learner.algorithms import BatchConfig
+from coa_jax.learner.teachers import ModelTeacher
 from coa_jax.model.hf.io import save_model
+from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.rollout.vllm.client import PROCESSOR, VllmConfig, VllmError, VllmServer
+from coa_jax.rollout.vllm.teacher import ServerTeacher
 from tests.backend import BACKEND
 
 
@@ -53,6 +57,24 @@ def test_other_weights_than_ours_are_found_out(server, tmp_path):
       play(on, params=params)
   server.stale = ""
   assert len(play(on, params=changed)) == 8
+
+
+def test_a_server_scores_as_the_folder_that_it_serves(server, tmp_path):
+  """A teacher needs no flags; observations and prompts are read and not scored."""
+  server.folder, server.model = str(tmp_path / "served"), None
+  save_model(server.folder, toy.MODEL, toy.params(1))
+  trajectories = toy.trajectories()
+  for s in (s for t in trajectories for s in t.segments):
+    s.logps = [0.0] * len(s.ids)  # the sampler's
+  by_server = ServerTeacher(server.url, 256, toy.MODEL.vocab_size)
+  batch = BatchConfig(rows=2, length=256)
+  by_model = ModelTeacher(toy.MODEL, toy.params(1), batch, ONE_DEVICE)
+  expected = by_model(trajectories, None)
+  for theirs, ours in zip(by_server(trajectories, None), expected, strict=True):
+    np.testing.assert_allclose(theirs, ours, atol=1e-5)
+  server.max_model_len = 256
+  with pytest.raises(VllmError, match="serves rows of 256 tokens"):
+    ServerTeacher(server.url, 256, toy.MODEL.vocab_size)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,12 @@ class VllmServer:
   """
 
   def __init__(
-    self, config: VllmConfig, max_len: int, vocab_size: int, masks: bool = False
+    self,
+    config: VllmConfig,
+    max_len: int,
+    vocab_size: int,
+    masks: bool = False,
+    samples: bool = True,
   ):
     """Connects and checks the server's model and flags.
 
@@ -113,6 +118,7 @@ class VllmServer:
       max_len: maximum tokens in a trajectory.
       vocab_size: V; ids from V on are refused.
       masks: whether it needs our logits processor.
+      samples: False for a server that only scores, which needs no flags.
 
     Raises:
       VllmError: there is no such server, or it lacks a flag (the message names it).
@@ -136,12 +142,12 @@ class VllmServer:
     thread.start()
     self.close = weakref.finalize(self, _end, self._loop, thread)
     try:
-      self._name = self._meet(max_len, masks)
+      self._name = self._meet(max_len, masks, samples)
     except BaseException:
       self.close()
       raise
 
-  def _meet(self, max_len: int, masks: bool) -> str:
+  def _meet(self, max_len: int, masks: bool, samples: bool) -> str:
     """Returns the served model's name; args as `__init__`."""
     config = self._config
     # --- The served model, and its maximum row length.
@@ -152,6 +158,8 @@ class VllmServer:
         f"{config.url} serves rows of {longest} tokens, rollout.max_len={max_len}: "
         "start it with a larger --max-model-len"
       )
+    if not samples:
+      return served["id"]
     # --- Its flags.
     model = self._now(
       "GET",

@@ -30,7 +30,9 @@ class ServerTeacher:
       VllmError: there is no such server, or its rows are shorter.
     """
     nowhere = os.devnull  # no weights are sent
-    self._server = VllmServer(VllmConfig(nowhere, url), max_len + 1, vocab_size)
+    self._server = VllmServer(
+      VllmConfig(nowhere, url), max_len + 1, vocab_size, samples=False
+    )
 
   def __call__(self, trajectories: Sequence[Trajectory], _: Any) -> list[np.ndarray]:
     """Scores trajectories; every process asks for all of them.
