@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forked import ROOT, finish
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from coa_jax.cli.deploy.slices import read_slice
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import save_model
+from coa_jax.model.kernels import splash
 from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.model.transformer import init_params
 from coa_jax.plan.rl import RLConfig
@@ -206,6 +207,25 @@ def test_hosts_of_v5e_share_copies_of_the_state():
   """It does not compile where the first host's chips are in another order."""
   sent = sent_for_a_matrix("v5e:4x8", MeshConfig(data=2))
   assert sent["reduce-scatter"] > 0.5
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_attention_over_heads_of_256_goes_back_on_a_tpu():
+  """Qwen3.5's; with heads of 128 the kernel's blocks may be larger."""
+  (device, *_) = run_programs.devices_of(read_slice("v5e:2x2"))
+  on_chip = SingleDeviceSharding(device)
+
+  def argument(*shape: int, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=on_chip)
+
+  def total(q, k, v, segment):
+    out = splash.attend_segments(q, k, v, segment, "out")
+    return out.astype(jnp.float32).sum()
+
+  step = jax.jit(jax.grad(total, (0, 1, 2)))
+  q, kv = argument(1, 4096, 2, 256), argument(1, 4096, 1, 256)
+  step.lower(q, kv, kv, argument(1, 4096, dtype=jnp.int32)).compile()
 
 
 @pytest.mark.slow

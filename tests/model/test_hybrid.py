@@ -5,10 +5,12 @@ budget: a family's parity, its rule, its laws and its refusals, over the same mo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -57,16 +59,22 @@ def each(model, ids: list[np.ndarray]) -> list[np.ndarray]:
   return [theirs(model, [x])[0] for x in ids]
 
 
-def exact(monkeypatch, model, ids: list[np.ndarray]) -> list[np.ndarray]:
-  """Their logits in float64, casts to float32 within the model too."""
+@contextlib.contextmanager
+def in_float64(model) -> Iterator[None]:
+  """Computes in float64, casts to float32 within the model too."""
   model.double()
-  with monkeypatch.context() as patch:
+  with pytest.MonkeyPatch.context() as patch:
     patch.setattr(torch, "float32", torch.float64)
     patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    out = []
+    yield
+
+
+def exact(model, ids: list[np.ndarray]) -> list[np.ndarray]:
+  """Their logits in float64."""
+  out = []
+  with in_float64(model), torch.no_grad():
     for x in ids:
-      with torch.no_grad():
-        out.append(model(torch.tensor(x)[None].long()).logits[0].numpy())
+      out.append(model(torch.tensor(x)[None].long()).logits[0].numpy())
   assert out[0].dtype == np.float64
   return out
 
@@ -95,12 +103,12 @@ def test_the_draw_has_everything():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_logits_are_equal_packed_or_not(tmp_path, monkeypatch, seed: int):
+def test_logits_are_equal_packed_or_not(tmp_path, seed: int):
   model = hybrids.folder(tmp_path, hybrids.draw(seed), seed)
   cfg, params = load_model(tmp_path)
   ids = sequences(seed=seed)
   single = each(model, ids)
-  expected = exact(monkeypatch, model, ids)
+  expected = exact(model, ids)
   batch = rows([ids, *([x] for x in ids)], PACKED)
   worst = max(map(difference, ours(cfg, params, batch), expected * 2))
   other = max(map(difference, single, expected))
@@ -121,12 +129,13 @@ def test_gradients_are_equal(tmp_path, seed: int, scan: bool):
 
   loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params)
   total = 0.0
-  for x in ids:
-    tokens = torch.tensor(x)[None].long()
-    logp = model(tokens).logits[:, :-1].log_softmax(-1)
-    total -= logp.gather(-1, tokens[:, 1:, None]).sum()
-  expected = total / sum(len(x) - 1 for x in ids)
-  expected.backward()
+  with in_float64(model):
+    for x in ids:
+      tokens = torch.tensor(x)[None].long()
+      logp = model(tokens).logits[:, :-1].log_softmax(-1)
+      total -= logp.gather(-1, tokens[:, 1:, None]).sum()
+    expected = total / sum(len(x) - 1 for x in ids)
+    expected.backward()
   np.testing.assert_allclose(loss, expected.item(), rtol=1e-6)
   save_model(tmp_path / "gradient", cfg, gradient)  # shaped like the parameters
   found = load_file(tmp_path / "gradient" / "model.safetensors")

@@ -27,6 +27,8 @@ import jax.numpy as jnp
 CHUNK = 64
 # Chunks whose products are in memory at once; the backward pass recomputes them.
 _AT_ONCE = 32
+# Rows of a block that is inverted as a whole.
+_WHOLE = 16
 # A TPU would round the factors of float32 products to bfloat16, a GPU to TF32.
 _PRECISION = jax.lax.Precision.HIGHEST
 
@@ -217,25 +219,39 @@ def _group(
 
 @jax.custom_vjp
 def _inverse(x: jax.Array) -> jax.Array:
-  """Inverts 1 + the part below the diagonal of matrices [..., C, C]; C a power of 2.
+  """Inverts 1 + the part below the diagonal of matrices [..., C, C]; C is 2^n, >= 16.
 
   By blocks of growing size: from two inverted blocks on the diagonal, the block below
   them follows by two products. A sum of powers would cancel large terms where keys are
   alike; XLA's own triangular solver hangs on a CPU beside other programs (jax 0.10.2).
   """
   C = x.shape[-1]
-  x_RCC = x.reshape(-1, C, C)  # XLA's CPU back-end crashes over arrays of ten axes
-  out = jnp.ones((len(x_RCC), C, 1, 1), x.dtype)  # every place's own block
+  # XLA's CPU back-end crashes over arrays of ten axes.
+  x_RCC = x.reshape(-1, C, C)
+
+  # --- The blocks on the diagonal, whole: a TPU pads smaller ones to its tiles.
+  x_RnDD = jnp.stack(
+    [x_RCC[:, i : i + _WHOLE, i : i + _WHOLE] for i in range(0, C, _WHOLE)], axis=1
+  )
+  place = jnp.arange(_WHOLE)
+  out = jnp.broadcast_to(jnp.eye(_WHOLE, dtype=x.dtype), x_RnDD.shape)
   size = 1
+  while size < _WHOLE:
+    block = place // size
+    # Below the diagonal's blocks, within each pair of them.
+    is_below = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
+    below = jnp.where(is_below, x_RnDD, 0)
+    out -= _product("rnij,rnjk,rnkl->rnil", out, below, out)
+    size *= 2
+
+  # --- Larger blocks, from pairs.
   while size < C:
-    pairs = C // (2 * size)
-    # The blocks below the diagonal's, within each pair.
-    blocks = x_RCC.reshape(-1, pairs, 2, size, pairs, 2, size)
-    below = blocks[:, :, 1, :, :, 0, :]
-    own = jnp.eye(pairs, dtype=x.dtype)[:, None, :, None]
-    below = jnp.sum(below * own, axis=-2)
+    below = jnp.stack(
+      [x_RCC[:, i + size : i + 2 * size, i : i + size] for i in range(0, C, 2 * size)],
+      axis=1,
+    )
     upper, lower = out[:, 0::2], out[:, 1::2]
-    corner = -_product("rpij,rpjk,rpkl->rpil", lower, below, upper)
+    corner = -_product("rnij,rnjk,rnkl->rnil", lower, below, upper)
     top = jnp.concatenate([upper, jnp.zeros_like(corner)], axis=-1)
     out = jnp.concatenate([top, jnp.concatenate([corner, lower], -1)], axis=-2)
     size *= 2

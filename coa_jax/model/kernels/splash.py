@@ -68,7 +68,7 @@ def attend_segments(
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
   k_BKSH = k_BSKH.swapaxes(1, 2)
   v_BKSH = v_BSKH.swapaxes(1, 2)
-  sizes = block_sizes(T, S)
+  sizes = block_sizes(T, S, H)
   kernel = _kernel(T, S, N // K, sizes, interpret)
   start_BS = blockwise.starts(segment_BS)
 
@@ -188,19 +188,21 @@ def _gradients(
   return dq_GTH.astype(q_GTH.dtype), dk_SH, dv_SH
 
 
-def block_sizes(T: int, S: int) -> library.BlockSizes:
-  """Chooses the blocks of T queries and S keys, and the backward kernels."""
+def block_sizes(T: int, S: int, H: int = 128) -> library.BlockSizes:
+  """Chooses the blocks of T queries and S keys of H, and the backward kernels."""
   q = _divisor(T, _BLOCK)
   kv = _divisor(S, _BLOCK)
   back = _divisor(S, 2 * _BLOCK)
   fused = S // back <= _FUSED_UP_TO
+  # With heads of 256 (Qwen3.5) whole blocks of queries exceed v5e's and v5p's memory.
+  back_q = _divisor(T, _BLOCK if H <= 128 else _BLOCK // 2)
   # Around the kernels XLA keeps places after a head's elements, for the rotation:
   # transposing blocks in the kernels costs less than copying arrays in XLA.
   layout = splash_attention_kernel.QKVLayout.SEQ_MINOR
   return library.BlockSizes(
     block_q=q,
     block_kv=kv,
-    block_q_dkv=q,
+    block_q_dkv=back_q,
     block_kv_dkv=back if fused else kv,
     block_kv_dkv_compute=_divisor(S, _BLOCK // 2),  # at once, of those
     block_q_dq=None if fused else q,
