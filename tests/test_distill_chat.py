@@ -77,6 +77,7 @@ distill.run(config, sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
   """SIGKILL in the middle of replies; what comes out is what would have come out."""
   tasks = load_tasks(files["tasks"])

@@ -243,6 +243,7 @@ def test_the_example_is_a_tool_in_every_room(library):
   assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_example_needs_no_change_of_a_test(library):
   shutil.copytree(ROOT / "tests", library / "tests")
   for name in ("README.md", "pyproject.toml"):

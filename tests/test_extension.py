@@ -57,6 +57,7 @@ def with_steps(config, steps: int, **optim) -> ml_collections.ConfigDict:
   return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", pytest.param("rl", marks=pytest.mark.soak)])
 def test_an_extended_run_equals_one_begun_with_all_steps(
   name, sft_config, rl_config, tmp_path
@@ -117,6 +118,7 @@ def test_what_depends_on_all_steps_is_not_extended(
     journey.run(with_steps(config, 4), str(tmp_path / "w"))
 
 
+@pytest.mark.slow
 def test_a_model_folder_says_how_it_was_trained(
   sft_config, rl_config, tmp_path, caplog
 ):

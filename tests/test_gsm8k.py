@@ -38,6 +38,7 @@ def distilled(tmp_path_factory) -> types.SimpleNamespace:
   return types.SimpleNamespace(results=results, file=folder / "trajectories.jsonl")
 
 
+@pytest.mark.slow
 def test_the_tiny_configs_in_a_row(distilled, tmp_path):
   assert distilled.results["tasks"] == 20
   assert distilled.results["convert"] == {
@@ -62,6 +63,7 @@ def test_the_tiny_configs_in_a_row(distilled, tmp_path):
   assert evaluate.run(config, str(tmp_path / "eval"))["tasks"] == 8
 
 
+@pytest.mark.slow
 def test_transformers_writes_the_tokens_of_a_hybrid_trained_here(distilled, tmp_path):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")

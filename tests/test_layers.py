@@ -210,6 +210,7 @@ def test_the_public_modules_are_told():
   assert all(module_file(f"tools_sandbox.{module}") for module in PUBLIC)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("journey", JOURNEYS)
 def test_no_journey_imports_torch_by_way_of_others(journey: str, tmp_path):
   # Some packages do where it is installed: a second and 180 MB of every process. Those

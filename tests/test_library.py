@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 import toy
 
 from coa_jax.model.hf.io import save_model
@@ -19,6 +20,7 @@ FOLDER = '"runs/quickstart/rl/model"'
 TOOLS = 'ToolsConfig(tools=("code",), '
 
 
+@pytest.mark.slow
 def test_the_program_plays_and_learns(tmp_path):
   folder = tmp_path / "model"
   save_model(

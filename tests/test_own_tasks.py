@@ -94,6 +94,7 @@ def journey(model: str, corpus: str, uri: str) -> ml_collections.ConfigDict:
   return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("suffix", "rows", "ids"),
   [

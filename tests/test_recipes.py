@@ -75,6 +75,7 @@ def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
   return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "recipe",
   [
@@ -107,6 +108,7 @@ def test_the_tool_of_the_recipe_counts_days_and_says_what_is_no_date():
       call(wrong, "2024-03-01")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft_afm:mhqa:7b", "sft_smollm2"])
 def test_sft_trains_on_trajectories(home, tmp_path, recipe):
   config = tiny(home, recipe)
@@ -124,6 +126,7 @@ def test_a_judge_of_ones_own_is_asked(home, tmp_path):
   assert results["tasks"] == len(TASKS) and results["pass3"] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "recipe",
   [

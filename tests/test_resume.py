@@ -207,6 +207,7 @@ def unanswered(workdir: str) -> tuple[int, dict[int, int]]:
   return kept, {p: n for p, n in left.items() if n}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "case", [pytest.param("sft", marks=pytest.mark.soak), "rl", "ppo"]
 )

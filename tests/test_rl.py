@@ -66,6 +66,7 @@ def test_reward_rises_from_a_guess_to_certainty(trained):
   assert not [name for name in names if not metric_names.find(name)]
 
 
+@pytest.mark.slow
 def test_a_teacher_alone_teaches_what_it_learnt(config, trained, tmp_path):
   """On-policy distillation: no reward counts, and the teacher knows what is right."""
   workdir, _ = trained
@@ -138,6 +139,7 @@ def test_every_update_was_on_policy(trained):
   assert list(pathlib.Path(workdir).glob("events.out.tfevents.*"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_sampler_and_learner_differ_stops_and_saves_nothing(
   config, tmp_path
 ):
@@ -278,6 +280,7 @@ def test_groups_are_filtered_by_right_answers(format, attempts):
   assert found.tolist() == [mixed, False]
 
 
+@pytest.mark.slow
 def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):
   constrained = config.copy_and_resolve_references()
   constrained.algo.steps = 2
@@ -334,6 +337,7 @@ def test_the_phases_of_every_step_add_up_to_its_wall_time(trained):
   assert all(row["learn_tokens_per_second"] > 0 for row in log if "ratio" in row)
 
 
+@pytest.mark.slow
 def test_a_collapse_is_noticed_and_stops_the_run_after_a_checkpoint(
   config, tmp_path, capsys
 ):
@@ -360,6 +364,7 @@ def test_a_collapse_is_noticed_and_stops_the_run_after_a_checkpoint(
   assert rl.run(bad, str(tmp_path / "w"))["steps"] == 8
 
 
+@pytest.mark.slow
 def test_an_update_that_diverges_ends_the_run_and_is_never_saved(
   config, tmp_path, monkeypatch
 ):

@@ -33,6 +33,7 @@ def ahead(config) -> ml_collections.ConfigDict:
   return out
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once(
   ahead, tmp_path
 ):
@@ -66,6 +67,7 @@ def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once
       n += 1
 
 
+@pytest.mark.slow
 def test_answers_to_groups_that_may_be_begun_again_are_kept(
   ahead, tmp_path, monkeypatch
 ):

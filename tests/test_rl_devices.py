@@ -26,6 +26,7 @@ on_devices = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_on_virtual_devices():
   if jax.device_count() == DEVICES:
     pytest.skip("this is that run")

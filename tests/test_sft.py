@@ -95,6 +95,7 @@ def test_without_updates_the_model_is_as_it_begins(config, tmp_path):
   Tokenizer.load(str(tmp_path / "w" / "model"))
 
 
+@pytest.mark.slow
 def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
   path = tmp_path / "trajectories.jsonl"
   examples = read_trajectories(path)
@@ -145,6 +146,7 @@ def test_data_that_can_not_be_used_is_named_and_mended_in_the_same_workdir(
   assert sft.run(config, workdir)["trajectories"] == 16
 
 
+@pytest.mark.slow
 def test_several_files_are_mixed_by_weight(config, tmp_path, capfd):
   """One file in two parts trains as the whole; weights repeat and leave out."""
   examples = read_trajectories(tmp_path / "trajectories.jsonl")
@@ -255,6 +257,7 @@ def test_a_wrong_id_anywhere_in_the_file_is_named(config, tmp_path):
     sft.run(config, str(tmp_path / "w"))
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_of_what_was_derived_is_said_and_mended(
   config, tmp_path, caplog
 ):
@@ -277,6 +280,7 @@ def test_one_flipped_bit_of_what_was_derived_is_said_and_mended(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 def test_what_can_not_be_learnt_from_is_left_out_and_counted(config, tmp_path):
   """Too long for a row; or without the policy: such a row has no mean loss, 0 / 0."""
   path = tmp_path / "trajectories.jsonl"

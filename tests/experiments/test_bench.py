@@ -196,6 +196,7 @@ def test_a_collapse_of_an_algorithm_is_found(changes, accuracy, prompts, reason)
   assert len(lines) == bool(reason) and reason in "".join(lines)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_runs_seconds_are_those_of_its_log(tmp_path, monkeypatch):
   config = toy_runs(tmp_path)["rl"]
   config["tools"] = dict(tools=("code",), sandbox=BACKEND)

@@ -54,6 +54,7 @@ def test_a_plan_of_rl_has_groups_of_one_prompt_and_no_padding():
   assert all(min(ids) > 0 for ids in fixed)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_all_rows_and_the_loss_is_the_librarys(tmp_path):
   folder = str(tmp_path)
   peers.write_job(folder, {"size": dataclasses.asdict(SIZE), "settings": {}})

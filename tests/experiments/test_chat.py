@@ -82,6 +82,7 @@ def stat_of(pid: int) -> tuple[int, str]:
   return int(parent), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_the_server_ends_with_all_that_it_started(folder, how):
   process = program(folder, "serve", "--port=0")

@@ -41,6 +41,7 @@ def trained(tmp_path_factory) -> tuple[pathlib.Path, nbformat.NotebookNode]:
   return folder, run(path, changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs(path: pathlib.Path, trained):
   folder, done = trained

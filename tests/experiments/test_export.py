@@ -50,6 +50,7 @@ def weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
   return load_file(folder / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scratch", "sft", "rl"])
 def test_a_checkpoint_becomes_what_the_run_wrote(configs, name, tmp_path):
   journey = rl if name == "rl" else sft

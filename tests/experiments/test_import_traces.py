@@ -64,6 +64,7 @@ def imported(*flags: str) -> list[str]:
   return forked.finish("import_traces", *flags).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_from_alpaca_records_to_a_trained_model(tmp_path):
   rows = [record(i) for i in range(12)]
   rows[3]["output"] = rows[3]["output"].replace("</observation>", "")

@@ -36,6 +36,7 @@ def read(path) -> dict:
   return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path):
   config = config.copy_and_resolve_references()
   config.lock()  # as it comes from the command line

@@ -36,6 +36,7 @@ def distillation(tmp_path_factory) -> str:
   return small_distillation(tmp_path_factory.mktemp("distillation"))
 
 
+@pytest.mark.slow
 def test_killed_shards_of_a_distillation_end_as_one_process(distillation, tmp_path):
   whole = start("distill", distillation, tmp_path / "whole")
   assert whole.wait(600) == 0, whole.communicate()

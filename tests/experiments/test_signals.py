@@ -46,6 +46,7 @@ def configs(tmp_path_factory) -> dict[str, str]:
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("journey", "lives", "number", "status"),
   [("sft", 2, signal.SIGTERM, 143), ("rl", 1, signal.SIGINT, 130)],

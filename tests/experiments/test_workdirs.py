@@ -72,6 +72,7 @@ def full(tmp_path) -> Iterator[pathlib.Path]:
   subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("journey", "kilobytes"),
   [

@@ -40,6 +40,7 @@ def figures(request, tmp_path_factory) -> tuple[dict, float]:
   return found, BOUNDS[dtype]
 
 
+@pytest.mark.slow
 def test_no_split_changes_a_loss_or_its_gradient(figures):
   splits, bound = figures
   for split, algorithms in splits.items():
@@ -52,6 +53,7 @@ def test_no_split_changes_a_loss_or_its_gradient(figures):
       assert f["gradient"] > 1e-3, (split, name, f)  # there is one
 
 
+@pytest.mark.slow
 def test_the_splits_and_the_algorithms_were_different(figures):
   splits, _ = figures
   counts = {name: f["micro_batches"] for name, f in splits.items()}

@@ -42,6 +42,7 @@ def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
   return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("case", "counts"),
   [

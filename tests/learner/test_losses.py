@@ -89,6 +89,7 @@ def alone(rows: int, length: int) -> Batch:
   return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "changes",
   [{}, {"logit_chunk": 7}, {"logit_chunk": 64, "tie_embeddings": False}],
@@ -123,6 +124,7 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
     np.testing.assert_allclose(alone, value, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_chunks_of_rows_of_a_prime_length_are_the_whole():
   """The last one is filled up; none becomes many of a single token."""
   batch = alone(4, 109)

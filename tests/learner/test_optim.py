@@ -41,6 +41,7 @@ def random_like(params, seed: int = 0):
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_muon_makes_matrices_orthogonal_and_adam_takes_the_rest(scan: bool):
   cfg = dataclasses.replace(CFG, scan=scan, layers=2 if scan else 1)

@@ -32,6 +32,7 @@ def state_of(optimizer) -> TrainState:
   return init_state(jax.tree.map(jnp.array, toy.params(layers=1)), optimizer)
 
 
+@pytest.mark.slow
 def test_moments_in_the_hosts_memory_change_no_bit(tmp_path):
   """Nor does a checkpoint between two steps; they go back to where they were."""
   optimizer = make_optimizer(OptimConfig(), 4)
@@ -57,6 +58,7 @@ def test_moments_in_the_hosts_memory_change_no_bit(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, state, expected)
 
 
+@pytest.mark.slow
 def test_the_step_is_compiled_with_a_word_and_once(capsys, caplog):
   """On accelerators; anew where a step has more micro-batches than any before."""
   learner = Learner(loss, optax.sgd(1.0))

@@ -68,6 +68,7 @@ def moved(a, b) -> bool:
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
 def test_the_reference_is_where_training_began(lora):
   update, state, frozen = build(lora, kl_coef=0.1)
@@ -104,6 +105,7 @@ def test_a_kl_in_the_reward_pulls_back_to_the_reference():
   assert values["grad_norm"] > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "lora", [None, pytest.param(LoraConfig(rank=2), marks=pytest.mark.slow)]
 )
@@ -139,6 +141,7 @@ def test_on_policy_the_first_update_has_ratio_one_and_later_ones_have_not():
   assert values["logp_diff"] < 1e-5  # the first update's: sampler against learner
 
 
+@pytest.mark.slow
 def test_decoupled_the_old_policy_is_the_learner_before_the_steps_first_update():
   off = groups()
   for group in off:

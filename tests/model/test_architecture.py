@@ -23,6 +23,7 @@ QWEN2, QWEN3, LLAMA = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_published_variants_have_the_published_number_of_parameters(name: str):
   assert (

@@ -39,6 +39,7 @@ def by_definition(q_BTNH, k_BTKH, v_BTKH, mask_BTS) -> np.ndarray:
   return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 600])
 def test_blocks_of_a_packed_row_are_one_attention(T: int):
   q, k, v = heads(1, 2, T, 2, 1, 4)

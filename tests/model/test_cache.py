@@ -68,6 +68,7 @@ def decode(cache: KVCache, table_BC, q_B1NH, position_B) -> jax.Array:
   return cache.attend(0, q_B1NH, write)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [1, 2, 4])
 @pytest.mark.parametrize("P", [2, 3, 6])
 def test_each_query_head_reads_its_kv_head_up_to_its_own_place(P, K):
@@ -127,6 +128,7 @@ def by_block(q_BTNH, k_BSKH, v_BSKH, position_BT, P: int) -> np.ndarray:
   return paged._normalized(q_BTNH, sum_BKCR.sum(2), out_BKCRH.sum(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["places_last", "heads_first"])
 def test_long_rows_are_read_block_after_block_and_their_number_changes_no_bit(
   layout: str, monkeypatch
@@ -172,6 +174,7 @@ def test_a_token_that_may_read_nothing_is_finite():
   assert jnp.isfinite(decode(cache, pages, q[:, :1], jnp.array([-1]))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["places_last", "heads_first", "joined"])
 def test_only_pages_of_tokens_that_count_are_written(layout: str, monkeypatch):
   monkeypatch.setattr(caching, "_layout", lambda *_: layout)
@@ -198,6 +201,7 @@ def test_only_pages_of_tokens_that_count_are_written(layout: str, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_pages_are_copied_grown_and_kept_on_the_host():
   q, k, v = heads(6, 2, 40, 4, 2, 8)
   pages = table(2, 5)
@@ -228,6 +232,7 @@ def test_pages_of_short_rows_are_no_larger_than_they():
   assert caching.row_bytes(model(2, 8, layers=2), 16) == 2 * 2 * 2 * 8 * 4 * 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("H", [128, 64])
 def test_a_tpus_kernel_is_given_what_its_reference_reads(H: int, monkeypatch):
   """The kernel itself runs on a TPU only: here its library's own reference."""
@@ -260,6 +265,7 @@ def test_a_tpus_kernel_is_given_what_its_reference_reads(H: int, monkeypatch):
   assert given[0] == (3, 64) and given[-1] == (3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("P", "T", "G"),
   [

@@ -75,6 +75,7 @@ def test_a_draw_inverts_the_cumulative_distribution(V: int, monkeypatch):
   assert (~near).sum() > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [5, 64, 65, 200])
 def test_the_most_likely_token_is_the_first_of_equals(V: int):
   logp_BV = np.random.default_rng(V).integers(-4, 0, (50, V)).astype(np.float32)
@@ -84,6 +85,7 @@ def test_the_most_likely_token_is_the_first_of_equals(V: int):
   np.testing.assert_array_equal(token_B, logp_BV.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_draw_depends_on_its_own_key_alone(rows: int):
   logp_V = jax.nn.log_softmax(jax.random.normal(jax.random.key(1), (11,)))
@@ -111,6 +113,7 @@ def test_a_row_may_have_a_top_p_of_its_own(changes: dict):
   np.testing.assert_array_equal(out[1], free[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [0.7, 1.0])
 @pytest.mark.parametrize("changes", [{}, {"top_k": 4}, {"top_p": 0.8}])
 @pytest.mark.parametrize("limited", [False, True])
@@ -177,6 +180,7 @@ def truncated(logp_V: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray,
   return p_V / p_V.sum(), np.abs(before_V - top_p).min()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [2, 64, 1000])
 def test_truncation_leaves_what_its_definition_says(V: int):
   """By a sort, with sums in float64."""
@@ -244,6 +248,7 @@ def test_a_truncation_that_leaves_nothing_is_refused(field: str):
       distribution.Truncation(**{field: value})
 
 
+@pytest.mark.slow
 def test_a_grammar_takes_tokens_away_and_says_how_much():
   constraint = distribution.TokenMask(
     jnp.array([0, 1, 1, 0]), jnp.array([[-1, 1], [0, -1]])

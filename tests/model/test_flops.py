@@ -16,6 +16,7 @@ CFG = ModelConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_forward_pass_of_one_segment_is_what_xla_counts():
   B, T = 2, 64  # one block: a loop over blocks would be counted once
   params = transformer.init_params(CFG, 0)

@@ -99,6 +99,7 @@ def test_the_draw_has_everything():
   assert found >= {"heads of another size", "heads of the plain size"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", drawn.CONFIGS)
 def test_logits_are_the_same_padded_or_packed(tmp_path, seed: int):
   model = folder(tmp_path, drawn.CONFIGS[seed])
@@ -111,6 +112,7 @@ def test_logits_are_the_same_padded_or_packed(tmp_path, seed: int):
   assert worst <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", drawn.CONFIGS)
 def test_there_and_back_is_identical_to_the_bit(tmp_path, seed: int, dtype: str):
@@ -145,6 +147,7 @@ def test_there_and_back_is_identical_to_the_bit(tmp_path, seed: int, dtype: str)
   assert a == b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("seed", "scan"), [(2, False), (2, True), (5, False), (12, False), (16, True)]
 )
@@ -197,6 +200,7 @@ def test_logits_of_a_long_sequence_are_the_same(tmp_path):
   assert worst <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 5, 7, 18])
 def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
   model = folder(tmp_path, drawn.CONFIGS[seed])
@@ -218,6 +222,7 @@ def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
   assert np.abs(mine - exact).max() <= 2 * np.abs(other - exact).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [drawn.with_yarn(), 5, 14])
 def test_greedy_decoding_is_the_same(tmp_path, seed: int):
   model = folder(tmp_path, drawn.CONFIGS[seed])
@@ -240,6 +245,7 @@ def test_greedy_decoding_is_the_same(tmp_path, seed: int):
 _LLAMA = {"qk_norm": False, "llama3": Llama3Rope(8.0, 32, 1.0, 4.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("changes", "name"),
   [

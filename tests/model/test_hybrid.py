@@ -102,6 +102,7 @@ def test_the_draw_has_everything():
   assert {len(k) for k in kinds} == {2, 3, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_logits_are_equal_packed_or_not(tmp_path, seed: int):
   model = hybrids.folder(tmp_path, hybrids.draw(seed), seed)
@@ -116,6 +117,7 @@ def test_logits_are_equal_packed_or_not(tmp_path, seed: int):
   assert worst <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "scan"), [(0, False), (1, True), (2, True)])
 def test_gradients_are_equal(tmp_path, seed: int, scan: bool):
   model = hybrids.folder(tmp_path, hybrids.draw(seed), seed)
@@ -149,6 +151,7 @@ def test_gradients_are_equal(tmp_path, seed: int, scan: bool):
   assert worst[name] <= GRADIENT_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2])
 def test_greedy_decoding_is_equal(tmp_path, seed: int):
   model = hybrids.folder(tmp_path, hybrids.draw(seed), seed)
@@ -168,6 +171,7 @@ def test_greedy_decoding_is_equal(tmp_path, seed: int):
     assert mine == out[0, len(ids) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
   config = hybrids.draw(seed)
@@ -299,6 +303,7 @@ def tokens_of(B: int, T: int, seed: int = 0, Y=2, G=2, M=16, U=8) -> Tokens:
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
 def test_chunks_steps_and_theirs_agree(T: int):
   tokens = tokens_of(2, T)
@@ -402,6 +407,7 @@ def logits_of(cfg, params, ids: np.ndarray, segment_BT: np.ndarray) -> np.ndarra
   return np.asarray(run(params))
 
 
+@pytest.mark.slow
 def test_a_token_depends_on_its_segment_up_to_itself():
   """By bits: of each other token, the logits are unchanged."""
   rng = np.random.default_rng(0)
@@ -415,6 +421,7 @@ def test_a_token_depends_on_its_segment_up_to_itself():
   assert differ[45:70].all() and not differ[:45].any() and not differ[70:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "attention"])
 def test_scanned_is_unrolled(remat: str):
   ids = np.random.default_rng(0).integers(0, 97, (2, 40)).astype(np.int32)
@@ -442,6 +449,7 @@ def test_scanned_is_unrolled(remat: str):
     np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(x).max())
 
 
+@pytest.mark.slow
 def test_prefill_in_pieces_is_at_once_and_keeps_other_slots():
   """States and last inputs too; rows may go to any slots."""
   ids = np.random.default_rng(0).integers(0, 97, (2, 150)).astype(np.int32)
@@ -473,6 +481,7 @@ def test_prefill_in_pieces_is_at_once_and_keeps_other_slots():
     assert not (np.asarray(state)[[0, 2]] == 0.5).any()
 
 
+@pytest.mark.slow
 def test_adapters_of_every_projection_are_pefts(tmp_path):
   peft = pytest.importorskip("peft")
   config = LoraConfig(rank=3, alpha=5.0)

@@ -40,6 +40,7 @@ def interpreted(q, k, v, segment_BS):
   return triton.attend_segments(q, k, v, segment_BS, "out", interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("attend", "T", "S"),
   [
@@ -69,6 +70,7 @@ def test_values_and_gradients_are_those_of_plain_attention(attend, T: int, S: in
     np.testing.assert_allclose(a, b, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_blocks_of_other_segments_are_never_read():
   q, k, v, _ = packed(256, 256, K=1, H=4)
   segment_BS = jnp.repeat(jnp.array([[1, 2]] * 2), 128, axis=1)
@@ -80,6 +82,7 @@ def test_blocks_of_other_segments_are_never_read():
   np.testing.assert_array_equal(last_half(*spoilt), last_half(k, v))
 
 
+@pytest.mark.slow
 def test_half_precision_keeps_sums_in_float32():
   *half, _ = packed(256, 256, K=1, H=8, dtype=jnp.bfloat16)
   segment_BS = jnp.ones((2, 256), jnp.int32)

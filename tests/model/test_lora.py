@@ -68,6 +68,7 @@ def logits(cfg: ModelConfig, p) -> jax.Array:
   return models.logits(cfg, p, TOKENS, POSITION, np.ones_like(TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", [CFG, SCANNED], ids=["unrolled", "scanned"])
 def test_fresh_adapters_change_nothing(cfg: ModelConfig):
   adapters = lora.init_adapters(cfg, ALL, 0)
@@ -105,6 +106,7 @@ def test_fresh_adapters_are_float32_and_keyed_by_the_seed():
       assert not x.any()
 
 
+@pytest.mark.slow
 @CONFIGS
 def test_joined_is_merged_and_scanned_is_unrolled(config: LoraConfig):
   merged = lora.merge(params(), trained(config), config)
@@ -135,6 +137,7 @@ def test_merging_keeps_the_dtype_and_rounds_once():
     np.testing.assert_array_equal(x, jnp.asarray(y, jnp.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", [CFG, SCANNED], ids=["unrolled", "scanned"])
 def test_training_reaches_adapters_and_nothing_else(cfg: ModelConfig):
   (batch,) = batching.batches(toy.trajectories(), 4, toy.MAX_LEN)
@@ -259,6 +262,7 @@ def journey(tmp_path) -> ml_collections.ConfigDict:
   )
 
 
+@pytest.mark.slow
 def test_a_run_of_sft_with_adapters_changes_only_what_they_adapt(journey, tmp_path):
   results = sft.run(journey, str(tmp_path / "w"))
   cfg, base = load_model(tmp_path / "base", LoadConfig())

@@ -16,6 +16,7 @@ from coa_jax.model.hf.io import save_model
 READER = pathlib.Path(__file__).with_name("read_in_memory.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_loading_takes_the_models_memory_and_one_arrays_more(tmp_path):
   """On a CPU the parameters are in the same memory; elsewhere an array is left."""

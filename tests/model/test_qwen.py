@@ -72,6 +72,7 @@ def influence(scan: bool):
   return jacobian
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_token_depends_on_itself_and_on_what_stands_before_it(scan: bool):
   reach_TS = influence(scan)(jnp.ones((1, 8), int), jnp.arange(8)[None])
@@ -89,6 +90,7 @@ def test_a_token_depends_on_nothing_outside_its_segment():
   assert not reach_TS[real, 6:].any() and not reach_TS[6:, real].any()
 
 
+@pytest.mark.slow
 def test_packed_is_unpacked():
   cfg = dataclasses.replace(CFG, **FULL)
   params = params_of(cfg)
@@ -158,6 +160,7 @@ def loss_and_grad(cfg: ModelConfig, params):
   return jax.value_and_grad(lambda p: nll(cfg, p))(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("scan", "remat"),
   [
@@ -256,6 +259,7 @@ FIELDS = {f.name for f in dataclasses.fields(ModelConfig)}
 
 
 # Of a decoder alone: tests/rollout/test_half_precision.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("field", sorted(FIELDS - {"product_dtype"}))
 def test_every_field_changes_the_program(field: str):
   rest = HYBRID if field in HYBRID else {}

@@ -78,6 +78,7 @@ def assert_equal(case: dict) -> None:
   assert case["difference"] < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp8", "context2_fsdp2_tensor2"])
 def test_sharded_is_one_device(figures: dict, mesh: str):
   assert_equal(figures[f"plain/{mesh}"])
@@ -98,6 +99,7 @@ def test_a_soak_of_meshes_is_one_device(soaked: dict, mesh: str):
   assert_equal(soaked[f"plain/{mesh}"])
 
 
+@pytest.mark.slow
 def test_sharded_is_one_device_scanned_chunked_and_recomputed(figures: dict):
   assert_equal(figures["scan/context2_fsdp2_tensor2"])
 
@@ -112,6 +114,7 @@ def test_sharded_adapters_are_those_of_one_device(more: dict):
   assert_equal(more["lora/tensor2_fsdp4"])
 
 
+@pytest.mark.slow
 def test_parameters_and_optimizer_state_are_split(figures: dict):
   """layer_0/q is [32, 4, 8], down [64, 32], the embedding [384, 32]."""
   fsdp = figures["plain/fsdp8"]

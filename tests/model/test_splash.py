@@ -27,6 +27,7 @@ def interpreted(q, k, v, segment):
   return splash.attend_segments(q, k, v, segment, "out", interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "H"), [(256, 64), (512, 128)])
 def test_splash_is_the_same_attention(T: int, H: int, monkeypatch):
   """The TPU's kernel, interpreted, with blocks that it does not visit."""
@@ -115,6 +116,7 @@ def test_what_a_block_holds_is_fetched_once():
   assert fetched.tolist() == [[0, 0, 0, 0], [0, 1, 2, 2], [2, 2, 2, 2], [2, 2, 2, 3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_spoilt_keys_of_other_segments_are_not_read(rows: int, monkeypatch):
   """Rows have lists of blocks of their own: each has its first segment elsewhere."""

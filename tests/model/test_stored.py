@@ -21,6 +21,7 @@ from coa_jax.model.lora import LoraConfig
 LORA = LoraConfig(rank=2, matrices=("q",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_weight_that_is_no_number_is_refused_by_file_and_array(

@@ -58,6 +58,7 @@ def config(tmp_path_factory) -> ml_collections.ConfigDict:
   )
 
 
+@pytest.mark.slow
 def test_rl_learns_from_hidden_tests_what_no_answer_says(config, tmp_path):
   learning = config.copy_and_resolve_references()
   with learning.unlocked():
@@ -86,6 +87,7 @@ def test_rl_learns_from_hidden_tests_what_no_answer_says(config, tmp_path):
     assert parts["tool_cost"] == pytest.approx(-0.1 * len(t.calls))
 
 
+@pytest.mark.slow
 def test_evaluation_runs_hidden_tests_too(config, tmp_path):
   whole = config.copy_and_resolve_references()
   with whole.unlocked():

@@ -37,6 +37,7 @@ def read(text: str) -> list:
   return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
 
 
+@pytest.mark.slow
 def test_what_math_verify_says_is_beside_each_pair_and_each_deviation_has_a_reason():
   rows = pairs()
   assert not [row for row in rows if row[2] != row[3] and len(row[4].split()) < 2]
@@ -99,6 +100,7 @@ def test_several_values_in_one_answer_are_a_set_and_any_gold_answer_will_do():
   assert not math.equivalent("3", ["-1, 3"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "answer",
   [

@@ -128,6 +128,7 @@ def test_no_group_is_taken_later_than_was_said(prompts, size, rounds, seed):
       step, num_kept, num_taken = step + 1, 0, 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "slow"), [(1, "tools"), (2, "learner")])
 def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
   worker, novice, staleness, slow

@@ -54,6 +54,7 @@ def play(
   return worker, params, [t for group in groups for t in group]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [toy.tokenizer, toy.stock_tokenizer])
 def test_an_untrained_model_breaks_no_rule(tokenizer):
   worker, _, played = play(tokenizer(), LENGTH)
@@ -77,6 +78,7 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
     assert len(ended) >= 2 and sum(t.usage.tool_calls for t in played) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 40, "top_p": 0.7}])
 def test_the_learner_has_the_samplers_log_probs(truncation: dict):
   length = LENGTH // 4 if truncation else LENGTH  # nothing here needs an end
@@ -108,6 +110,7 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
     np.testing.assert_allclose(left, 1 - removed[wrote], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
   worker, params, played = play(toy.tokenizer(), LENGTH)
   whole = model(toy.tokenizer())

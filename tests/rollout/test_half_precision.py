@@ -38,6 +38,7 @@ def logp_diffs(cfg, params) -> np.ndarray:
   return np.abs(np.concatenate([toy.sampled_logps(t) for t in played]) - theirs)
 
 
+@pytest.mark.slow
 def test_half_precision_weights_under_float32_activations_keep_the_agreement(novice):
   """The sampler may hold bfloat16 weights; the learner rounds its masters alike."""
   cfg = dataclasses.replace(CFG, weight_dtype="bfloat16")
@@ -68,6 +69,7 @@ def diffs_of_half(novice) -> dict[str, np.ndarray]:
   return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
 def test_half_precision_activations_cost_agreement(diffs_of_half, decoded):
   """What this prints with `-s` is what docs/rl.md says of half precision."""
@@ -79,6 +81,7 @@ def test_half_precision_activations_cost_agreement(diffs_of_half, decoded):
   assert 1e-3 < logp_diff.max() < 0.3 and logp_diff.mean() < 0.02
 
 
+@pytest.mark.slow
 def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
   novice, diffs_of_half
 ):
@@ -125,6 +128,7 @@ def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
   assert decode_params.architecture(mixed).product_dtype == ""
 
 
+@pytest.mark.slow
 def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novice):
   on = engine(HALF)
   expected = play(novice, range(12), on=on)
@@ -133,6 +137,7 @@ def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novic
   assert contents(played) == contents(expected)
 
 
+@pytest.mark.slow
 def test_half_precision_products_agree_no_worse_with_the_learner(
   diffs_of_half, amx, novice
 ):

@@ -29,6 +29,7 @@ def played(params, order, tools=None, on=None, **changes):
   return play(params, order, tools, on or engine(CFG, **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_log_probs_are_learner_log_probs(hybrid, temperature):
   """Chunks in the learner, steps in the sampler, prefill between them."""
@@ -40,6 +41,7 @@ def test_sampler_log_probs_are_learner_log_probs(hybrid, temperature):
     np.testing.assert_allclose(toy.sampled_logps(t), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(hybrid, dtype):
   worker = toy_worker(dataclasses.replace(CFG, dtype=dtype), CONFIG)
@@ -50,6 +52,7 @@ def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(hybrid, dtype):
   assert again == [toy.sampled_logps(t) for t in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pages", "in_flight"), [(8, 1), (8, 2), (40, 3)])
 def test_pauses_windows_and_latency_change_nothing(
   hybrid, monkeypatch, pages: int, in_flight: int
@@ -65,6 +68,7 @@ def test_pauses_windows_and_latency_change_nothing(
   assert (on.counters.pauses > 0) == (pages == 8)
 
 
+@pytest.mark.slow
 def test_a_group_shares_its_prompts_prefill_and_state(hybrid):
   order = [0, 4, 8, 12, 16, 1, 5, 20, 9]
   on = engine(CFG)
@@ -100,6 +104,7 @@ def small_pieces(monkeypatch):
   monkeypatch.setattr(paging, "PIECE", 32)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_reused_from_where_its_state_was_kept(small_pieces):
   """The first prompt keeps the state at its end; the second, where the two part."""
   params = params_of(CFG)
@@ -123,6 +128,7 @@ def test_pages_without_the_state_would_be_wrong(monkeypatch, small_pieces):
   assert wrong == {2, 3, 4}
 
 
+@pytest.mark.slow
 def test_a_new_policy_starts_from_no_state_of_the_old_one(hybrid):
   on = engine(CFG)
   played(hybrid, range(4), on=on)

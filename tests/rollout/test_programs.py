@@ -58,6 +58,7 @@ def _episodes() -> list[_Forced]:
   return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [paging.PIECE, 100])
 @pytest.mark.parametrize("pages", [3, 5])
 def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, pages):

@@ -70,6 +70,7 @@ def test_sampler_log_probs_are_learner_log_probs(trained, temperature):
     np.testing.assert_allclose(mine, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -166,6 +167,7 @@ def short(request, monkeypatch):
   sampler.prefill.clear_cache()
 
 
+@pytest.mark.slow
 def test_pages_change_nothing(novice, monkeypatch, short):
   """Neither how many there are, nor who had them before; the pool grows as needed."""
   monkeypatch.setattr(caching, "PAGE_SIZE", 16)
@@ -192,6 +194,7 @@ def test_pages_change_nothing(novice, monkeypatch, short):
   assert content(other[3]) != content(expected[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pages", "in_flight"), [(8, 2), (40, 3)])
 def test_windows_in_flight_change_nothing(novice, monkeypatch, in_flight, pages):
   """Whoever stops, waits for a tool, is paused or starts beside them."""
@@ -262,6 +265,7 @@ def test_memory_for_less_than_one_trajectory_is_refused():
     play(toy.params(layers=1), [0], on=on)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["places_last", "heads_first"])
 def test_prompts_that_begin_alike_are_prefilled_once_and_play_alike(
   monkeypatch, layout

@@ -26,6 +26,7 @@ def policy_turns(t) -> list[list[int]]:
   return [[i for s in g for i in s.ids] for a, g in turns if a == Author.POLICY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tags are tokens", "tags are text"])
 def test_sampled_ids_are_kept_up_to_the_tag_and_none_is_made_anew(tmp_path, kind: str):
   tok = toy.tokenizer() if kind == "tags are tokens" else toy.stock_tokenizer()
@@ -241,6 +242,7 @@ def test_an_abandoned_run_hangs_up(server, tmp_path):
   assert len(play(on)) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [503, "ids", "prompt", "logps", "garbage"])
 def test_a_request_that_fails_is_tried_again(server, tmp_path, fault):
   expected = play(vllm_worker(server, tmp_path), samples=1)

@@ -135,6 +135,7 @@ def held_at_most(folder: pathlib.Path) -> dict[str, int]:
 SLACK = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("backend", "work"),
   [

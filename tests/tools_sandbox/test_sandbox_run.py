@@ -112,6 +112,7 @@ LIMITED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("changed", "end", "program"),
   [(changed, end, each) for changed, end, programs in LIMITED for each in programs],
