@@ -50,7 +50,8 @@ def test_splash_is_the_same_attention(T: int, H: int, monkeypatch):
   ],
 )
 def test_splash_has_the_same_gradients(T: int, H: int, fused: int, monkeypatch):
-  monkeypatch.setattr(splash, "_BLOCK", 128)
+  # A block has at least 128 places, and half as many going back over large heads.
+  monkeypatch.setattr(splash, "_BLOCK", 128 if H <= 128 else 256)
   monkeypatch.setattr(splash, "_FUSED_UP_TO", fused)
   q, k, v, weight, segment = packed(T, H)
 

@@ -192,10 +192,11 @@ def block_sizes(T: int, S: int, H: int = 128) -> library.BlockSizes:
   """Chooses the blocks of T queries and S keys of H, and the backward kernels."""
   q = _divisor(T, _BLOCK)
   kv = _divisor(S, _BLOCK)
-  back = _divisor(S, 2 * _BLOCK)
+  # With heads of 256 (Qwen3.5) whole blocks exceed v5e's and v5p's kernel memory.
+  back_block = _BLOCK if H <= 128 else _BLOCK // 2
+  back_q = _divisor(T, back_block)
+  back = _divisor(S, 2 * back_block)
   fused = S // back <= _FUSED_UP_TO
-  # With heads of 256 (Qwen3.5) whole blocks of queries exceed v5e's and v5p's memory.
-  back_q = _divisor(T, _BLOCK if H <= 128 else _BLOCK // 2)
   # Around the kernels XLA keeps places after a head's elements, for the rotation:
   # transposing blocks in the kernels costs less than copying arrays in XLA.
   layout = splash_attention_kernel.QKVLayout.SEQ_MINOR
