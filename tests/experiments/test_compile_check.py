@@ -224,8 +224,8 @@ def test_attention_over_heads_of_256_goes_back_on_a_tpu():
     return out.astype(jnp.float32).sum()
 
   step = jax.jit(jax.grad(total, (0, 1, 2)))
-  q, kv = argument(1, 4096, 8, 256), argument(1, 4096, 4, 256)
-  step.lower(q, kv, kv, argument(1, 4096, dtype=jnp.int32)).compile()
+  q, kv = argument(1, 32_768, 16, 256), argument(1, 32_768, 4, 256)
+  step.lower(q, kv, kv, argument(1, 32_768, dtype=jnp.int32)).compile()
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_splash_is_the_same_attention(T: int, H: int, monkeypatch):
   [
     pytest.param(256, 64, marks=pytest.mark.slow),
     pytest.param(512, 128, marks=pytest.mark.soak),
-    pytest.param(256, 256, marks=pytest.mark.soak),
+    pytest.param(256, 256, marks=pytest.mark.slow),
   ],
 )
 def test_splash_has_the_same_gradients(T: int, H: int, fused: int, monkeypatch):
