@@ -27,6 +27,8 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import policy_loss, surrogates
 from coa_jax.learner.algorithms import LossConfig
 from coa_jax.learner.batch import Batch
+from coa_jax.learner.teachers import TeacherConfig, Teachers
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 ORACLES = pathlib.Path(__file__).parent / "oracles"
 PEERS = ("verl", "trl", "trl_ppo", "tunix")
@@ -119,6 +121,38 @@ def policy(case: str, variant: str, mode: str, whole: bool = False):
   return jax.value_and_grad(loss)(jnp.asarray(c["logp"], jnp.float32))
 
 
+def distillation(case: str):
+  """Our loss of a teacher's scores alone, and its gradient in the log-probs."""
+  c = arrays(case)
+  mask_BT = c["mask"]
+  trajectories, scores = [], {}
+  for old_T, teacher_T, mask_T in zip(c["old"], c["reference"], mask_BT, strict=True):
+    mine = mask_T > 0
+    ids = [0] * int(mine.sum())
+    policy = Segment(Author.POLICY, "", "", ids, old_T[mine].tolist())
+    name = str(len(trajectories))
+    trajectories.append(Trajectory(name, [policy]))
+    scores[name] = teacher_T[mine]
+  config = TeacherConfig(init="x", task=0.0)
+  teachers = Teachers(
+    config, {"x": lambda given, _: [scores[t.task_id] for t in given]}, lambda t: t
+  )
+  terms, _ = teachers.terms(trajectories, None)
+  advantage_BT = np.zeros(mask_BT.shape)
+  for row_T, mask_T, term in zip(advantage_BT, mask_BT, terms, strict=True):
+    row_T[mask_T > 0] = term
+  batch = batch_of(c, mask_BT, np.ones(len(mask_BT))).replace(
+    advantage_BT=jnp.asarray(advantage_BT, jnp.float32),
+    logp_BT=jnp.asarray(c["old"], jnp.float32),
+  )
+
+  def loss(logp_BT):
+    total, _ = policy_loss.policy_loss(LossConfig(), logp_BT, batch)
+    return total / mask_BT.sum()
+
+  return jax.value_and_grad(loss)(batch.logp_BT)
+
+
 def filled(mask_BT: np.ndarray) -> np.ndarray:
   """Ones up to a row's last policy token."""
   return (mask_BT[:, ::-1].cumsum(1)[:, ::-1] > 0).astype(float)
@@ -156,6 +190,9 @@ def ours(case: str, quantity: str, shape: tuple[int, ...]) -> np.ndarray:
   c = arrays(case)
   whole = name.endswith("-whole")
   name = name.removesuffix("-whole")
+  if name == "distillation":
+    value, grad = distillation(case)
+    return np.asarray(value if kind == "loss" else grad)
   if kind in ("loss", "grad"):
     value, grad = policy(case, name, mode[0] if mode else "token-mean", whole)
     return np.asarray(value if kind == "loss" else grad)

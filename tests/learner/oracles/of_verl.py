@@ -74,6 +74,14 @@ def losses(c: dict[str, torch.Tensor]) -> dict:
       out[f"loss/{name}/{mode}"] = loss.item()
       if mode in AGGREGATIONS[:2]:
         out[f"grad/{name}/{mode}"] = logp.grad.tolist()
+  # On-policy distillation, as verl.trainer.distillation.losses puts it together, where
+  # the learner is still the sampler: minus k1 to the teacher is the advantage.
+  logp = c["old"].clone().requires_grad_()
+  advantage = -verl.kl_penalty(logp, c["reference"], "k1").detach()
+  f, config = variants["clip"]
+  loss, _ = f(c["old"], logp, advantage, c["mask"], "token-mean", config, None)
+  loss.backward()
+  out["loss/distillation"], out["grad/distillation"] = loss.item(), logp.grad.tolist()
   return out
 
 
