@@ -36,7 +36,7 @@ PROGRAMS = [
   ("compare runs/lr/*", "optim.lr=0.003"),
   (
     "sweep --workdir=runs/seeds --seeds=1 -- experiments.rl "
-    f"--config=configs/rl_world.py:tiny --config.algo.steps=1 {SANDBOX}",
+    f"--config=configs/opd_world.py:tiny --config.algo.steps=1 {SANDBOX}",
     "Runs of rl",
   ),
   (f"browse --workdir={WORLD}/distill", f"{WORLD}/distill/browse.html"),
