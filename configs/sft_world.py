@@ -18,9 +18,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       four layers of linear attention, as Qwen3.5 has them.
   """
   if arg not in ("", "tiny", "large", "hybrid"):
-    raise ValueError(
-      f"sft_world answers '', 'tiny', 'large' and 'hybrid', not {arg!r}"
-    )
+    raise ValueError(f"sft_world answers '', 'tiny', 'large' and 'hybrid', not {arg!r}")
   tiny = arg == "tiny"
   world = "world_tiny" if tiny else "world"  # the :tiny stages feed each other
   config = ml_collections.ConfigDict()

@@ -82,6 +82,7 @@ def test_an_extended_run_equals_one_begun_with_all_steps(
     journey.run(config, grown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "optim", "curriculum", "message"),
   [

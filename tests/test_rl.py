@@ -383,6 +383,7 @@ def test_an_update_that_diverges_ends_the_run_and_is_never_saved(
   assert whole_steps(str(tmp_path / "checkpoints")) == [1, 2]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_stopped_where_it_would_have_been(config, tmp_path):
   watched = config.copy_and_resolve_references()
   watched.checkpoint.every = 1

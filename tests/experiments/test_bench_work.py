@@ -140,6 +140,7 @@ def test_a_hybrids_rows_of_32k_need_a_quarter_of_the_memory():
 # --- The programs of a run.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
   """Here for one device of this machine; the compiler for TPUs is not everywhere."""

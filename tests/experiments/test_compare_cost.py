@@ -75,6 +75,7 @@ def test_other_tools_compare_nothing(tmp_path):
   assert "were not compared" in compare(multi, single)["notes"][0]
 
 
+@pytest.mark.slow
 def test_the_program_prints_and_writes(tmp_path):
   multi, single = files(tmp_path, (1900, 0, 100))
   flags = (f"--single={single}", f"--json={tmp_path / 'cost.json'}")

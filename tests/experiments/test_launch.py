@@ -248,6 +248,7 @@ def test_an_odd_number_of_devices_is_refused_in_one_line(launcher, value):
   assert "--cpu_devices" in line and value in line
 
 
+@pytest.mark.slow
 def test_processes_that_share_no_workdir_stop_before_any_work(launcher, tmp_path):
   address = free_address()
 

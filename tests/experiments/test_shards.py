@@ -85,6 +85,7 @@ def in_shards(journey, config, config_class, workdir, numbers, count) -> dict:
   return results
 
 
+@pytest.mark.slow
 def test_shards_of_an_evaluation_play_what_one_process_plays(evaluation, tmp_path):
   evaluate.run(evaluation, str(tmp_path / "whole"))
   in_shards(

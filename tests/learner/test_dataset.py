@@ -101,6 +101,7 @@ def test_an_id_that_no_token_has_is_named(bad):
   check_ids(Trajectory("q", [Segment(Author.POLICY, "", "")]), 10)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
   rows=st.integers(1, 23),

@@ -132,6 +132,7 @@ def test_parameters_and_optimizer_state_are_split(figures: dict):
   assert figures["plain/one"]["opt_state"] == 0
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(both):
   figures, two = both
   case = two["plain/context2_fsdp2_tensor2"]

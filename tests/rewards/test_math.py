@@ -25,6 +25,7 @@ def pairs() -> list[list[str]]:
   return [row.split("\t") for row in rows]
 
 
+@pytest.mark.slow
 def test_pairs_that_are_equal_and_pairs_that_are_not():
   rows = pairs()
   assert len({(row[0], row[1]) for row in rows}) == len(rows) >= 500
@@ -60,6 +61,7 @@ IN_PROSE = [
 ]
 
 
+@pytest.mark.slow
 def test_the_bare_grader_is_math_verify():
   rows = pairs()
   deviating = [row for row in rows if row[2] != row[3] and "boxed" not in row[0]]

@@ -194,6 +194,7 @@ def test_a_running_trajectory_goes_on_with_the_newer_policy(own, novice):
   assert logp_diff > 0.1  # so the policies can be told apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_tokens_are_those_of_the_numbered_groups_whatever_the_tools_take(
   worker, novice, staleness

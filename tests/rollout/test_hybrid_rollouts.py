@@ -119,6 +119,7 @@ def test_a_prefix_is_reused_from_where_its_state_was_kept(small_pieces):
   assert copied == len(_prompts()[2]) + 2 * 64
 
 
+@pytest.mark.slow
 def test_pages_without_the_state_would_be_wrong(monkeypatch, small_pieces):
   params = params_of(CFG)
   expected, _ = _turns(range(6), params)
