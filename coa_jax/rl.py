@@ -374,12 +374,12 @@ def _open(
 
 def _load_teachers(plan: RLPlan, worker: RolloutWorker) -> Teachers | None:
   settings = plan.settings
-  if settings.teacher is None:
+  if settings.distillation is None:
     return None
   length = settings.algo.batch.length
   dialect = worker.episode_config
   return load_teachers(
-    settings.teacher,
+    settings.distillation,
     plan.cfg,
     settings.model,
     settings.algo.batch,
@@ -387,7 +387,11 @@ def _load_teachers(plan: RLPlan, worker: RolloutWorker) -> Teachers | None:
     settings.algo.sampling.temperature,
     worker.constraint,
     make_hinted(
-      settings.teacher.hint, worker.tokenizer, dialect.variant, dialect.style, length
+      settings.distillation.hint,
+      worker.tokenizer,
+      dialect.variant,
+      dialect.style,
+      length,
     ),
     lambda url: ServerTeacher(url, length, plan.cfg.vocab_size),
   )
@@ -407,7 +411,7 @@ def _extension_fault(settings: RLConfig) -> str:
 def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
   """Returns the run's inputs, for `prepare_workdir`."""
   teachers = {}
-  for folder in settings.teacher.folders if settings.teacher else ():
+  for folder in settings.distillation.folders if settings.distillation else ():
     teachers[f"teacher {folder}"] = hash_files(folder, samples=16)
   return {
     "tasks": hash_json(map(Task.to_json, tasks)),

@@ -3,7 +3,7 @@
   python -m experiments.rl --config=configs/opd_world.py --workdir=runs/world/opd
 
 The student plays tasks with real tools; the teacher scores each token that it writes.
-The task's reward does not count (`teacher.task`). Needs runs/world/sft
+The task's reward does not count (`distillation.task`). Needs runs/world/sft
 (configs/sft_world.py) and, as the teacher, runs/world/teacher
 (configs/sft_world.py:large). Expect: `teacher_kl` falls, and the sampled reward rises
 towards the teacher's.
@@ -23,6 +23,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config = rl_world.get_config(arg)
   # In the tiny form the student's own beginning.
   teacher = f"runs/{world}/sft/model" if tiny else f"runs/{world}/teacher/model"
-  config.teacher = dict(init=teacher, coef=1.0, task=0.0)
+  config.distillation = dict(teacher=teacher, coef=1.0, task=0.0)
   config.algo.sampling.filter_groups = False
   return config

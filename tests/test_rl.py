@@ -71,7 +71,7 @@ def test_a_teacher_alone_teaches_what_it_learnt(config, trained, tmp_path):
   """On-policy distillation: no reward counts, and the teacher knows what is right."""
   workdir, _ = trained
   taught = config.copy_and_resolve_references()
-  taught.teacher = dict(init=f"{workdir}/model", task=0.0)
+  taught.distillation = dict(teacher=f"{workdir}/model", task=0.0)
   taught.algo.sampling.filter_groups = False
   taught.algo.steps = 12
   rl.run(taught, str(tmp_path / "w"))
@@ -84,18 +84,18 @@ def test_a_teacher_alone_teaches_what_it_learnt(config, trained, tmp_path):
 
 def test_teachers_that_do_not_fit_are_refused(config, stock, tmp_path):
   taught = config.copy_and_resolve_references()
-  taught.teacher = dict(init=taught.init)
+  taught.distillation = dict(teacher=taught.init)
   with pytest.raises(ConfigError, match="filter_groups=True leaves out groups with"):
     rl.run(taught, str(tmp_path / "w"))
   taught.algo.sampling.filter_groups = False
-  taught.teacher.init = "http://127.0.0.1:1"
+  taught.distillation.teacher = "http://127.0.0.1:1"
   taught.rollout.constrain = True
   with pytest.raises(ConfigError, match="reports log-probs at temperature 1"):
     rl.run(taught, str(tmp_path / "w"))
   other = tmp_path / "other"
   toy.save_policy(str(other), toy.params(layers=1), toy.ONE_LAYER)
   stock.save(other)
-  taught.teacher.init = str(other)
+  taught.distillation.teacher = str(other)
   with pytest.raises(ValueError, match="it must have the tokenizer of"):
     rl.run(taught, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()

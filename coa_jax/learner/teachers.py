@@ -48,14 +48,14 @@ Scorer = Callable[[Sequence[Trajectory], Any], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherConfig:
-  """Config section `teacher`: on-policy distillation.
+class DistillationConfig:
+  """Config section `distillation`: on-policy distillation.
 
   A teacher is a model folder with the policy's tokenizer, or the http:// address of a
   `vllm serve` with such a model.
 
   Attributes:
-    init: scores every token without a teacher by role or family; "" for the policy
+    teacher: scores every token without a teacher by role or family; "" for the policy
       itself, which needs a `hint`, or for no teacher.
     roles: teachers by the tag that a token stands in, e.g. {"code": "models/coder"}.
     families: teachers by the task's family, for tokens without one by role.
@@ -65,7 +65,7 @@ class TeacherConfig:
     task: factor of the task's advantage; 0 learns from teachers alone.
   """
 
-  init: str = ""
+  teacher: str = ""
   roles: dict[str, str] = dataclasses.field(default_factory=dict)
   families: dict[str, str] = dataclasses.field(default_factory=dict)
   hint: str = ""
@@ -78,16 +78,16 @@ class TeacherConfig:
     for role in self.roles:
       if role not in known:
         raise ValueError(f"roles: no tag {role!r}{nearest(role, known)}")
-    if not (self.init or self.roles or self.families or self.hint):
+    if not (self.teacher or self.roles or self.families or self.hint):
       raise ValueError(
-        "no teacher: set init, roles or families to a model folder, or a hint for the "
-        "policy itself"
+        "no teacher: set teacher, roles or families to a model folder, or a hint for "
+        "the policy itself"
       )
 
   @property
   def sources(self) -> list[str]:
     """Lists the teachers' folders and addresses, each once; "" is the policy."""
-    names = [*self.roles.values(), *self.families.values(), self.init]
+    names = [*self.roles.values(), *self.families.values(), self.teacher]
     return [name for name in dict.fromkeys(names) if name or self.hint]
 
   @property
@@ -97,7 +97,7 @@ class TeacherConfig:
 
   def of_tokens(self, trajectory: Trajectory) -> list[str]:
     """Returns the source of each policy token's teacher."""
-    family = self.families.get(trajectory.meta.get("family", ""), self.init)
+    family = self.families.get(trajectory.meta.get("family", ""), self.teacher)
     out: list[str] = []
     for segment in trajectory.segments:
       if segment.author == Author.POLICY:
@@ -150,7 +150,7 @@ class Teachers:
 
   def __init__(
     self,
-    config: TeacherConfig,
+    config: DistillationConfig,
     scorers: Mapping[str, Scorer],
     hinted: Callable[[Trajectory], Trajectory | None],
   ):
@@ -295,7 +295,7 @@ def make_hinted(
   """Returns `Teachers`' `hinted`.
 
   Args:
-    hint: as in `TeacherConfig`; "" changes nothing.
+    hint: as in `DistillationConfig`; "" changes nothing.
     tokenizer: the policy's.
     variant: the rollouts' dialect.
     style: the style of their prompts.
@@ -317,7 +317,7 @@ def make_hinted(
 
 
 def load_teachers(
-  config: TeacherConfig,
+  config: DistillationConfig,
   cfg: ModelConfig,
   load: LoadConfig,
   batch: BatchConfig,
@@ -330,7 +330,7 @@ def load_teachers(
   """Loads the models of a config's teachers onto the learner's devices.
 
   Args:
-    config: section `teacher`.
+    config: section `distillation`.
     cfg: the policy's architecture.
     load: section `model`.
     batch: section `algo.batch`.

@@ -20,7 +20,12 @@ from coa_jax.learner.algorithms import (
 )
 from coa_jax.learner.checkpoint import CheckpointConfig
 from coa_jax.learner.optim import OptimConfig
-from coa_jax.learner.teachers import TeacherConfig, Teachers, check_folder, is_address
+from coa_jax.learner.teachers import (
+  DistillationConfig,
+  Teachers,
+  check_folder,
+  is_address,
+)
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model import attention, decode_params, lora, memory
 from coa_jax.model.config import LoadConfig, ModelConfig
@@ -136,7 +141,7 @@ class RLConfig:
     mesh: use of the devices.
     optim: the optimizer.
     rollout: options of playing a trajectory.
-    teacher: models that score the policy's tokens; None for none.
+    distillation: models that score the policy's tokens; None for none.
     vllm: the sampling server; None for our own sampler.
     tools: the policy's tools.
     reward: the reward of an answer.
@@ -154,7 +159,7 @@ class RLConfig:
   mesh: MeshConfig = section(MeshConfig)
   optim: OptimConfig = section(OptimConfig)
   rollout: RolloutConfig = section(RolloutConfig)
-  teacher: TeacherConfig | None = None
+  distillation: DistillationConfig | None = None
   vllm: VllmConfig | None = None
   tools: ToolsConfig = section(ToolsConfig)
   reward: RewardConfig = section(RewardConfig)
@@ -176,8 +181,8 @@ class RLConfig:
         f"mesh.rollout={self.mesh.rollout} gives devices to our own sampler, and with "
         "section vllm the server samples: take 0"
       )
-    if self.teacher:
-      self._check_teacher(self.teacher)
+    if self.distillation:
+      self._check_teachers(self.distillation)
     # Rollouts then run beside the learner: on the same devices, their programs could
     # deadlock if both communicate between devices.
     tensor = self.rollout.tensor or self.mesh.tensor
@@ -190,14 +195,14 @@ class RLConfig:
         )
       )
 
-  def _check_teacher(self, teacher: TeacherConfig) -> None:
+  def _check_teachers(self, distillation: DistillationConfig) -> None:
     sampling = self.algo.sampling
     if sampling.filter_groups:
       raise ValueError(
         "algo.sampling.filter_groups=True leaves out groups with equal rewards, which "
-        "a teacher scores like others; with section teacher take False"
+        "a teacher scores like others; with section distillation take False"
       )
-    servers = [name for name in teacher.sources if is_address(name)]
+    servers = [name for name in distillation.sources if is_address(name)]
     if servers and (self.rollout.constrain or sampling.temperature != 1):
       raise ValueError(
         f"teacher {servers[0]!r} reports log-probs at temperature 1 and without our "
@@ -332,8 +337,8 @@ def plan_rl(
       replica.check(decoder.axes)
 
   # --- The teachers, which must read the policy's ids.
-  if settings.teacher:
-    for folder in settings.teacher.folders:
+  if settings.distillation:
+    for folder in settings.distillation.folders:
       check_folder(folder, settings.init, settings.model, learner, batch.length)
 
   # --- Settings that would need processes to wait for each other.

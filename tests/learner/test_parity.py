@@ -27,7 +27,7 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import policy_loss, surrogates
 from coa_jax.learner.algorithms import LossConfig
 from coa_jax.learner.batch import Batch
-from coa_jax.learner.teachers import TeacherConfig, Teachers
+from coa_jax.learner.teachers import DistillationConfig, Teachers
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 ORACLES = pathlib.Path(__file__).parent / "oracles"
@@ -133,7 +133,7 @@ def distillation(case: str):
     name = str(len(trajectories))
     trajectories.append(Trajectory(name, [policy]))
     scores[name] = teacher_T[mine]
-  config = TeacherConfig(init="x", task=0.0)
+  config = DistillationConfig(teacher="x", task=0.0)
   teachers = Teachers(
     config, {"x": lambda given, _: [scores[t.task_id] for t in given]}, lambda t: t
   )

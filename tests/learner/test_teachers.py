@@ -12,7 +12,12 @@ import toy
 from test_update import BATCH, CFG, build, groups, host, moved
 
 from coa_jax.learner.algorithms import BatchConfig
-from coa_jax.learner.teachers import ModelTeacher, TeacherConfig, Teachers, make_hinted
+from coa_jax.learner.teachers import (
+  DistillationConfig,
+  ModelTeacher,
+  Teachers,
+  make_hinted,
+)
 from coa_jax.model.sharding import ONE_DEVICE
 from coa_jax.model.transformer import init_params
 from coa_jax.protocol.grammar.automaton import compile_constraint
@@ -60,14 +65,14 @@ def test_a_case_by_hand():
       Segment(Author.POLICY, "answer", "", [7], log(0.8)),
     ],
   )
-  config = TeacherConfig(init="x", coef=COEF)
+  config = DistillationConfig(teacher="x", coef=COEF)
   scorers = {"x": lambda trajectories, policy: [np.array(log(0.125, 0.5, 0.4))]}
   (term,), figures = Teachers(config, scorers, unchanged).terms([t], None)
   np.testing.assert_allclose(term / COEF, [-1.386294, 0.693147, -0.693147], atol=1e-6)
   assert figures["teacher_kl"] == pytest.approx(0.462098, abs=1e-6)
   assert figures["teacher_share"] == 1
   # Of the answer alone, by role.
-  config = TeacherConfig(roles={"answer": "x"})
+  config = DistillationConfig(roles={"answer": "x"})
   (term,), figures = Teachers(config, scorers, unchanged).terms([t], None)
   np.testing.assert_allclose(term, [0, 0, -0.693147], atol=1e-6)
   assert figures["teacher_share"] == pytest.approx(1 / 3)
@@ -75,7 +80,7 @@ def test_a_case_by_hand():
 
 def test_the_policy_as_its_own_teacher_changes_nothing():
   teacher = ModelTeacher(CFG, toy.params(layers=1), BATCH, ONE_DEVICE)
-  teachers = Teachers(TeacherConfig(init="x"), {"x": teacher}, unchanged)
+  teachers = Teachers(DistillationConfig(teacher="x"), {"x": teacher}, unchanged)
   terms, figures = teachers.terms(flat(), None)
   assert max(abs(x).max() for x in terms) < 1e-5
   assert abs(figures["teacher_kl"]) < 1e-6
@@ -84,9 +89,11 @@ def test_the_policy_as_its_own_teacher_changes_nothing():
 def test_two_teachers_of_one_folder_are_one():
   trajectories = [as_sampled(t) for t in flat()]
   same = folder()
-  one = Teachers(TeacherConfig(init="x"), {"x": same}, unchanged)
+  one = Teachers(DistillationConfig(teacher="x"), {"x": same}, unchanged)
   two = Teachers(
-    TeacherConfig(init="y", roles={"think": "x"}), {"x": same, "y": same}, unchanged
+    DistillationConfig(teacher="y", roles={"think": "x"}),
+    {"x": same, "y": same},
+    unchanged,
   )
   for a, b in zip(
     one.terms(trajectories, None)[0], two.terms(trajectories, None)[0], strict=True
@@ -102,7 +109,7 @@ def test_batching_changes_nothing():
 
 
 def test_teachers_by_role_then_family():
-  config = TeacherConfig(init="a", roles={"code": "b"}, families={"sum": "c"})
+  config = DistillationConfig(teacher="a", roles={"code": "b"}, families={"sum": "c"})
   assert config.sources == ["b", "c", "a"]
   t = as_sampled(flat()[0])
   t.meta["family"] = "sum"
@@ -144,7 +151,7 @@ def test_a_hint_is_read_by_the_teacher_alone(tokenizer):
 
 
 def test_a_trajectory_that_no_teacher_can_read_is_not_scored():
-  config = TeacherConfig(hint="{answers}")
+  config = DistillationConfig(hint="{answers}")
   assert config.sources == [""]
   teachers = Teachers(config, {"": folder()}, lambda t: None)
   assert teachers.is_policy
@@ -168,14 +175,14 @@ def test_groups_with_equal_rewards_learn_from_a_teacher():
   before = host(toy.params(layers=1))
   without, _ = updated(None, equal=True)
   assert not moved(before, without)
-  teachers = Teachers(TeacherConfig(init="x"), {"x": folder()}, unchanged)
+  teachers = Teachers(DistillationConfig(teacher="x"), {"x": folder()}, unchanged)
   taught, values = updated(teachers, equal=True)
   assert moved(before, taught)
   assert values["teacher_kl"] > 0 and values["teacher_share"] == 1
 
 
 def test_without_the_tasks_reward_it_does_not_count():
-  alone = TeacherConfig(init="x", task=0.0)
+  alone = DistillationConfig(teacher="x", task=0.0)
   a, _ = updated(Teachers(alone, {"x": folder()}, unchanged))
   b, _ = updated(Teachers(alone, {"x": folder()}, unchanged), equal=True)
   assert not moved(a, b)
@@ -186,7 +193,7 @@ def test_a_teacher_of_equal_scores_leaves_the_tasks_update():
     "x": lambda trajectories, policy: [np.array(logps(t)) for t in trajectories]
   }
   expected, _ = updated(None)
-  same, values = updated(Teachers(TeacherConfig(init="x"), mirror, unchanged))
+  same, values = updated(Teachers(DistillationConfig(teacher="x"), mirror, unchanged))
   assert not moved(expected, same)
   assert values["teacher_kl"] == 0
 
@@ -198,11 +205,11 @@ def logps(t: Trajectory) -> list[float]:
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({}, "no teacher: set init"),
+    ({}, "no teacher: set teacher"),
     ({"roles": {"coder": "x"}}, "no tag 'coder'; did you mean 'code'"),
-    ({"init": "x", "coef": 0.0}, "coef is 0.0; it must be above 0"),
+    ({"teacher": "x", "coef": 0.0}, "coef is 0.0; it must be above 0"),
   ],
 )
 def test_refused(fields: dict, message: str):
   with pytest.raises(ValueError, match=message):
-    TeacherConfig(**fields)
+    DistillationConfig(**fields)
