@@ -5,8 +5,8 @@
 The student plays tasks with real tools; the teacher scores each token that it writes.
 The task's reward does not count (`distillation.task`). Needs runs/world/sft
 (configs/sft_world.py) and, as the teacher, runs/world/teacher
-(configs/sft_world.py:large). Expect: `teacher_kl` falls, and the sampled reward rises
-towards the teacher's.
+(configs/sft_world.py:large). Expect (not measured yet): `teacher_kl` falls, and
+the sampled reward rises towards the teacher's.
 """
 
 import ml_collections

@@ -225,7 +225,8 @@ def test_attention_over_heads_of_256_goes_back_on_a_tpu():
 
   step = jax.jit(jax.grad(total, (0, 1, 2)))
   q, kv = argument(1, 32_768, 16, 256), argument(1, 32_768, 4, 256)
-  step.lower(q, kv, kv, argument(1, 32_768, dtype=jnp.int32)).compile()
+  compiled = step.lower(q, kv, kv, argument(1, 32_768, dtype=jnp.int32)).compile()
+  assert "splash_mqa_dkv" in compiled.as_text()
 
 
 @pytest.mark.slow
