@@ -52,7 +52,9 @@ def outputs(*commands: Sequence[str | os.PathLike], **variables: str) -> list[st
 
 def run_tests_on_devices(file: str, count: int) -> None:
   """Runs a file's tests where JAX sees virtual devices; the first of them skips."""
-  command = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file]
+  # All of the file's tests, for the test that calls this is a slow one.
+  options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", ""]
+  command = ["-m", "pytest", *options, file]
   # Bits are compared with those of other programs of the same process.
   env = virtual_devices.environment(count, virtual_devices.QUICK)
   (said,) = outputs(command, **env)
