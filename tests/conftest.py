@@ -69,6 +69,11 @@ def gpu_described():
     yield
 
 
+def pytest_xdist_auto_num_workers() -> int:
+  """One worker more than cores, at most 8: many tests wait for a sandbox or a server."""
+  return min(8, len(os.sched_getaffinity(0)) + 1)
+
+
 def pytest_report_header() -> str:
   """Names the back-end of programs; tests of the jail itself skip without one."""
   why = f", this machine has no jail: {WHY}" if WHY else ""

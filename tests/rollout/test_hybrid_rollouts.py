@@ -12,10 +12,14 @@ from playing import HYBRID as CFG
 from test_scheduler import GreedyTurn, set_in_flight
 
 from coa_jax.model import cache as caching
+from coa_jax.model import decode_params, transformer
+from coa_jax.model.variants import variant
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout import slot_cache
 from coa_jax.rollout.pages import Snapshots
 from coa_jax.rollout.slot_cache import SlotCache
+from coa_jax.rollout.types import Episode
 from tests.model.models import params_of
 
 
@@ -39,6 +43,49 @@ def test_sampler_log_probs_are_learner_log_probs(hybrid, temperature):
   theirs = toy.logps_of(CFG, hybrid, trajectories, temperature)
   for t, expected in zip(trajectories, theirs, strict=True):
     np.testing.assert_allclose(toy.sampled_logps(t), expected, rtol=0, atol=2e-5)
+
+
+class RandomPrompt(Episode):
+  """300 tokens after a prompt of 200 random ones."""
+
+  seed = 0
+  temperature = 1.0
+  limit = 500
+
+  def __init__(self, sequence: int, vocabulary: int):
+    self.sequence = sequence
+    rng = np.random.default_rng(sequence)
+    prompt = rng.integers(0, vocabulary, 200).tolist()
+    self.trajectory = Trajectory("t", [Segment(Author.PROMPT, "", "", prompt)])
+
+  def start(self) -> list[int]:
+    return self.trajectory.segments[0].ids
+
+  def sampled(self, ids, logps, tag) -> None:
+    self.trajectory.segments.append(Segment(Author.POLICY, "", "", ids, logps))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
+@pytest.mark.parametrize("trained", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3.5-0.8b"])
+def test_agreement_on_published_shapes(monkeypatch, name, trained, decoded):
+  """Four layers of a published size with fresh weights; `-s` prints the figures."""
+  if trained == "float32" and decoded == "bfloat16":
+    pytest.skip("a float32 learner is decoded in float32")
+  cfg = variant(name, layers=4, scan=False, dtype=trained)
+  if decoded == "bfloat16":  # as devices other than CPUs
+    monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
+  params = transformer.init_params(cfg, 0)
+  prompts = [RandomPrompt(n, cfg.vocab_size) for n in range(8)]
+  on = engine(cfg, slots=8, max_len=512)
+  played = [episode.trajectory for episode in toy.play(on, params, prompts)]
+  monkeypatch.setattr(toy, "MAX_LEN", 512)
+  theirs = toy.logps_of(cfg, params, played)
+  mine = [toy.sampled_logps(t) for t in played]
+  gap = np.abs(np.concatenate(theirs) - np.concatenate(mine))
+  print(f"\n{gap.size} tokens, nats: mean {gap.mean():.1e}, most {gap.max():.1e}")
+  assert gap.max() <= (2e-5 if trained == "float32" else 0.5)
 
 
 @pytest.mark.slow
