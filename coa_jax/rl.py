@@ -471,7 +471,9 @@ def _speed(
   # The learner reads trajectories with a reward, once per epoch.
   lengths: list[int] = []
   for group in rollouts.groups:
-    lengths += [t.num_tokens for t in group if t.reward is not None]
+    for t in group:
+      if t.reward is not None:
+        lengths += [context.num_tokens for context in t.split()]
   lengths *= plan.settings.algo.batch.epochs
   out = timer.flush(decode=values["generated_tokens"], learn=sum(lengths))
   return out | flops.utilisation(

@@ -45,6 +45,7 @@ from coa_jax.model.sharding import (
 from coa_jax.model.transformer import count_params, init_params
 from coa_jax.plan.sft import DataConfig, SFTConfig, SFTPlan, plan_sft
 from coa_jax.protocol import roles
+from coa_jax.protocol.contexts import REMOVED, ContextConfig, compacted
 from coa_jax.protocol.origin import Origin, dialects_of_data
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.tokens import Tokenizer
@@ -258,7 +259,7 @@ def _dataset(
 
     def encoded() -> Iterator[Trajectory]:
       for number, source in enumerate(sources):
-        for trajectory in _encoded(source.path, tokenizer, vocab_size):
+        for trajectory in _encoded(source.path, tokenizer, vocab_size, data.context):
           counts[number] += 1
           yield trajectory
 
@@ -285,9 +286,12 @@ def _tell(by_source: Mapping[str, Mapping[str, Any]]) -> None:
     )
 
 
-def _encoded(path: str, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Trajectory]:
-  """Yields the file's, with ids and an end; ids that they had are checked."""
+def _encoded(
+  path: str, tokenizer: Tokenizer, vocab_size: int, context: ContextConfig
+) -> Iterator[Trajectory]:
+  """Yields the file's contexts, with ids and an end; ids that they had are checked."""
   number = 0
+  marker = tokenizer.encode_observation(REMOVED)
   trajectories = iter(iter_trajectories(path))
   # A tokenizer likes many at once.
   while chunk := list(itertools.islice(trajectories, 16)):
@@ -301,7 +305,7 @@ def _encoded(path: str, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Traje
     tokenizer.encode_trajectories(chunk)
     for trajectory in chunk:
       _end(trajectory, tokenizer)
-      yield trajectory
+      yield from compacted(trajectory, context, marker).split()
 
 
 def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:

@@ -27,19 +27,24 @@ _RL = flags.DEFINE_integer("rl", 6000, "Number of tasks for RL.", 1, MOST_TASKS)
 _HELD_OUT = flags.DEFINE_integer(
   "held_out", 600, "Number of tasks each in dev, test and ood.", 1, MOST_TASKS
 )
+_FILLER = flags.DEFINE_integer(
+  "filler", 0, "Words without a fact at the end of each page.", 0
+)
 
 
-def make_world(directory: str, seed: int, train: int, rl: int, held_out: int) -> None:
+def make_world(
+  directory: str, seed: int, train: int, rl: int, held_out: int, filler: int = 0
+) -> None:
   """Writes every file into `directory`; arguments as the flags."""
-  seen = WorldConfig(mix=TRAIN_MIX)
-  unseen = WorldConfig(mix=tuple((name, 1.0) for name in HELD_OUT))
+  seen = WorldConfig(mix=TRAIN_MIX, filler=filler)
+  unseen = WorldConfig(mix=tuple((name, 1.0) for name in HELD_OUT), filler=filler)
   # (worlds, task file, number of tasks, families, seed of the questions). rl asks about
   # the worlds of train, with another seed.
   files = (
     ("train", "train", train, seen, 0),
     ("train", "rl", rl, seen, 1),
-    ("dev", "dev", held_out, WorldConfig(), 0),
-    ("test", "test", held_out, WorldConfig(), 0),
+    ("dev", "dev", held_out, WorldConfig(filler=filler), 0),
+    ("test", "test", held_out, WorldConfig(filler=filler), 0),
     ("test", "ood", held_out, unseen, 0),
   )
   with hold(directory):
@@ -52,7 +57,12 @@ def main() -> None:
   if not _DIRECTORY.value:
     raise ValueError("--directory is empty; name the folder to write to")
   make_world(
-    _DIRECTORY.value, _WORLD_SEED.value, _TRAIN.value, _RL.value, _HELD_OUT.value
+    _DIRECTORY.value,
+    _WORLD_SEED.value,
+    _TRAIN.value,
+    _RL.value,
+    _HELD_OUT.value,
+    _FILLER.value,
   )
   print(f"wrote pages and tasks of train, rl, dev, test and ood to {_DIRECTORY.value}")
 

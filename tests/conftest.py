@@ -70,7 +70,7 @@ def gpu_described():
 
 
 def pytest_xdist_auto_num_workers() -> int:
-  """One worker more than cores, at most 8: many tests wait for a sandbox or a server."""
+  """One worker more than cores, at most 8: many tests wait for a sandbox."""
   return min(8, len(os.sched_getaffinity(0)) + 1)
 
 

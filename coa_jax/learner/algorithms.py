@@ -118,6 +118,15 @@ class LossConfig:
       )
 
   @property
+  def needs_one_row(self) -> str:
+    """The field that reads a trajectory's tokens in one row; "" if none does."""
+    if self.advantage in TOKEN_ADVANTAGES:
+      return "advantage"
+    if self.ratio == "sequence":
+      return "ratio"
+    return "is_level" if self.is_clip and self.is_level == "sequence" else ""
+
+  @property
   def has_critic(self) -> bool:
     """Whether there is a critic."""
     return self.advantage == "gae"

@@ -14,7 +14,7 @@ import numpy as np
 
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.tables import Constraint
-from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.protocol.trajectory import Author, Trajectory, grammar_parts
 
 Array = np.ndarray | jax.Array
 
@@ -141,9 +141,8 @@ def fill(
           states = constraint.states(s.ids, state)  # before each, and after the last
           batch.grammar_BT[row, at:end] = states[:-1]
           state = states[-1]
-      elif s.author == Author.TOOL and constraint is not None and state >= 0:
-        # The grammar reads no observation, only its presence.
-        state = int(constraint.resume_S[state])
+      elif constraint is not None:
+        state = constraint.after(grammar_parts([s]), state)
       at = end
     batch.segment_BT[row, begin:at] = number
     batch.position_BT[row, begin:at] = np.arange(at - begin)

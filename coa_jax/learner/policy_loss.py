@@ -21,6 +21,7 @@ def token_advantages(
   kl: Sequence[np.ndarray] | None = None,
   value: Sequence[np.ndarray] | None = None,
   share: Share | None = None,
+  owners: Sequence[int] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
   """Computes advantages of the policy's tokens in a batch, by `config.advantage`.
 
@@ -29,16 +30,18 @@ def token_advantages(
   Args:
     config: chooses the estimator.
     reward_GK: rewards of G groups of K samples; NaN if a sample is missing. The n
-      others, row by row, are the trajectories of the lists below.
-    counts: policy tokens of each trajectory.
+      others, row by row, are the trajectories.
+    counts: policy tokens of each context, trajectory by trajectory.
     kl: with `kl_in="reward"`, the estimate at each policy token in `share`.
     value: for gae, the critic's value at each policy token in `share`.
-    share: this process's trajectories; None for all.
+    share: this process's contexts; None for all.
+    owners: the trajectory of each context; None if each has one.
 
   Returns:
-    For each of those an array over its policy tokens; and for gae the returns.
+    For each of those contexts an array over its policy tokens; and for gae the returns.
   """
   share = share or Share(range(len(counts)), len(counts))
+  owners = owners or range(len(counts))
   present_GK = ~np.isnan(reward_GK)
   if kl is not None:
     penalty = [-config.kl_coef * x for x in kl]
@@ -48,6 +51,7 @@ def token_advantages(
   # --- Token-level estimators: the last token gets the reward.
   if config.advantage in TOKEN_ADVANTAGES:
     earned_N = reward_GK[present_GK]
+    assert len(earned_N) == len(counts), "one context per trajectory"
     reward = []
     for i, penalty_T in zip(share.own, penalty, strict=True):
       reward_T = penalty_T.astype(np.float64)
@@ -69,40 +73,47 @@ def token_advantages(
 
   # --- Group-relative estimators: one number for all tokens.
   reward_GK = reward_GK.copy()  # the caller's stay
-  reward_GK[present_GK] += share.gather([float(p.sum()) for p in penalty])
+  penalties = share.gather([float(p.sum()) for p in penalty])
+  reward_GK[present_GK] += np.bincount(owners, penalties)
   if config.advantage == "rloo":
     advantage_GK = advantages.leave_one_out(reward_GK)
   else:
     advantage_GK = advantages.group_relative(reward_GK, config.advantage == "grpo")
   advantage_N = advantage_GK[present_GK]
-  advantage = [np.full(counts[i], advantage_N[i]) for i in share.own]
+  advantage = [np.full(counts[i], advantage_N[owners[i]]) for i in share.own]
   if config.advantage == "reinforce++_baseline":
     advantage = advantages.whiten(advantage, share)
   return advantage, None
 
 
 def aggregation_weights(
-  config: LossConfig, counts: Sequence[int], length: int
+  config: LossConfig,
+  counts: Sequence[int],
+  length: int,
+  owners: Sequence[int] | None = None,
 ) -> list[float]:
-  """Computes each trajectory's weight per token in one update's loss.
+  """Computes each context's weight per token in one update's loss.
 
   The loss is the sum over all tokens of weight times term, divided by the number n of
-  tokens, for each aggregation: so no split into micro-batches, rows or devices can
-  change it. Trajectories without a token are no trajectories here, as in verl.
+  tokens, for each aggregation: so no split into micro-batches, rows, devices or
+  contexts can change it. Trajectories without a token are not counted, as in verl.
 
   Args:
     config: chooses the aggregation.
-    counts: policy tokens of each trajectory of the update.
+    counts: policy tokens of each context of the update.
     length: tokens per row, the divisor of a sum if `config.horizon` is 0.
+    owners: the trajectory of each context; None if each has one.
   """
   n = sum(counts)
-  present = max(1, np.count_nonzero(counts))
+  owners = owners or range(len(counts))
+  whole = np.bincount(owners, counts)  # policy tokens of each trajectory
+  present = max(1, np.count_nonzero(whole))
   # Each weight has the factor n, the loss's later divisor.
   if config.aggregation == "token-mean":
     return [1.0] * len(counts)
   if config.aggregation == "seq-mean-token-mean":
     weights = []
-    for c in counts:
+    for c in whole[list(owners)].tolist():
       weights.append(n / (present * c) if c else 0.0)
     return weights
   # Sums over a trajectory: every token counts alike, so long ones count more.

@@ -72,7 +72,7 @@ class PolicyUpdate:
       truncation: the rollouts' truncation.
       steps: the run's batches of rollouts.
       prompts: maximum groups per batch.
-      samples: trajectories per group.
+      samples: contexts per group, at most.
       temperature: of the rollouts.
       max_logp_diff: nats; see `GuardConfig`.
       constraint: the grammar of the rollouts.
@@ -172,8 +172,9 @@ class PolicyUpdate:
         parts.append(part)
     if not parts:
       return state.replace(step=step), {}
-    packed = [self._pack(part) for part in parts]
-    figures = self._prepare(state, frozen, parts, packed)
+    contexts = [_Contexts.of(part) for part in parts]
+    packed = [self._pack(c.rows) for c in contexts]
+    figures = self._prepare(state, frozen, parts, contexts, packed)
 
     # --- The updates.
     log = []
@@ -208,12 +209,9 @@ class PolicyUpdate:
       out["score"] = self._score
     return out
 
-  def _pack(self, part: Sequence[Group]) -> Packed:
-    trajectories: list[Trajectory] = []
-    for group in part:
-      trajectories += _graded(group)
+  def _pack(self, rows: Sequence[Trajectory]) -> Packed:
     return Packed(
-      trajectories,
+      rows,
       self._batch.rows,
       self._batch.length,
       self._constraint,
@@ -225,6 +223,7 @@ class PolicyUpdate:
     state: TrainState,
     frozen: Any,
     parts: Sequence[Sequence[Group]],
+    contexts: Sequence[_Contexts],
     packed: Sequence[Packed],
   ) -> dict[str, float]:
     """Fills in the batches' old networks' scores, advantages, loss weights.
@@ -253,29 +252,40 @@ class PolicyUpdate:
 
     # --- Advantages of all trajectories together: some are whitened over the batch.
     groups: list[Group] = []
+    rows: list[Trajectory] = []
     counts: list[int] = []
+    owners: list[int] = []
     own: list[int] = []
-    for part, p in zip(parts, packed, strict=True):
+    for part, c, p in zip(parts, contexts, packed, strict=True):
       own += [len(counts) + i for i in p.own]
+      owners += [sum(map(len, map(_graded, groups))) + i for i in c.owners]
       groups += part
+      rows += c.rows
       counts += p.counts
     advantage, returns = policy_loss.token_advantages(
-      config, rewards_of(groups), counts, kl, value, advantages.Share(own, len(counts))
+      config,
+      rewards_of(groups),
+      counts,
+      kl,
+      value,
+      advantages.Share(own, len(counts)),
+      owners,
     )
     figures: dict[str, float] = {}
     if self._teachers:
-      trajectories = [t for group in groups for t in _graded(group)]
       policy = self.policy(state, frozen) if self._teachers.is_policy else None
-      terms, figures = self._teachers.terms(trajectories, policy)
+      terms, figures = self._teachers.terms(rows, policy)
       advantage = [
         self._teachers.task * a + terms[i] for i, a in zip(own, advantage, strict=True)
       ]
 
     # --- Each update's part of them.
     begin = 0
-    for p in packed:
+    for c, p in zip(contexts, packed, strict=True):
       end = begin + len(p.own)
-      weights = policy_loss.aggregation_weights(config, p.counts, self._batch.length)
+      weights = policy_loss.aggregation_weights(
+        config, p.counts, self._batch.length, c.owners
+      )
       p.write("advantage_BT", advantage[begin:end])
       p.write("loss_weight_BT", [weights[i] for i in p.own])
       if returns is not None:
@@ -372,6 +382,31 @@ class PolicyUpdate:
     for name, figure_BT in figures.items():
       sums[name] = jax.lax.stop_gradient(jnp.sum(batch.loss_mask_BT * figure_BT))
     return loss, sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contexts:
+  """The contexts of an update's graded trajectories.
+
+  Attributes:
+    rows: each context as a trajectory of its own.
+    owners: for each the number of its trajectory.
+  """
+
+  rows: list[Trajectory]
+  owners: list[int]
+
+  @classmethod
+  def of(cls, part: Sequence[Group]) -> _Contexts:
+    out = cls([], [])
+    number = 0
+    for group in part:
+      for trajectory in _graded(group):
+        split = trajectory.split()
+        out.rows.extend(split)
+        out.owners.extend([number] * len(split))
+        number += 1
+    return out
 
 
 def rewards_of(

@@ -183,6 +183,13 @@ class RLConfig:
       )
     if self.distillation:
       self._check_teachers(self.distillation)
+    field = self.algo.loss.needs_one_row
+    if field and self.rollout.context.count > 1:
+      raise ValueError(
+        f"algo.loss.{field}={getattr(self.algo.loss, field)!r} reads a trajectory's "
+        f"tokens in one row, and rollout.context.count={self.rollout.context.count} "
+        "spreads them over several: take another, or rollout.context.count=1"
+      )
     # Rollouts then run beside the learner: on the same devices, their programs could
     # deadlock if both communicate between devices.
     tensor = self.rollout.tensor or self.mesh.tensor
@@ -248,7 +255,7 @@ class RLPlan:
       truncation=settings.rollout.truncation,
       steps=algo.steps,
       prompts=algo.sampling.prompts,
-      samples=algo.sampling.samples,
+      samples=algo.sampling.samples * settings.rollout.context.count,
       temperature=algo.sampling.temperature,
       max_logp_diff=algo.guards.max_logp_diff,
       constraint=constraint,

@@ -21,6 +21,7 @@ from coa_jax.model.hf.io import load_config
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
 from coa_jax.model.variants import variant
+from coa_jax.protocol.contexts import ContextConfig
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.report.tracking import LogConfig
 from coa_jax.runtime import capacity
@@ -41,6 +42,7 @@ class DataConfig:
       if optim.schedule is constant.
     rows: rows per micro-batch.
     length: T, tokens per row; longer trajectories are left out and counted.
+    context: splits longer trajectories into several contexts, as rollouts do.
     micro_batches: micro-batches per update.
     validation: trajectories kept out of training for the validation loss.
     validate_every: updates between two validation losses; 0 for only one at the end.
@@ -53,6 +55,7 @@ class DataConfig:
   steps: int = bounded(least=0)
   rows: int = bounded(16, least=1)
   length: int = bounded(256, least=1)
+  context: ContextConfig = section(ContextConfig)
   micro_batches: int = bounded(1, least=1)
   validation: int = bounded(128, least=0)
   validate_every: int = bounded(50, least=0)
@@ -61,6 +64,7 @@ class DataConfig:
 
   def __post_init__(self):
     check_fields(self)
+    self.context.check(self.length, "length")
 
 
 def read_model(

@@ -30,6 +30,7 @@ class Author(enum.StrEnum):
   PROMPT = "prompt"
   POLICY = "policy"
   TOOL = "tool"
+  CARRIED = "carried"  # an earlier context's text, repeated in the next one
   ENVIRONMENT = "environment"
 
 
@@ -86,6 +87,15 @@ class Segment:
   versions: list[int] = dataclasses.field(default_factory=list)
 
 
+def grammar_parts(segments: Iterable[Segment]) -> list[tuple[list[int], bool]]:
+  """Returns `Constraint.after`'s parts: all but prompts, observations marked."""
+  out = []
+  for s in segments:
+    if s.author != Author.PROMPT:
+      out.append((s.ids, s.author == Author.TOOL or s.role == "observation"))
+  return out
+
+
 @dataclasses.dataclass
 class Usage:
   """A trajectory's cost. Tokens: processed once each unless `cached`.
@@ -115,7 +125,8 @@ class Trajectory:
 
   Attributes:
     task_id: its task.
-    segments: in order; the first is the prompt.
+    segments: in order; the first is the prompt. A later prompt begins another context:
+      the model reads none of the segments before it.
     calls: every tool call, in order.
     status: its final status.
     reward: total reward, or None while ungraded.
@@ -137,9 +148,30 @@ class Trajectory:
   meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
+  def written(self) -> list[Segment]:
+    """The segments after the prompt, without those that later contexts repeat."""
+    repeated = (Author.PROMPT, Author.CARRIED)
+    return [s for s in self.segments if s.author not in repeated]
+
+  @property
   def text(self) -> str:
-    """Everything after the prompt, as one string."""
-    return "".join(s.text for s in self.segments if s.author != Author.PROMPT)
+    """Everything after the prompt, as one string; see `written`."""
+    return "".join(s.text for s in self.written)
+
+  def split(self) -> list[Trajectory]:
+    """Returns one trajectory per context, each with its own segments.
+
+    The rest is shared; of one context it is the trajectory itself.
+    """
+    parts: list[list[Segment]] = [[]]
+    for segment in self.segments:
+      last = parts[-1]
+      if segment.author == Author.PROMPT and last and last[-1].author != Author.PROMPT:
+        parts.append([])
+      parts[-1].append(segment)
+    if len(parts) == 1:
+      return [self]
+    return [dataclasses.replace(self, segments=segments) for segments in parts]
 
   @property
   def num_tokens(self) -> int:

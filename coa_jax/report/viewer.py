@@ -279,15 +279,27 @@ class ShownSpan:
     """Returns the author; of several, the least trusted."""
     authors = {s.author for s in self.segments}
     # A tool's text may be hostile; the environment's text is the program's own.
-    for author in (Author.TOOL, Author.ENVIRONMENT):
+    for author in (Author.TOOL, Author.CARRIED, Author.ENVIRONMENT):
       if author in authors:
         return author
     return Author.POLICY
 
 
 def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
+  """Lists the spans, and before each later context one of what it repeats."""
+  out = _written(trajectory, parsed)
+  for context in trajectory.split()[1:]:
+    carried = [s for s in context.segments if s.author == Author.CARRIED]
+    first = context.written[0]
+    place = next(i for i, span in enumerate(out) if first in span.segments)
+    text = "".join(s.text for s in carried)
+    out.insert(place, ShownSpan("next context repeats", text, carried))
+  return out
+
+
+def _written(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
   """Lists the spans: the parser's if it can read the text, else the segments."""
-  segments = [s for s in trajectory.segments if s.author != Author.PROMPT]
+  segments = trajectory.written
   if parsed is None or not parsed.ok:
     # One without text or tokens would be an empty box.
     shown = [s for s in segments if s.text.strip() or s.ids]

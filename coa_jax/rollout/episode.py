@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import time
 import weakref
+from collections.abc import Iterable
 
 from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.contexts import REMOVED, ContextConfig, leave_context
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
   Author,
   CallStatus,
+  Segment,
   Status,
   ToolCall,
   Trajectory,
+  grammar_parts,
 )
 from coa_jax.rollout.types import Attempt, Episode, RolloutConfig
+from coa_jax.runtime.fields import section
 from coa_jax.tools.types import Tools
+
+_SEEDS_APART = 0x9E3779B1  # odd, so that 2**32 contexts have 2**32 seeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +43,7 @@ class EpisodeConfig:
     max_calls: maximum tool calls per trajectory.
     tool_seconds: maximum tool time per trajectory, seconds.
     observation_tokens: maximum tokens per observation, tags included.
+    context: several contexts for trajectories longer than one.
   """
 
   variant: Variant
@@ -42,10 +51,18 @@ class EpisodeConfig:
   max_calls: int
   tool_seconds: float
   observation_tokens: int = RolloutConfig.observation_tokens
+  context: ContextConfig = section(ContextConfig)
 
 
 class CoAEpisode(Episode):
-  """One attempt at one task, driven by an engine."""
+  """One attempt at one task, driven by an engine.
+
+  Attributes:
+    continues: whether it ended in the engine to be submitted again: `start` then
+      returns the next context.
+  """
+
+  continues = False
 
   def __init__(
     self,
@@ -71,6 +88,7 @@ class CoAEpisode(Episode):
     self.config = config
     self._versions: list[int] = []  # sampled in this turn
     self._turn = ""  # policy text since the last observation
+    self._marker = tokenizer.encode_observation(REMOVED)
     self._began = time.monotonic()
     self._tool_seconds = 0.0
     self._code_session = toolbox.code_session()
@@ -87,12 +105,15 @@ class CoAEpisode(Episode):
     self.trajectory = Trajectory(task.id, prompt, sample=attempt.sample, meta=meta)
 
   def start(self) -> list[int]:
-    """Returns the prompt's ids, chat template included; its seconds count from now."""
+    """Returns the ids of the prompt, chat template included, or of the next context.
+
+    The trajectory's seconds count from the first call on.
+    """
+    if self.opening:
+      return _ids(self.trajectory.split()[-1].segments)
     self._began = time.monotonic()
     self.tokenizer.encode_prompt(self.trajectory.segments)
-    ids: list[int] = []
-    for segment in self.trajectory.segments:
-      ids += segment.ids
+    ids = _ids(self.trajectory.segments)
     self.trajectory.usage.prompt = len(ids)
     self.trajectory.usage.model_calls = 1
     return ids
@@ -155,7 +176,17 @@ class CoAEpisode(Episode):
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)
     self._turn = ""
-    return segment.ids
+    following = leave_context(t, self.config.context, self._marker)
+    if following is None:
+      return segment.ids
+    # --- The next context, which the engine takes as another episode.
+    t.usage.prompt += len(_ids(following[:-1]))
+    t.usage.model_calls += 1
+    self.opening = grammar_parts(following)
+    self.continues = True
+    # Another seed: a place of the next context must not draw what this one's drew.
+    self.seed = (self.seed + _SEEDS_APART) % 2**32
+    return None
 
   def out_of_room(self) -> None:
     """Ends the episode because its last observation does not fit."""
@@ -176,6 +207,10 @@ class CoAEpisode(Episode):
     return None
 
 
+def _ids(segments: Iterable[Segment]) -> list[int]:
+  return [i for segment in segments for i in segment.ids]
+
+
 def _refused(
   name: str, arguments: str, reason: str
 ) -> concurrent.futures.Future[ToolCall]:
@@ -187,15 +222,18 @@ def _refused(
 
 
 class Replay(Episode):
-  """A trajectory run again over its own tokens, for their log-probs; see `Episode`."""
+  """A context run again over its own tokens, for their log-probs; see `Episode`."""
 
   def __init__(self, trajectory: Trajectory, sequence: int, temperature: float):
-    """Args: the trajectory, its place among those replayed, the sampling's."""
+    """Args: a trajectory of one context, its place among all, the sampling's."""
     self.task_id = trajectory.task_id
     self.seed = 0  # every token is forced
     self.sequence = sequence
     self.temperature = temperature
     self.logps: list[float] = []
+    self.opening = grammar_parts(
+      itertools.takewhile(lambda s: s.author != Author.POLICY, trajectory.segments)
+    )
     # Prefilled and sampled tokens, interleaved.
     self._turns: list[tuple[list[int], list[int]]] = []
     for s in trajectory.segments:

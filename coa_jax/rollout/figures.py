@@ -30,6 +30,7 @@ def _sums_of(t: Trajectory) -> dict[str, float]:
     "generated": t.usage.generated,
     "total": t.usage.total,
     "calls": len(t.calls),
+    "contexts": t.usage.model_calls,
     Status.INFRASTRUCTURE: int(t.status == Status.INFRASTRUCTURE),
     Status.TRUNCATED: int(t.status == Status.TRUNCATED),
     "repeated": int(shaping.repetition(_TWICE, t) < 0),
@@ -72,6 +73,7 @@ def describe(rollouts: RolloutBatch) -> dict[str, float]:
     "truncated": sums[Status.TRUNCATED],
     "truncated_share": sums[Status.TRUNCATED] / count,
     "repeated_share": sums["repeated"] / count,
+    **_contexts(sums["contexts"] / count),
     **_entropies(sums),
     **_failures(sums),
     **rollouts.figures,
@@ -90,6 +92,11 @@ def mean_graded(values: Iterable[float | None]) -> float:
   """Returns the mean of graded values: an infrastructure failure is not a 0."""
   graded = [value for value in values if value is not None]
   return float(np.mean(graded)) if graded else float("nan")
+
+
+def _contexts(mean: float) -> dict[str, float]:
+  """Nothing unless a trajectory had several."""
+  return {"contexts_per_trajectory": mean} if mean > 1 else {}
 
 
 def _entropies(sums: dict[str, float]) -> dict[str, float]:

@@ -80,7 +80,7 @@ class Scheduler:
     self.slots = config.slots
     self.counters = Counters()
     self._tags = automaton.tags
-    self._resume_S = constraint.resume_S if constraint else None
+    self._constraint = constraint
     self.clear()
 
   @property
@@ -201,6 +201,8 @@ class Scheduler:
       state.top_p_B[slot.index] = self.config.top_p if own is None else own
     state.length_B[slot.index] = 0
     state.grammar_B[slot.index] = 0
+    if self._constraint:
+      state.grammar_B[slot.index] = self._constraint.after(episode.opening)
 
   def _length(self, slot: _Slot) -> int:
     """Tokens of a slot in the cache, as far as the host knows."""
@@ -285,9 +287,9 @@ class Scheduler:
       self.counters.prefilled_tokens += len(slot.observation)
       slot.observation = None
       # The grammar reads no observation: it continues from its state after the call.
-      if self._resume_S is not None:
+      if self._constraint:
         grammar = state.grammar_B[slot.index]
-        state.grammar_B[slot.index] = self._resume_S[grammar]
+        state.grammar_B[slot.index] = self._constraint.resume_S[grammar]
     self.device.prefill(rows)
     for slot, ids in appended:
       self._append(slot, ids)

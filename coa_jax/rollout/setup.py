@@ -95,6 +95,7 @@ def make_worker(
     max_calls=config.max_calls,
     tool_seconds=config.tool_seconds,
     observation_tokens=config.observation_tokens,
+    context=config.context,
   )
   return RolloutWorker(engine, tokenizer, episode_config, grader, journal, constraint)
 

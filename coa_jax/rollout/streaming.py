@@ -22,6 +22,7 @@ from typing import Any
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import roles
+from coa_jax.protocol.contexts import ContextConfig
 from coa_jax.protocol.trajectory import ToolCall, Trajectory
 from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.types import Attempt, Episode
@@ -153,7 +154,9 @@ class StreamingEpisode(CoAEpisode):
       sequence=request.sequence,
       temperature=request.temperature,
     )
-    super().__init__(attempt, worker.tokenizer, toolbox, worker.episode_config)
+    # One context: `max_tokens` is a limit of it.
+    config = dataclasses.replace(worker.episode_config, context=ContextConfig())
+    super().__init__(attempt, worker.tokenizer, toolbox, config)
     self.on_event = on_event
     self.top_p = request.top_p
     self.cancelled = False  # set by other threads

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from coa_jax.data.tasks.sampling import TASK_SAMPLERS
@@ -18,8 +18,9 @@ from coa_jax.data.tasks.task import Task
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import prompts, roles, tokens
+from coa_jax.protocol.contexts import ContextConfig
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.runtime.fields import bounded, check_fields, choice
+from coa_jax.runtime.fields import bounded, check_fields, choice, section
 from coa_jax.runtime.json_io import read_object
 
 
@@ -48,6 +49,7 @@ class RolloutConfig:
       trajectory without room waits, or is paused and resumes later.
     observation_tokens: maximum tokens per observation, tags included; longer ones keep
       head and tail.
+    context: several contexts for trajectories longer than max_len.
     prefill_rows: maximum slots prefilled in one device call; with fewer, it has 1, 4 or
       16 rows, and so on. On a CPU it always has the maximum, up to 256 tokens.
     constrain: sample only within the variant's grammar.
@@ -67,6 +69,7 @@ class RolloutConfig:
   max_calls: int = bounded(8, least=0)
   tool_seconds: float = bounded(60.0, above=0)
   observation_tokens: int = bounded(512, least=tokens.MIN_OBSERVATION)
+  context: ContextConfig = section(ContextConfig)
   prefill_rows: int = bounded(16, least=1)
   constrain: bool = False
   top_k: int = 0
@@ -80,6 +83,7 @@ class RolloutConfig:
         f"max_prompt={self.max_prompt} leaves no room in max_len={self.max_len}; it "
         "must be below it, or 0"
       )
+    self.context.check(self.max_len, "max_len")
     # They refuse an unknown dialect or style.
     prompts.instructions(roles.get_variant(self.variant), self.style)
     _ = self.truncation  # refuses invalid values
@@ -241,8 +245,8 @@ class Engine(Protocol):
 class Episode(Protocol):
   """An engine's interface to one trajectory; tokens in, tokens out.
 
-  A class that derives from it inherits `top_p`, `limit`, `version`, `forced` and
-  `progress`.
+  A class that derives from it inherits `top_p`, `limit`, `version`, `opening`, `forced`
+  and `progress`.
 
   Attributes:
     seed: with `sequence` keys its randomness; from 0 to 2**32 - 1.
@@ -251,6 +255,7 @@ class Episode(Protocol):
     top_p: of its sampling, if the engine supports one each; None for the config's.
     limit: its maximum tokens, if below max_len; may change while it runs.
     version: the next sampling policy's; the engine sets it.
+    opening: parts of `start`'s ids that the grammar reads: an earlier context's.
   """
 
   seed: int
@@ -259,6 +264,7 @@ class Episode(Protocol):
   top_p: float | None = None
   limit: int = sys.maxsize
   version: int = 0
+  opening: Sequence[tuple[Sequence[int], bool]] = ()
 
   def start(self) -> list[int]:
     """The prompt's ids."""

@@ -162,6 +162,15 @@ class RolloutWorker:
       if future.exception() is not None:
         out.set_exception(future.exception())
         return
+      if episode.continues:
+        episode.continues = False
+        try:
+          following = self.engine.submit(episode, group, first=True)
+        except RuntimeError as error:  # closed in between
+          out.set_exception(error)
+        else:
+          following.add_done_callback(played)
+        return
       # From here on a failure is not the engine's.
       try:
         grading = self.grader.submit(
@@ -292,12 +301,20 @@ class RolloutWorker:
     if not self.engine.takes_tokens:
       raise ValueError("vLLM can not be given tokens to take; rescore without it")
     self.engine.set_policy(params, 0)
-    episodes = [Replay(t, i, temperature) for i, t in enumerate(trajectories)]
+    episodes: list[Replay] = []
+    owners: list[int] = []
+    for i, trajectory in enumerate(trajectories):
+      for context in trajectory.split():
+        episodes.append(Replay(context, len(episodes), temperature))
+        owners.append(i)
     with self.engine.batch():
       futures = [self.engine.submit(episode) for episode in episodes]
     for future in futures:
       future.result()  # raises if one of them failed
-    return [e.logps for e in episodes]
+    out: list[list[float]] = [[] for _ in trajectories]
+    for i, episode in zip(owners, episodes, strict=True):
+      out[i] += episode.logps
+    return out
 
 
 def _forward(

@@ -36,7 +36,7 @@ from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model.distribution import NO_TRUNCATION
 from coa_jax.model.sharding import ONE_DEVICE, MeshConfig, Partitioner, make_partitioner
-from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 DTYPES = toy.use_float64() if sys.argv[3] == "float64" else {}
 CFG = dataclasses.replace(toy.ONE_LAYER, **DTYPES)
@@ -65,8 +65,10 @@ ALGORITHMS = {
   name: LossConfig(**{"clip_low": 0.05, "clip_high": 0.05, **fields})
   for name, fields in LOSSES.items()
 }
+IN_CONTEXTS = "packed, in contexts"
 # split: (rows of a micro-batch, tokens of a row, mesh).
 SOME = {
+  IN_CONTEXTS: (4, 128, None),
   "packed, a row at a time, longer rows": (1, 192, None),
   "packed, data 2 fsdp 2": (4, 128, MeshConfig(data=2, fsdp=2)),
 }
@@ -95,9 +97,35 @@ def played() -> list[Trajectory]:
   return out
 
 
-def batches(config: LossConfig, rows: int, length: int) -> list[Batch]:
+def in_contexts() -> tuple[list[Trajectory], list[int]]:
+  """The trajectories' contexts, and the trajectory of each.
+
+  Every observation begins another context, which repeats all before it.
+  """
+  out, owners = [], []
+  for i, t in enumerate(played()):
+    segments: list[Segment] = []
+    for s in t.segments:
+      if s.author == Author.TOOL:
+        for earlier in t.segments[: t.segments.index(s)]:
+          author = earlier.author
+          if author != Author.PROMPT:
+            author = Author.CARRIED
+          segments.append(dataclasses.replace(earlier, author=author, logps=[]))
+      segments.append(s)
+    contexts = dataclasses.replace(t, segments=segments).split()
+    assert len(contexts) == 1 + sum(s.author == Author.TOOL for s in t.segments)
+    out += contexts
+    owners += [i] * len(contexts)
+  return out, owners
+
+
+def batches(config: LossConfig, rows: int, length: int, contexts: bool) -> list[Batch]:
   """The trajectories as an update sees them: scores, advantages, shares."""
-  packed = Packed(played(), rows, length)
+  trajectories, owners = in_contexts() if contexts else (played(), None)
+  if contexts and config.needs_one_row:
+    config = LossConfig()  # refused, and not compared
+  packed = Packed(trajectories, rows, length)
   rng = np.random.default_rng(1)
   drawn = {
     name: [rng.normal(size=n) for n in packed.counts] for name in ("value_BT", "move")
@@ -113,13 +141,12 @@ def batches(config: LossConfig, rows: int, length: int) -> list[Batch]:
   if config.kl_coef and config.kl_in == "reward":
     kl = [x - y for x, y in zip(logps, moved, strict=True)]
   advantage, returns = policy_loss.token_advantages(
-    config, REWARD_GK, packed.counts, kl, drawn["value_BT"]
+    config, REWARD_GK, packed.counts, kl, drawn["value_BT"], owners=owners
   )
   packed.write("advantage_BT", advantage)
   packed.write("return_BT", returns or [np.zeros(n) for n in packed.counts])
-  packed.write(
-    "loss_weight_BT", policy_loss.aggregation_weights(config, packed.counts, LENGTH)
-  )
+  weights = policy_loss.aggregation_weights(config, packed.counts, LENGTH, owners)
+  packed.write("loss_weight_BT", weights)
   return packed.batches
 
 
@@ -160,7 +187,7 @@ def pulled_back(partitioner: Partitioner, params, several: list[Batch]):
   return jnp.stack([*values, value]), grads
 
 
-def split(rows: int, length: int, mesh: MeshConfig | None):
+def split(rows: int, length: int, mesh: MeshConfig | None, contexts: bool = False):
   """Mean losses and gradients over all micro-batches of this split."""
   partitioner = ONE_DEVICE
   if mesh:
@@ -170,7 +197,7 @@ def split(rows: int, length: int, mesh: MeshConfig | None):
   params = {"trunk": toy.params(layers=1, **DTYPES), "value_head": head_D1}
   params = jax.device_put(params, partitioner.tree(params))
   run = jax.jit(functools.partial(pulled_back, partitioner))
-  micro = [batches(config, rows, length) for config in ALGORITHMS.values()]
+  micro = [batches(c, rows, length, contexts) for c in ALGORITHMS.values()]
   total = None
   for several in zip(*micro, strict=True):
     several = partitioner.put(list(several))
@@ -222,12 +249,15 @@ def main() -> None:
   (expected, gradient), _ = split(8, longest, None)
   out = {}
   for name, how in {"some": SOME, "all": ALL}[sys.argv[2]].items():
-    (values, grads), count = split(*how)
+    (values, grads), count = split(*how, contexts=name == IN_CONTEXTS)
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True)
     off = np.max([np.abs(x - y).reshape(len(x), -1).max(1) for x, y in pairs], axis=0)
     sizes = [np.abs(y).reshape(len(y), -1).max(1) for y in jax.tree.leaves(gradient)]
     out[name] = {"micro_batches": count}
     for i, algorithm in enumerate([*ALGORITHMS, "sft"]):
+      refused = algorithm != "sft" and ALGORITHMS[algorithm].needs_one_row
+      if refused and name == IN_CONTEXTS:
+        continue
       out[name][algorithm] = {
         "loss": float(expected[i]),
         "loss_off": float(abs(values[i] - expected[i])),

@@ -1,12 +1,15 @@
-"""GRPO's advantage against its definition."""
+"""GRPO's advantage against its definition; trajectories of several contexts."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coa_jax.learner.advantages import group_relative, has_reward_variance
+from coa_jax.learner.algorithms import LossConfig
+from coa_jax.learner.policy_loss import aggregation_weights, token_advantages
 
 NAN = float("nan")
 
@@ -60,3 +63,21 @@ def test_rounding_is_no_difference():
   assert not has_reward_variance(noise).any()
   assert not has_reward_variance(single).any()
   assert has_reward_variance(small).all()  # relative to the rewards' size
+
+
+@pytest.mark.parametrize(
+  ("aggregation", "right", "wrong"),
+  [("token-mean", 1 / 8, -1 / 8), ("seq-mean-token-mean", 1 / 12, -1 / 4)],
+)
+def test_a_trajectory_counts_once_however_many_contexts_it_has(
+  aggregation, right, wrong
+):
+  """Reward 1 with contexts of 2 and 1 tokens; reward 0 with a context of 1 token."""
+  config = LossConfig(advantage="dr_grpo", aggregation=aggregation)
+  counts, owners = [2, 1, 1], [0, 0, 1]
+  advantage, _ = token_advantages(config, np.array([[1.0, 0.0]]), counts, owners=owners)
+  weights = aggregation_weights(config, counts, 8, owners)
+  terms = [w * a / sum(counts) for w, a in zip(weights, advantage, strict=True)]
+  expected = [[right, right], [right], [wrong]]
+  for term, values in zip(terms, expected, strict=True):
+    np.testing.assert_allclose(term, values, rtol=1e-12)

@@ -9,7 +9,9 @@ import pytest
 from started import outputs
 
 PROGRAM = pathlib.Path(__file__).with_name("losses_on_a_mesh.py")
-SPLITS = {"some": 2, "all": 7}
+SPLITS = {"some": 3, "all": 8}
+# Algorithms refused with several contexts: of token advantages and sequence ratios.
+REFUSED = {"packed, in contexts": 6}
 # The order of a sum changes its last digits: on two makers' CPUs by up to 1.2e-6 of a
 # gradient in float32, and in float64 by nothing that counts.
 BOUNDS = {"float32": 2e-6, "float64": 1e-12}
@@ -44,7 +46,7 @@ def figures(request, tmp_path_factory) -> tuple[dict, float]:
 def test_no_split_changes_a_loss_or_its_gradient(figures):
   splits, bound = figures
   for split, algorithms in splits.items():
-    assert len(algorithms) == 1 + 9 + 6 + 1
+    assert len(algorithms) == 1 + 9 + 6 + 1 - REFUSED.get(split, 0)
     for name, f in algorithms.items():
       if name == "micro_batches":
         continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -52,3 +52,17 @@ class Constraint:
         state = int(self.next_SC[state, c])
       out.append(state)
     return out
+
+  def after(self, parts: Iterable[tuple[Sequence[int], bool]], state: int = 0) -> int:
+    """The state after parts of a trajectory.
+
+    Args:
+      parts: ids, and whether they are an observation: of it only the presence is read.
+      state: the one before them.
+    """
+    for ids, is_observation in parts:
+      if not is_observation:
+        state = self.states(ids, state)[-1]
+      elif state >= 0:
+        state = int(self.resume_S[state])
+    return state

@@ -291,6 +291,8 @@ class VllmReplica:
         f"place, and the learner would not; make it 0 or at least {_COLDEST}"
       )
     x = _Live(episode)
+    if self._constraint:
+      x.grammar = self._constraint.after(episode.opening)
     self._append(x, ids)
     return x
 

@@ -22,7 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.tasks.task import Task
-from coa_jax.data.tasks.world.pages import NAME_WORDS, World, make_facts, page_text
+from coa_jax.data.tasks.world.pages import (
+  NAME_WORDS,
+  World,
+  filler,
+  make_facts,
+  page_text,
+)
 from coa_jax.data.tasks.world.questions import FAMILIES, ask, evaluate
 from coa_jax.protocol.trajectory import write_jsonl
 
@@ -49,6 +55,7 @@ class WorldConfig:
     train_worlds: worlds numbered 0.. of split "train"; likewise dev and test.
     mix: (family, weight) pairs. A comparison by name can be guessed, so it weighs
       little.
+    filler: words without a fact at the end of each page, for longer observations.
   """
 
   towns: int = 300
@@ -66,6 +73,7 @@ class WorldConfig:
     ("arithmetic", 0.20),
     ("computation", 0.06),
   )
+  filler: int = 0
 
   def __post_init__(self):
     for kind, size in self.sizes.items():
@@ -124,6 +132,8 @@ def make_world(
   pages = []
   for i, (title, row) in enumerate(facts.items()):
     text = page_text(title, row)
+    if config.filler:
+      text += f" {filler(config.filler, random.Random(f'{seed}/{title}'))}"
     pages.append({"id": f"{name}-{i:04d}", "title": title, "text": text})
   return World(name, facts, tuple(pages))
 

@@ -135,6 +135,11 @@ def page_text(name: str, facts: Mapping[str, str]) -> str:
   return PAGES[facts["kind"]].format(name=name, **facts)
 
 
+def filler(words: int, rng: random.Random) -> str:
+  """Text without a fact: a list of lower-case words."""
+  return " ".join(rng.choice(_QUALITY).lower() for _ in range(words)) + "."
+
+
 def _pattern(template: str) -> re.Pattern[str]:
   """Builds a regular expression for this template's pages: one named group a field."""
   # Fields with an entity's name have two words; the others have one.

@@ -1,0 +1,169 @@
+"""Trajectories of several contexts: what is read, sampled, scored and trained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import toy
+from playing import CONFIG, content, toy_worker
+
+from coa_jax.learner import batch as batching
+from coa_jax.protocol.contexts import REMOVED, ContextConfig, compacted
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.roles import OBSERVATION
+from coa_jax.protocol.trajectory import Author, Status, Trajectory
+from coa_jax.report import viewer
+
+# Two pages of the toy's tools do not fit, one does.
+FILLER = " and so on" * 6
+ROOM = 150
+CONTEXT = ContextConfig(count=3, keep=1, leave_at=130)
+CONFIG = dataclasses.replace(CONFIG, max_len=ROOM, context=CONTEXT)
+
+
+class LongPages(toy.TableToolbox):
+  """Answers as the table does, at length."""
+
+  def _call(self, name, arguments, seconds):
+    call = super()._call(name, arguments, seconds)
+    return dataclasses.replace(call, result=call.result + FILLER)
+
+
+def long_trajectories() -> list[Trajectory]:
+  out = []
+  for question, script in toy.SCRIPTS.items():
+    turns = [text + FILLER * (n % 2) for n, text in enumerate(script)]
+    out.append(toy.written(question, turns, toy.tokenizer()))
+  return out
+
+
+@pytest.fixture(scope="module")
+def contexts() -> list[Trajectory]:
+  """The scripts' contexts, as SFT reads them."""
+  marker = toy.tokenizer().encode_observation(REMOVED)
+  whole = [compacted(t, CONTEXT, marker) for t in long_trajectories()]
+  return [context for t in whole for context in t.split()]
+
+
+@pytest.fixture(scope="module")
+def policy(contexts) -> dict:
+  """Knows the scripts by heart, context by context."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(toy, "MAX_LEN", 2 * ROOM)
+    return toy.train(contexts, 300, toy.MODEL).params
+
+
+def play(policy, temperature: float = 1.0, tools=None, **changes) -> list[Trajectory]:
+  config = dataclasses.replace(CONFIG, **changes)
+  with toy_worker(toy.MODEL, config) as worker:
+    groups = worker.generate_groups(
+      policy, toy.TASKS, tools or LongPages(), 3, temperature, seed=3
+    )
+  return [t for group in groups for t in group]
+
+
+@pytest.fixture(scope="module")
+def played(policy) -> list[Trajectory]:
+  return play(policy)
+
+
+def test_questions_whose_pages_do_not_fit_are_answered(policy):
+  long = [t.task_id for t in long_trajectories() if t.num_tokens > ROOM]
+  assert long == ["4 * 4 + 1", "mixed"]
+  solved = {t.task_id for t in play(policy, 0.0) if t.reward == 1}
+  assert solved == {task.id for task in toy.TASKS}
+  for t in play(policy, 0.0, context=ContextConfig()):
+    if t.task_id in long:
+      assert t.status == Status.TRUNCATED
+
+
+def test_the_next_context_repeats_all_but_old_observations(played):
+  several = [t for t in played if len(t.split()) > 1]
+  assert several
+  for t in several:
+    first, second = t.split()[:2]
+    repeated = [s for s in second.segments if s.author == Author.CARRIED]
+    before = [s for s in first.segments if s.author != Author.PROMPT]
+    assert [s.role for s in repeated] == [s.role for s in before]
+    for a, b in zip(repeated, before, strict=True):
+      assert (REMOVED in a.text) if a.role == OBSERVATION else (a.ids == b.ids)
+      assert not a.logps
+    # The new observation is read once, in the second context.
+    new = second.segments[len(repeated) + 1]
+    assert (new.author, new.role) == (Author.TOOL, OBSERVATION)
+    assert first.segments[-1].author == Author.POLICY
+    assert t.text.count(OBSERVATION) == 2 * len(t.calls)
+    # Counted: each context's beginning, each observation once.
+    begun = [s for c in t.split() for s in c.segments]
+    kinds = (Author.PROMPT, Author.CARRIED)
+    assert t.usage.prompt == sum(len(s.ids) for s in begun if s.author in kinds)
+    assert t.usage.total == t.num_tokens
+    assert t.usage.model_calls == len(t.split())
+
+
+def test_sampler_log_probs_are_learner_log_probs(policy, played, monkeypatch):
+  monkeypatch.setattr(toy, "MAX_LEN", ROOM)
+  rows = [context for t in played for context in t.split()]
+  theirs = toy.logps_of(toy.MODEL, policy, rows)
+  for row, expected in zip(rows, theirs, strict=True):
+    np.testing.assert_allclose(toy.sampled_logps(row), expected, rtol=0, atol=2e-5)
+
+
+def test_slots_and_latency_change_nothing(policy, played):
+  tools = LongPages(latency=toy.shuffled_latency(1))
+  again = play(policy, tools=tools, slots=2, window=3)
+  assert list(map(content, again)) == list(map(content, played))
+
+
+def test_the_page_shows_what_a_context_repeats(played):
+  t = next(t for t in played if len(t.split()) == 2)
+  shown = viewer.blocks(t, parse(t.text, toy.VARIANT))
+  (place,) = (n for n, span in enumerate(shown) if span.author == Author.CARRIED)
+  assert REMOVED in shown[place].content or len(t.calls) == 1
+  assert shown[place + 1].segments == [t.split()[1].written[0]]
+  del shown[place]
+  assert "".join(s.text for span in shown for s in span.segments) == t.text
+
+
+def test_an_episode_begins_its_next_context_with_another_seed():
+  long = toy.TASKS[1]
+  episode = toy.episode(long, LongPages(), context=CONTEXT)
+  prompt = episode.start()
+  tok, script = toy.tokenizer(), toy.SCRIPTS[long.id]
+  for turn in (script[0], script[2]):
+    assert not episode.continues
+    ids = tok.encode(turn)
+    call = episode.sampled(ids, [0.0] * len(ids), "</code>")
+    ids = episode.observed(call.result())
+  assert ids is None and episode.continues
+  assert episode.seed != 3
+  following = episode.start()
+  assert following[: len(prompt)] == prompt
+  assert len(following) <= CONTEXT.leave_at
+
+
+@pytest.mark.parametrize("constrain", [False, True])
+def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(policy, constrain):
+  config = dataclasses.replace(CONFIG, constrain=constrain)
+  with toy_worker(toy.MODEL, config) as worker:
+    groups = worker.generate_groups(policy, toy.TASKS, LongPages(), 3, 1.0, seed=3)
+    played = [t for group in groups for t in group]
+    again = worker.rescore(policy, played, 1.0)
+    constraint = worker.constraint
+  assert any(len(t.split()) > 1 for t in played)
+  assert again == [toy.sampled_logps(t) for t in played]
+  if constrain:
+    rows = [context for t in played for context in t.split()]
+    for batch in batching.batches(rows, 4, ROOM, [0.0] * len(rows), constraint):
+      states = batch.grammar_BT[batch.loss_mask_BT > 0]
+      tokens = batch.tokens_BT[batch.loss_mask_BT > 0]
+      assert (constraint.next_SC[states, constraint.class_V[tokens]] >= 0).all()
+
+
+def test_only_newly_sampled_tokens_are_trained(played):
+  for t in played:
+    rows = t.split()
+    (batch,) = batching.batches(rows, len(rows), ROOM, [1.0] * len(rows))
+    assert batch.loss_mask_BT.sum() == t.num_policy == t.usage.generated
