@@ -29,6 +29,18 @@ class ConfigError(ValueError):
   """An unusable config; the message names section, field and remedy."""
 
 
+class UnknownFieldError(ConfigError):
+  """A config's field or section that its dataclass does not have.
+
+  Attributes:
+    path: its name, as "section.field".
+  """
+
+  def __init__(self, message: str, path: str):
+    super().__init__(message)
+    self.path = path
+
+
 def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   """Reads a config, or one section, into the dataclass `cls`.
 
@@ -64,7 +76,8 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   # --- Every value belongs to a field.
   for name in values:
     if name not in fields:
-      raise ConfigError(f"{where} has no {kind} {name!r}{_suggestion(name, cls)}")
+      message = f"{where} has no {kind} {name!r}{_suggestion(name, cls)}"
+      raise UnknownFieldError(message, prefix + name)
 
   # --- Every field has a value of its type, or a default; config values come first.
   arguments = {}

@@ -18,7 +18,13 @@ from typing import Any
 
 from coa_jax.runtime import lock
 from coa_jax.runtime.bucket.inputs import named
-from coa_jax.runtime.config import ConfigError, as_json, is_empty, read_config
+from coa_jax.runtime.config import (
+  ConfigError,
+  UnknownFieldError,
+  as_json,
+  is_empty,
+  read_config,
+)
 from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object, shown
 
@@ -53,22 +59,21 @@ def prepare_workdir(
 
   Raises:
     ConfigError: the workdir has a run with another config or other inputs; the
-      differing fields or input are named.
+      differing fields or input are named. Or its run is of another version: a field
+      that this one does not have, and the run's commit, are named.
   """
   # --- A run with output resumes with its config; another config is refused.
   path = os.path.join(workdir, "config.json")
   if os.path.exists(path) and not _alone(path):
     grown, faults = _grown(path, config, may_grow or {})
-    difference = _difference_from_record(
+    difference, remedy = _difference_from_record(
       path, config, (*may_change, *grown), inputs or {}
     )
     if not difference:
       _extend(path, grown)
       return
     if not _alone(path, scratch_dirs):
-      raise ConfigError(
-        f"{workdir} holds {difference}{faults}; choose another workdir or delete it"
-      )
+      raise ConfigError(f"{workdir} holds {difference}{faults}; {remedy}")
     for name in scratch_dirs:
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
   # --- A new run, or one without output.
@@ -196,8 +201,13 @@ def _difference_from_record(
   config: Any,
   may_change: tuple[str, ...],
   inputs: Mapping[str, str],
-) -> str:
-  """Describes the difference of a `config.json` from this config; "" if none."""
+) -> tuple[str, str]:
+  """Describes the difference of a `config.json` from this config; "" if none.
+
+  Returns:
+    The difference, and what to do about it.
+  """
+  remedy = "choose another workdir or delete it"
   # --- The two configs, except for changeable fields; an earlier version's config first
   # gets defaults for missing fields.
   before, inputs_before = read_run(path)
@@ -207,17 +217,47 @@ def _difference_from_record(
   if dataclasses.is_dataclass(config):
     try:
       before = as_json(read_config(before, type(config)))
+    except UnknownFieldError as e:
+      return _other_version(path, before, e.path)
     except ConfigError as e:
-      return f"a run of another config ({e})"
+      return f"a run of another config ({e})", remedy
   differences = list(_differences(before, now, ""))
   if differences:
-    return f"a run whose {', '.join(differences)}"
+    return f"a run whose {', '.join(differences)}", remedy
 
   # --- Their inputs; an earlier version hashed fewer.
   for name, value in inputs.items():
     if inputs_before.get(name, value) != value:
-      return f"a run that read other contents of {name}"
-  return ""
+      return f"a run that read other contents of {name}", remedy
+  return "", ""
+
+
+def _other_version(path: str, config: dict[str, Any], unknown: str) -> tuple[str, str]:
+  """Describes a run whose record has a field that this version lacks.
+
+  Args:
+    path: its `config.json`.
+    config: the config in it.
+    unknown: the field, as "section.field".
+
+  Returns:
+    The difference, and what to do about it.
+  """
+  value: Any = config
+  for name in unknown.split("."):
+    value = value[name] if isinstance(value, dict) and name in value else None
+  difference = (
+    f"a run of another version: {path} has the field {unknown!r} ({shown(value)}), "
+    "which this version does not have"
+  )
+  commit = _read_record(path).get("git_commit")
+  remedy = "choose another workdir"
+  model = os.path.join(os.path.dirname(path), "model")
+  if os.path.isdir(model):
+    remedy += f", with --config.init={model} to start from its model"
+  if isinstance(commit, str):
+    remedy = f"finish it with commit {commit[:12]}, or {remedy}"
+  return difference, remedy
 
 
 def _overwrite(before: dict[str, Any], now: dict[str, Any], field: str) -> None:
