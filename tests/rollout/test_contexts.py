@@ -16,6 +16,8 @@ from coa_jax.protocol.roles import OBSERVATION
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.report import viewer
 
+pytestmark = pytest.mark.slow  # all but two tests need a trained policy
+
 # Two pages of the toy's tools do not fit, one does.
 FILLER = " and so on" * 6
 ROOM = 150
