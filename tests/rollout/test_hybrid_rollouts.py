@@ -46,11 +46,11 @@ def test_sampler_log_probs_are_learner_log_probs(hybrid, temperature):
 
 
 class RandomPrompt(Episode):
-  """300 tokens after a prompt of 200 random ones."""
+  """100 tokens after a prompt of 200 random ones."""
 
   seed = 0
   temperature = 1.0
-  limit = 500
+  limit = 300
 
   def __init__(self, sequence: int, vocabulary: int):
     self.sequence = sequence
@@ -78,9 +78,9 @@ def test_agreement_on_published_shapes(monkeypatch, name, trained, decoded):
     monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
   params = transformer.init_params(cfg, 0)
   prompts = [RandomPrompt(n, cfg.vocab_size) for n in range(8)]
-  on = engine(cfg, slots=8, max_len=512)
+  on = engine(cfg, slots=8, max_len=320)
   played = [episode.trajectory for episode in toy.play(on, params, prompts)]
-  monkeypatch.setattr(toy, "MAX_LEN", 512)
+  monkeypatch.setattr(toy, "MAX_LEN", 320)
   theirs = toy.logps_of(cfg, params, played)
   mine = [toy.sampled_logps(t) for t in played]
   gap = np.abs(np.concatenate(theirs) - np.concatenate(mine))

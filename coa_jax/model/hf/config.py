@@ -473,6 +473,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     if cfg.delta:
       for ours, (hf, _) in _DELTA.items():
         out[hf] = getattr(cfg.delta, ours)
+      out["mamba_ssm_dtype"] = "float32"  # vLLM's states would be the model's dtype
     out["rope_parameters"] = {
       "rope_type": "default",
       "rope_theta": out.pop("rope_theta"),
