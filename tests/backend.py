@@ -1,7 +1,7 @@
-"""Which back-end runs the programs of tests: the jail, where this machine has one.
+"""The sandbox back-end for tests: the jail, if this machine supports it.
 
-Tests that run programs ask for `BACKEND` by name: the library's own default is the
-jail, and it never takes a weaker one unasked. Tests of the jail itself `needs_jail`.
+Tests that run programs pass `BACKEND` explicitly: the library's default is the jail,
+and it never falls back to a weaker one. Tests of the jail itself use `needs_jail`.
 """
 
 from __future__ import annotations

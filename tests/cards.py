@@ -1,4 +1,4 @@
-"""Reads a card that coa-jax wrote."""
+"""Reads a card written by coa-jax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on loopback, backed by a backend, that can misbehave."""
+"""A mock OpenAI-compatible server on loopback: a backend's replies, or faults."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from coa_jax.data.teacher.backend import Message, ModelBackend
 from coa_jax.data.teacher.llm import TeacherChatConfig
 from coa_jax.data.teacher.prompts import PROMPTS
 
-# Faults are many here: no test waits a second for each.
+# Tests cause many faults; a second's wait after each would be slow.
 TeacherChatConfig.backoff_s = 0.001
 
 
 class ChatServer(Server):
-  """See `Server`.
+  """A server with faults; see `Server`.
 
   Attributes:
-    faults: taken one by one for each request before it is answered: a status code;
-      "garbage", "not a completion", "cut", "slow" (nothing at all), "drip" (a byte at
-      a time, without end); a dict, which is sent as the body; "ok" answers at once;
-      any other text is the reply of the model.
-    headers: sent with an error status, and `error` as its body.
+    faults: consumed in order, one per request: a status code; "garbage", "not a
+      completion", "cut", "slow" (silence), "drip" (endless single bytes); a dict, sent
+      as the body; "ok", a normal answer; any other text is the model's reply.
+    headers: sent with an error status; `error` is its body.
   """
 
   keep_alive = True
@@ -35,7 +34,7 @@ class ChatServer(Server):
     self.url += "/v1"
 
   def config(self, **changes) -> TeacherChatConfig:
-    """A config that asks this server."""
+    """A chat config for this server."""
     fields = dict(base_url=self.url, model="scripted", timeout_s=120.0)
     return TeacherChatConfig(**{**fields, **changes})
 

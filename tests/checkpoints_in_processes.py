@@ -2,9 +2,9 @@
 
 python tests/checkpoints_in_processes.py URI SCRATCH ADDRESS PROCESSES I DO ...
 
-DO: save=STEP, kill=STEP (SIGKILL when all has been written and nothing proves it), or
-restore. A line on standard output says which step was restored, or 0 for none. Each
-process logs the steps that it saves.
+DO: save=STEP, kill=STEP (SIGKILL after all files are written, but not the proof), or
+restore, which prints the restored step, or 0 for none. Each process logs its saved
+steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coa_jax.runtime.bucket import lease, mirror
 
 
 def state_at(step: int) -> TrainState:
-  """A state that is another one at each step: one array is split, one is whole."""
+  """A state with different values at each step, in sharded and replicated arrays."""
   mesh = Mesh(np.array(jax.devices()), ("data",))
 
   def place(x: np.ndarray, *axes: str) -> jax.Array:
@@ -39,14 +39,14 @@ def state_at(step: int) -> TrainState:
 
 
 def assert_equal(state: TrainState, expected: TrainState) -> None:
-  """Bit for bit, of what this process's devices hold."""
+  """Compares this process's shards bit for bit."""
   for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
     for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
       np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
 
 
 def main(uri: str, scratch: str, address: str, count: str, i: str, *do: str) -> None:
-  """Does it."""
+  """Runs the operations in `do`."""
   lease.SILENT_S = 1.0
   process = int(i)
   processes = int(count)

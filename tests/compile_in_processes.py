@@ -2,8 +2,8 @@
 
 python tests/compile_in_processes.py CACHE COORDINATOR I
 
-Prints how many of two programs JAX's persistent cache had: of a replica's one, and of
-that of both processes.
+Prints the JAX persistent cache's hits for a replica's program, then for a program on
+both processes' devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coa_jax.runtime.compiling import compile_all  # noqa: E402
 
 
 def found(lowered: functools.partial, replica_on: str) -> int:
-  """How many of the programs the cache had."""
+  """Compiles a program; returns the number of cache hits."""
   events: list[str] = []
   jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
   compile_all("a test", [lowered], replica_on)

@@ -1,13 +1,13 @@
-"""Settings of every test, made before anything imports JAX, and shared fixtures."""
+"""Settings for all tests, made before JAX is imported, and shared fixtures."""
 
 from __future__ import annotations
 
 import os
 import shutil
 
-# Subprocesses of tests inherit all of this. Programs are compiled once per machine.
+# Subprocesses inherit these settings. Programs are compiled once per machine.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Torch's idle threads would spin on the cores that the other worker's tests need: under
+# Torch's idle threads would spin on the cores needed by the other worker's tests: with
 # `-n 2` on two cores its small models ran four times slower with two threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -37,19 +37,19 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def stock():
-  """A stock-like tokenizer: tags are ordinary text, and merges cross their borders."""
+  """A stock-like tokenizer: tags are ordinary text, and merges cross tag borders."""
   return toy.stock_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def actor():
-  """A policy that was trained until it knows `toy.SCRIPTS` by heart."""
+  """A policy trained to reproduce `toy.SCRIPTS`."""
   return toy.actor()
 
 
 @pytest.fixture(scope="module")
 def chromium():
-  """A browser that all tests of a file share; they skip where there is none."""
+  """A browser shared by a file's tests; they skip if there is none."""
   api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
   with api.sync_playwright() as playwright:
     path = shutil.which("chromium") or playwright.chromium.executable_path
@@ -62,7 +62,7 @@ def chromium():
 
 @pytest.fixture
 def gpu_described():
-  """For a test that lowers programs for a GPU without one: JAX 0.12 asks which."""
+  """Describes an absent GPU; JAX 0.12 needs this to lower programs for it."""
   gpu = jax.sharding.AbstractDevice("NVIDIA H100", num_cores=132, platform="gpu")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
   with jax.sharding.use_abstract_mesh(mesh):
@@ -75,13 +75,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_report_header() -> str:
-  """Names the back-end of programs; tests of the jail itself skip without one."""
+  """Reports the sandbox back-end; tests of the jail are skipped without one."""
   why = f", this machine has no jail: {WHY}" if WHY else ""
   return f"tools.sandbox of tests: {BACKEND}{why}"
 
 
 def pytest_runtest_logreport(report) -> None:
-  """Adds a skipped test to the file that COA_SKIPS names, for .ci/run."""
+  """Adds a skipped test to the file in COA_SKIPS, for .ci/run."""
   path = os.environ.get("COA_SKIPS")
   if path and report.skipped and not hasattr(report, "wasxfail"):
     reason = " ".join(report.longrepr[-1].split())
@@ -89,4 +89,4 @@ def pytest_runtest_logreport(report) -> None:
       f.write(f"{report.nodeid}\t{reason}\n")
 
 
-pytest_collectreport = pytest_runtest_logreport  # a file whose import skips it
+pytest_collectreport = pytest_runtest_logreport  # for a file skipped at import

@@ -1,7 +1,7 @@
-"""Programs in forks of one interpreter that has imported what takes seconds.
+"""Runs programs in forks of one interpreter with the slow modules already imported.
 
-That interpreter uses no device, so a fork of JAX is safe. For signals, for what runs as
-Python ends, and for several programs at once, start processes.
+This interpreter uses no device, so forking JAX is safe. For signals, for exit handlers
+and for several programs at once, start processes instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Modules that define flags are imported by each program itself.
+# Each program itself imports the modules that define flags.
 _SERVER = """
 import gc, json, os, runpy, sys, traceback
 import coa_jax.cli.launch, coa_jax.data.importers.pipeline, coa_jax.evaluate
@@ -69,7 +69,7 @@ def _server() -> subprocess.Popen[str]:
 def run(
   program: str, *words: str, folder: os.PathLike | str = ROOT
 ) -> subprocess.CompletedProcess[str]:
-  """Runs a module, or a .py file, in a folder as `python` would; returns its end."""
+  """Runs a module or a .py file in a folder, as `python` would; returns the result."""
   with tempfile.TemporaryDirectory() as outputs:
     files = [pathlib.Path(outputs, name) for name in ("stdout", "stderr")]
     for file in files:
@@ -85,7 +85,7 @@ def run(
 def finish(
   name: str, *flags: str, reason: str = ""
 ) -> subprocess.CompletedProcess[str]:
-  """Runs `experiments.NAME` to its end, which is good; or one line with `reason`."""
+  """Runs `experiments.NAME`; it must succeed, or print one error line with `reason`."""
   done = run(f"experiments.{name}", *flags)
   assert done.returncode == (2 if reason else 0), done.stderr
   if reason:
@@ -95,7 +95,7 @@ def finish(
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
-  """Returns the one line of a program that has refused its command or its inputs."""
+  """Returns the error line of a program that refused its command or inputs."""
   assert done.returncode == 2 and not done.stdout, done
   lines = done.stderr.splitlines()
   assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr

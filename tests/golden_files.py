@@ -2,9 +2,9 @@
 
   PYTHONPATH=OLD_CHECKOUT python tests/golden_files.py WORLD OUT
 
-WORLD is a folder of `make_world`, OUT is made. fixtures/README.md has all commands.
-Imports only what the older commit has, too. `test_golden.py` takes the configs from
-here, so that its runs are those of the older commit.
+WORLD is a folder from `make_world`; OUT is created. fixtures/README.md has all
+commands. Imports only modules that the older commit has too. `test_golden.py` uses
+these configs, so that it repeats the older commit's runs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from coa_jax.protocol.trajectory import read_trajectories
 
 TRAJECTORIES = "distill/trajectories.jsonl"
 PLAYED = "rl/trajectories/step_000000.jsonl"
-STEPS, MORE_STEPS = 3, 6  # of the runs that are kept; of those that went on
+STEPS, MORE_STEPS = 3, 6  # of the stored runs; of resumed ones
 TEXTS = (
   "<answer>Uruk</answer>",
   "print(17 * 3) \u00e4\u4e2d\U0001f600\n",
   "no <tag> of ours",
 )
-ROW = tuple(range(7, 384, 31))  # token ids whose logits are kept
-COLUMNS = (0, 5, 17, 100, 255, 300, 383)  # entries of the logits of each
-# What no test reads.
+ROW = tuple(range(7, 384, 31))  # token ids; their logits are stored
+COLUMNS = (0, 5, 17, 100, 255, 300, 383)  # the stored logits of each
+# Files not read by any test.
 DROPPED = (
   *("*/.lock", "*/results.json", "*/events.out.*", "resumed", "uninterrupted"),
   *(
@@ -56,7 +56,7 @@ Config = ml_collections.ConfigDict
 
 
 def distill_config(world: str) -> Config:
-  """The scripted team on a world's tasks that need both tools."""
+  """Distillation from the scripted team on a world's tasks that need both tools."""
   return Config(
     dict(
       tasks=dict(
@@ -95,7 +95,7 @@ def fresh_config(steps: int) -> Config:
 
 
 def tuned_config(steps: int) -> Config:
-  """SFT of that model."""
+  """SFT of the `fresh` model."""
   config = fresh_config(steps)
   config.init = "fresh/model"
   config.model = dict(remat="none")
@@ -104,7 +104,7 @@ def tuned_config(steps: int) -> Config:
 
 
 def rl_config(steps: int) -> Config:
-  """RL of that model, with a tool."""
+  """RL of the `fresh` model, with a tool."""
   return Config(
     dict(
       init="fresh/model",
@@ -126,7 +126,7 @@ def rl_config(steps: int) -> Config:
 
 
 def evaluate_config() -> Config:
-  """One task, played greedily by the fresh run's model."""
+  """A greedy evaluation of the `fresh` model on one task."""
   config = rl_config(1)
   for name in ("optim", "algo", "dev", "checkpoint"):
     del config[name]
@@ -149,7 +149,7 @@ def logits_of(cfg: Any, params: Any) -> np.ndarray:
 
 
 def losses_of(workdir: pathlib.Path) -> list[list[float | None]]:
-  """[step, loss, validation loss or None] of every step of SFT."""
+  """[step, loss, validation loss or None] of every SFT step."""
   out = []
   for line in (workdir / "metrics.jsonl").read_text().splitlines():
     row = json.loads(line)
@@ -161,7 +161,7 @@ def losses_of(workdir: pathlib.Path) -> list[list[float | None]]:
 def described(
   path: str | pathlib.Path, tokenizer: Tokenizer | None = None
 ) -> list[dict[str, Any]]:
-  """What a file of trajectories says, with ids of the tokenizer where one is given."""
+  """A trajectory file as JSON values; the ids are the tokenizer's, if one is given."""
   out = []
   for t in read_trajectories(path):
     if tokenizer:
@@ -181,21 +181,21 @@ def described(
       "meta": t.meta,
     }
     out.append(row)
-  # As JSON has them: lists, no tuples.
+  # Through JSON: lists instead of tuples.
   return json.loads(json.dumps(out))
 
 
 def main(world: str, out: str) -> None:
-  """Runs the stages in OUT, and keeps what tests read."""
+  """Runs the stages in OUT, and keeps the files for tests."""
   world = os.path.relpath(world, out)
   os.makedirs(out)
   os.chdir(out)
-  # --- Trajectories, and a model that is trained on them.
+  # --- Trajectories, and a model trained on them.
   distill.run(distill_config(world), "distill")
   lines = pathlib.Path(world, "rl_tasks.jsonl").read_text().splitlines()
   pathlib.Path("tasks.jsonl").write_text("\n".join(lines[:1]) + "\n")
   sft.run(fresh_config(STEPS), "fresh")
-  # --- That model trained further; a copy goes on to more steps, as does one at once.
+  # --- Train it further: `resumed` in two runs, `uninterrupted` in one.
   sft.run(tuned_config(STEPS), "tuned")
   shutil.copytree("tuned", "resumed")
   sft.run(tuned_config(MORE_STEPS), "resumed")
@@ -203,7 +203,7 @@ def main(world: str, out: str) -> None:
   losses = losses_of(pathlib.Path("uninterrupted"))
   assert losses_of(pathlib.Path("resumed")) == losses
   rl.run(rl_config(2), "rl")
-  # --- What this code reads in these files.
+  # --- Values that this code reads in these files.
   cfg, params = load_model("fresh/model")
   tokenizer = Tokenizer.load("fresh/model")
   logits_TV = logits_of(cfg, params)
@@ -218,7 +218,7 @@ def main(world: str, out: str) -> None:
   with open("expected.json", "w", encoding="utf-8") as f:
     json.dump(expected, f, separators=(",", ":"))
     f.write("\n")
-  # --- Away with what no test reads.
+  # --- Delete files not read by any test.
   for path in DROPPED:
     for found in glob.glob(path):
       shutil.rmtree(found) if os.path.isdir(found) else os.remove(found)

@@ -1,4 +1,4 @@
-"""A policy that guesses, and the RL that teaches it what is right."""
+"""A guessing policy, and RL that teaches it the right answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT = {"sky": "blue", "sea": "blue"}  # question -> answer
 
 @functools.cache
 def policy(model: ModelConfig = toy.MODEL, steps: int = 300) -> dict:
-  """Parameters that know to call the tool and then to say red or blue."""
+  """Parameters of a policy that calls the tool, then guesses red or blue."""
   examples = [
     toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
     for q in RIGHT
@@ -34,7 +34,7 @@ def policy(model: ModelConfig = toy.MODEL, steps: int = 300) -> dict:
 def rl_config(
   folder: pathlib.Path, model: ModelConfig = toy.MODEL, steps: int = 300
 ) -> ml_collections.ConfigDict:
-  """A config of RL from the policy, which it writes to the folder with its tasks."""
+  """Writes the policy and its tasks to the folder; returns an RL config for them."""
   toy.save_policy(str(folder / "model"), policy(model, steps), model)
   rows = [{"id": q, "question": q, "answers": [a]} for q, a in RIGHT.items()]
   tasks = folder / "tasks.jsonl"
@@ -61,7 +61,7 @@ def rl_config(
 
 @contextlib.contextmanager
 def killed_before_log_of(step: int) -> Iterator[None]:
-  """Ends the run inside it once a step is learnt, and neither logged nor saved."""
+  """Interrupts the run inside it after learning a step, before its log and save."""
   log = Metrics.log
 
   def deadly(self, number, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback whose every path does what a test gave it."""
+"""A real HTTP server on loopback; a test sets the action for each path."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from collections.abc import Callable
 
 
 class Request(http.server.BaseHTTPRequestHandler):
-  """One request; whoever responds to it writes what it likes."""
+  """One request; its responder may write any bytes."""
 
   protocol_version = "HTTP/1.1"
-  disable_nagle_algorithm = True  # else every reply waits for a delayed ACK
+  disable_nagle_algorithm = True  # otherwise replies wait for a delayed ACK
 
   def handle(self):
     server = self.server
     with server.lock:
       server.clients += 1
     try:
-      with contextlib.suppress(OSError):  # clients here leave early, on purpose
+      with contextlib.suppress(OSError):  # clients hang up early on purpose
         super().handle()
     finally:
       with server.lock:
@@ -35,14 +35,14 @@ class Request(http.server.BaseHTTPRequestHandler):
     server = self.server
     self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
     self.close_connection = not server.keep_alive
-    server.requests.append(copy.copy(self))  # it takes the connection's next one, too
+    server.requests.append(copy.copy(self))  # self handles the next one too
     with contextlib.suppress(OSError):
       server.respond(self)
 
   do_POST = do_DELETE = do_PUT = do_HEAD = do_GET
 
   def wait_for_hangup(self, release: threading.Event) -> bool:
-    """Waits until the client has gone (True), or until `release` is set (False)."""
+    """Waits until the client hangs up (True) or `release` is set (False)."""
     while not release.wait(0.02):
       readable, _, _ = select.select([self.connection], [], [], 0)
       if readable and not self.connection.recv(1, socket.MSG_PEEK):
@@ -55,20 +55,20 @@ class Request(http.server.BaseHTTPRequestHandler):
     return json.loads(self.body or b"{}")
 
   def send(self, data: bytes, kind: str | None = "text/html", status=200, **headers):
-    """A whole, honest reply; underscores in names of headers stand for hyphens."""
+    """Sends a complete reply; underscores in header names become hyphens."""
     self.raw(status, kind, Content_Length=str(len(data)), **headers)
     self.wfile.write(data)
 
   def send_json(self, value, status=200, **headers):
-    """A reply of JSON."""
+    """Sends a JSON reply."""
     self.send(json.dumps(value).encode(), "application/json", status, **headers)
 
   def raw(self, status=200, kind: str | None = "text/html", **headers):
-    """The head of a reply alone."""
+    """Sends only a reply's status and headers."""
     self.send_response(status)
     if self.close_connection:
-      # Said, because it is done: a client that keeps the connection would lose the
-      # next request on it, whenever that one is faster than this thread's hanging up.
+      # Announce it: a client that reuses the connection would lose its next request
+      # if it comes before this thread hangs up.
       self.send_header("Connection", "close")
     if kind is not None:
       self.send_header("Content-Type", kind)
@@ -77,13 +77,13 @@ class Request(http.server.BaseHTTPRequestHandler):
     self.end_headers()
 
   def cut(self):
-    """A reply that ends before its length."""
+    """Sends a reply shorter than its Content-Length."""
     self.close_connection = True
     self.raw(Content_Length="500")
     self.wfile.write(b"{")
 
   def drip(self, data: bytes, every: float = 0.05, count: int = 12_000):
-    """Sends the same few bytes again and again."""
+    """Sends the same few bytes repeatedly."""
     for _ in range(count):
       self.wfile.write(data)
       self.wfile.flush()
@@ -98,11 +98,11 @@ class Server(http.server.ThreadingHTTPServer):
   """Runs for the length of a `with` block.
 
   Attributes:
-    url: where it listens.
-    actions: path -> what responds to its requests; others get 404.
+    url: its address.
+    actions: path -> responder; other paths get 404.
     requests: every request, in order.
-    clients: connections that are open, or of which a request is still to be read.
-    stopped: set at the end; what waits, waits for this.
+    clients: connections with a running handler.
+    stopped: set at the end; waiting responders wait for this.
   """
 
   daemon_threads = True
@@ -141,12 +141,12 @@ class Server(http.server.ThreadingHTTPServer):
     self._thread.join()
 
 
-NEVER = 600.0  # seconds that what does not answer is silent, or drips
-LONG = 60.0  # seconds that nothing healthy needs, on however slow a machine
+NEVER = 600.0  # seconds of silence, or of dripping, instead of an answer
+LONG = 60.0  # seconds; too long for anything healthy, even on a slow machine
 
 
 def within() -> Callable[[], None]:
-  """A check that what lasts `NEVER` was not waited for since now."""
+  """Returns a check that nothing has waited `NEVER` seconds since this call."""
   began = time.monotonic()
 
   def check() -> None:

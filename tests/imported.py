@@ -1,4 +1,4 @@
-"""Foreign rows, imported: what tests of importers and of conversion share."""
+"""Foreign rows and their import, for tests of importers and conversion."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Trajectory
 
-# The web dialect with a program, so that one variant can hold every row.
+# The web dialect with code, so that one variant fits every row.
 UNIFIED = roles.get_variant("unified")
 # A single agent's dialect.
 ALONE = roles.get_variant("unified-plan-reflection-suggested_answer-double_check")
-# Fills in all that a foreign run may lack.
+# Fills every gap of a foreign run.
 WHOLE = ConvertConfig(missing_think="Go on.", score_right=True)
 
 
 def read(format_: str, row: dict, **options):
-  """Imports one row, as it comes out of a file."""
+  """Imports one row as if read from a file."""
   options = {"variant": UNIFIED, "stem": "t", "convert": WHOLE, **options}
   importer = Importer(format_, **options)
   return importer.read(0, "t:1", json.loads(json.dumps(row)))
 
 
 def lost(format_: str, row: dict, **options) -> list[str]:
-  """What a row has that its trajectory has no place for."""
+  """The parts of a row lost in its trajectory."""
   return read(format_, row, **options)[1].meta.get("lost", [])
 
 
 def calls_in(
   trajectory: Trajectory, variant: Variant = UNIFIED
 ) -> list[tuple[str, str, str]]:
-  """(tag, body, observation) as the text has them."""
+  """The calls in a trajectory's text, as (tag, body, observation)."""
   spans = parse(trajectory.text, variant).spans
   return [
     (a.role, a.content, b.content)
@@ -52,7 +52,7 @@ def search(n: int = 1, **fields) -> dict:
 
 
 def row_of(*steps, **fields) -> dict:
-  """An OAgents row of a plan and these steps, which ended right."""
+  """An OAgents row with a plan, these steps and a right answer."""
   return {
     "question": "Who?",
     "prediction": "x",
@@ -67,12 +67,12 @@ ENDS = {"role": "assistant", "content": "x"}
 
 
 def asks(*messages) -> dict:
-  """A chat row of a question and these messages."""
+  """A chat row with a question and these messages."""
   user = {"role": "user", "content": "Who?"}
   return {"messages": [user, *messages], "answer": "x"}
 
 
 def calls(*names: str, arguments: str | None = '{"query": "q"}', **fields) -> dict:
-  """An assistant's message with a call of each name, which is its id, too."""
+  """An assistant message with a call for each name, which is also its id."""
   made = [{"id": n, "function": {"name": n, "arguments": arguments}} for n in names]
   return {"role": "assistant", "content": "go", "tool_calls": made, **fields}

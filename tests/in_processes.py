@@ -2,8 +2,8 @@
 
 python tests/in_processes.py JOURNEY CONFIG.json WORKDIR DEVICES [COORDINATOR N I]
 
-With KILL=FILE in the environment an evaluation is killed when its first process has
-written this file, and the others have not.
+With KILL=FILE in the environment an evaluation's processes are killed at this file:
+the first has written it, the others have not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if last := os.environ.get("KILL"):
 
   evaluate.write_jsonl = write_until
 
-# As `coa_jax.cli.distributed.leave_devices_alone` has it.
+# As in `coa_jax.cli.distributed.leave_devices_alone`.
 flags.FLAGS.set_default("experimental_orbax_use_distributed_barrier", True)
 flags.FLAGS.mark_as_parsed()
 if others:

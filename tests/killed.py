@@ -1,20 +1,19 @@
-"""A journey that is run again and again in one workdir, and ends where it is told to.
+"""Runs a stage repeatedly in one workdir, and kills each process at a given place.
 
   python tests/killed.py JOB.json
 
 JOB: {"journey": "rl", "config": {...}, "workdir": DIR, "ends": [[PLACE, N, SIGNAL]]}.
-Every end is one process: it gets the signal when it comes to the place for the N-th
-time; at "random" it is N milliseconds after its first update or tool call; at "" it
-never is, and the run goes to its end. "damage" is no process, but a byte of the newest
-checkpoint that changes. One line of JSON on standard output says how each ended, and
-how long after its signal.
+Each end is one process. It gets the signal at its N-th visit to the place; at "random",
+N milliseconds after its first update or tool call; at "", never: the run completes.
+"damage" is not a process: it changes a byte of the newest checkpoint. One line of JSON
+on standard output reports how each process ended, and how long after its signal.
 
-With "scratch": DIR, the workdir is in a bucket, and each process is on another machine:
-its local folder is a fresh one in DIR.
+With "scratch": DIR, the workdir is in a bucket, and each process acts as another
+machine: it gets a new local folder in DIR.
 
-Whatever the tools are asked and whatever the journal keeps of that is written to
-WORKDIR.calls (DIR.calls) as it happens. Processes are forked before JAX wakes up, which
-saves the imports; nothing in the product knows of any of this.
+Tool calls and the results kept by the journal are written to WORKDIR.calls (DIR.calls)
+as they happen. Processes are forked before JAX starts, which saves the imports. The
+library has no code for these kills.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from coa_jax.tools.toolbox import Toolbox
 
 
 class Calls:
-  """Calls that tools were asked, and results that were kept; in a file as well."""
+  """Counts tool calls and kept results, and writes them to a file."""
 
   def __init__(self, path: str):
     self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -68,26 +67,26 @@ class Calls:
     setattr(owner, name, watched)
 
   def wait(self) -> None:
-    """Until every call has been answered, and that kept."""
+    """Waits until every call's result is kept."""
     while self.counts["asked"] != self.counts["kept"]:
       time.sleep(0.001)
 
 
 _PROOF = r"checkpoints/\d+/manifest\.json"
-# Before or after which function; last, a pattern of an object's name among arguments.
+# Before or after a function; last, a pattern of an object's name in its arguments.
 PLACES = {
-  "tool": ("after", Toolbox, "answer", ""),  # nobody has heard the answer
+  "tool": ("after", Toolbox, "answer", ""),  # nobody has read the answer
   "update": ("after", Learner, "step", ""),  # between two updates from one batch
   "log": ("after", Metrics, "log", ""),
-  "save": ("after", checkpoint.Checkpoints, "save", ""),  # orbax writes in background
+  "save": ("after", checkpoint.Checkpoints, "save", ""),  # orbax writes asynchronously
   "seal": ("before", checkpoint, "write_manifest", ""),  # orbax is done; no proof yet
-  "push": ("before", mirror, "push", ""),  # it is proven, and not in the bucket
-  "lease": ("after", lease.Lease, "__enter__", ""),  # it has nothing of the workdir
+  "push": ("before", mirror, "push", ""),  # proven, but not in the bucket
+  "lease": ("after", lease.Lease, "__enter__", ""),  # nothing is fetched yet
   "put": ("after", Bucket, "put", ""),
   "upload": ("after", Bucket, "put", r"checkpoints/(?!\d+/manifest\.json)"),
-  "proof": ("before", Bucket, "put", _PROOF),  # all of a checkpoint is there but this
+  "proof": ("before", Bucket, "put", _PROOF),  # only the proof is missing
   "proven": ("after", Bucket, "put", _PROOF),
-  "forget": ("after", Bucket, "delete", _PROOF),  # of an old one nothing else is gone
+  "forget": ("after", Bucket, "delete", _PROOF),  # an old one lacks only its proof
   "model": ("after", Bucket, "put", "model/"),  # in the last push
   "fetch": ("after", Bucket, "get", ""),  # at the start
 }
@@ -96,7 +95,7 @@ PLACES = {
 def at_calls(
   when: str, owner: object, name: str, objects: str, do: Callable[[], None]
 ) -> None:
-  """Does it before or after every call of a function; see `PLACES`."""
+  """Calls `do` before or after every call of a function; see `PLACES`."""
   real = getattr(owner, name)
 
   def wrapped(*args, **kwargs):
@@ -113,9 +112,9 @@ def at_calls(
 
 
 def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) -> None:
-  """Has this process get the signal at its n-th visit of the place.
+  """Makes this process signal itself at its n-th visit to the place.
 
-  The time of it is written to `signalled`.
+  Writes the time to `signalled`, except at "random".
   """
   visits = []
 
@@ -125,7 +124,7 @@ def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) 
       struct.pack_into("d", signalled, 0, time.monotonic())
       os.kill(os.getpid(), number)
 
-  if place == "decode":  # once tools have said something, and none is running
+  if place == "decode":  # after a tool result, with no call running
     real = sampler.window
 
     def window(*args):
@@ -146,9 +145,9 @@ def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) 
     threading.Thread(target=wait, daemon=True).start()
     for owner, name in ((Toolbox, "start"), (Learner, "step")):
       at_calls("before", owner, name, "", began.set)
-  elif place == "micro-batch":  # as the n-th begins, inside a step on the device
-    # The step is another program then: the first one of this process has to be the one
-    # that does not end.
+  elif place == "micro-batch":  # as the n-th starts, inside a device step
+    # This makes the step a different program, so the kill has to come in the process's
+    # first step.
     init = Learner.__init__
 
     def make(self, loss, *rest):
@@ -164,7 +163,7 @@ def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) 
 
 
 def life(job: dict, place: str, n: int, number: int, signalled: mmap.mmap) -> int:
-  """One process, from its fork to its exit status."""
+  """Runs one forked process; returns its exit status."""
   calls = Calls(job.get("scratch", job["workdir"]) + ".calls")
   end_at(place, n, number, calls, signalled)
   config = ml_collections.ConfigDict(job["config"])
@@ -207,7 +206,7 @@ def damage_object(bucket: Bucket) -> None:
 
 
 def whole_objects(bucket: Bucket) -> list[int]:
-  """As `whole_steps`, of a bucket."""
+  """`whole_steps` for a bucket."""
   found = (re.fullmatch(r"checkpoints/(\d+)/manifest.json", n) for n in bucket.list())
   return sorted(int(match[1]) for match in found if match)
 
@@ -219,7 +218,7 @@ def main(path: str) -> None:
   importlib.import_module(f"coa_jax.{job['journey']}")
   folder = os.path.join(job["workdir"], "checkpoints")
   bucket = Bucket(job["workdir"]) if "scratch" in job else None
-  # Nobody else wants it: what is silent is dead.
+  # No other run wants the lease: a silent owner is dead.
   lease.BEAT_S = 0.2
   lease.SILENT_S = 1.0
   for place, n, number in job["ends"]:
@@ -242,7 +241,7 @@ def main(path: str) -> None:
       "code": os.waitstatus_to_exitcode(status),
       "steps": whole_objects(bucket) if bucket else checkpoint.whole_steps(folder),
       "seconds": ended - began,
-      "seconds_to_end": ended - at if at else None,  # from the signal on
+      "seconds_to_end": ended - at if at else None,  # from the signal
     }
     print(json.dumps(row), flush=True)
 

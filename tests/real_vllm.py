@@ -1,6 +1,6 @@
-"""A running `vllm serve`, for tests that want the real thing.
+"""A running `vllm serve`, for tests against the real server.
 
-Needs vLLM in an environment of its own (docs/vllm.md): COA_VLLM=/its/bin/vllm.
+Needs vLLM in a separate environment (docs/vllm.md): COA_VLLM=/its/bin/vllm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEEDED = pytest.mark.skipif(not VLLM, reason="COA_VLLM names no vLLM")
 
 @contextlib.contextmanager
 def served(folder: str, log: str, *flags: str) -> Iterator[httpx.Client]:
-  """A client of `vllm serve` on the folder, once it answers; float32, as model "m"."""
+  """Serves the folder in float32 as model "m"; yields a client once it answers."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     port = s.getsockname()[1]
@@ -31,7 +31,7 @@ def served(folder: str, log: str, *flags: str) -> Iterator[httpx.Client]:
   command += ["--dtype=float32", "--max-model-len=256", "--served-model-name=m", *flags]
   env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
   with open(log, "w") as f:
-    # A session of its own: its workers end with it, however it ends.
+    # A separate session, so that its workers can be killed with it.
     process = subprocess.Popen(
       command, stdout=f, stderr=subprocess.STDOUT, env=env, start_new_session=True
     )
@@ -43,6 +43,8 @@ def served(folder: str, log: str, *flags: str) -> Iterator[httpx.Client]:
           if client.get("/health").status_code == 200:
             break
         time.sleep(1)
+      else:
+        raise AssertionError(f"no answer: {pathlib.Path(log).read_text()[-3_000:]}")
       yield client
   finally:
     process.terminate()

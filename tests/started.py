@@ -1,4 +1,4 @@
-"""Python programs that tests start and that must end well."""
+"""Starts Python programs that must succeed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def free_address() -> str:
-  """A free port of this machine, where the first of several JAX processes listens."""
+  """A free local address for the first of several JAX processes to listen on."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     return f"127.0.0.1:{s.getsockname()[1]}"
 
 
 def outputs(*commands: Sequence[str | os.PathLike], **variables: str) -> list[str]:
-  """Runs programs side by side to their ends; returns what each of them printed.
+  """Runs programs in parallel to their ends; returns their standard outputs.
 
   Args:
-    *commands: the interpreter's arguments, for each program.
-    **variables: of their environment, besides ours.
+    *commands: each program's arguments for the interpreter.
+    **variables: added to our environment.
   """
   path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   env = {**os.environ, "PYTHONPATH": path, **variables}
@@ -41,7 +41,7 @@ def outputs(*commands: Sequence[str | os.PathLike], **variables: str) -> list[st
       text=True,
       timeout=1800,
     )
-    # Its own error comes first; last, that another program ended.
+    # Its own error comes first; last, the report that another program ended.
     said = f"{done.stderr[:3000]}\n...\n{done.stderr[-3000:]}"
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{said}"
     return done.stdout
@@ -51,11 +51,11 @@ def outputs(*commands: Sequence[str | os.PathLike], **variables: str) -> list[st
 
 
 def run_tests_on_devices(file: str, count: int) -> None:
-  """Runs a file's tests where JAX sees virtual devices; the first of them skips."""
-  # All of the file's tests, for the test that calls this is a slow one.
+  """Runs a file's tests in a process with virtual devices; the first one skips."""
+  # All of the file's tests, slow ones too: the calling test is slow itself.
   options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", ""]
   command = ["-m", "pytest", *options, file]
-  # Bits are compared with those of other programs of the same process.
+  # Bits are only compared between programs of the same process.
   env = virtual_devices.environment(count, virtual_devices.QUICK)
   (said,) = outputs(command, **env)
   assert "s..." in said

@@ -1,4 +1,4 @@
-"""Section `algo`: presets by name, and combinations of fields that make no sense."""
+"""Section `algo`: presets, and errors for fields that contradict each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coa_jax.runtime.config import ConfigError, read_config
 
 
 def read(**fields) -> AlgoConfig:
-  """The section with these fields; a dict is a section inside."""
+  """Reads the section with these fields; a dict becomes a subsection."""
   config = ml_collections.ConfigDict({"algo": {"steps": 1, **fields}})
   return read_config(config.algo, AlgoConfig, "algo")
 
@@ -26,7 +26,7 @@ def test_a_preset_is_an_algorithm_of_its_own(name: str):
   assert algo.loss.critic_lr == 1e-3
   assert [n for n, other in PRESETS.items() if other == sections] == [name]
   sections["loss"].clear()
-  assert preset(name)["loss"]  # a copy
+  assert preset(name)["loss"]  # `preset` returns a copy
 
 
 def test_an_unknown_preset_is_named():
@@ -44,7 +44,7 @@ LOSSES = [
   ({"is_min": 0.5, "is_clip": 2.0}, "is_min is 0.5; without is_mode='mask'"),
   (MASK, "is_mode is 'mask', and without weights .* leave it at 'truncate'"),
   ({"is_level": "sequence"}, "is_level is 'sequence', and without .* at 'token'"),
-  # Every on-policy token weighs 1.
+  # The mask's range must contain 1, the weight of every on-policy token.
   (MASK | {"is_clip": 1.0}, "is_clip is 1.0; with is_mode 'mask' it must be above 1"),
   (MASK | {"is_clip": 2.0, "is_min": 1.5}, "is_min is 1.5; .* at least 0 and below 1"),
 ]

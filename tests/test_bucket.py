@@ -1,4 +1,4 @@
-"""A workdir in a bucket is a workdir: objects, the lease, the mirror, inputs."""
+"""Workdirs in buckets: objects, the lease, the mirror and inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stores(request):
 
 @pytest.fixture
 def store(stores, monkeypatch):
-  """An empty bucket, without faults."""
+  """An empty bucket without faults, with short lease and retry times."""
   stores.fault = lambda request: ""
   stores.faults = 0
   monkeypatch.setattr(objects, "_FIRST_WAIT_S", 0.01)
@@ -98,7 +98,7 @@ def test_a_checkpoint_counts_once_its_proof_is_there(store, tmp_path):
     mirror.push(folder + "/checkpoints/2")
     named = [n for n in store.files("run") if not n.startswith(lease.FOLDER)]
     assert named == ["checkpoints/2/manifest.json", "checkpoints/2/x", "metrics"]
-  # A kill came between the bytes and the proof.
+  # As after a kill between the checkpoint's data and its proof.
   objects.Bucket(uri).write("checkpoints/4/x", b"new")
   with mirror.opened(uri, str(tmp_path)) as folder:
     assert sorted(os.listdir(folder + "/checkpoints")) == ["2"]
@@ -114,7 +114,7 @@ def test_the_proof_is_written_last_and_deleted_first(store, tmp_path):
     writes = [
       object_store.asked(r) for r in store.requests if r.command in ("POST", "PUT")
     ]
-    writes = [each for each in writes if lease.FOLDER not in each]  # a beat of its own
+    writes = [each for each in writes if lease.FOLDER not in each]  # no heartbeats
     assert ["manifest.json" in each for each in writes[-2:]] == [False, True]
     for name in os.listdir(folder + "/checkpoints/2"):
       os.remove(f"{folder}/checkpoints/2/{name}")
@@ -140,13 +140,13 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(store, tmp_path):
     write(folder, x="1")
     with pytest.raises(InUseError, match=r"process \d+ on .* works there"):
       mirror.Mirror(uri, str(tmp_path / "two")).__enter__()
-    assert read(folder) == {"x": "1"}  # and nothing was touched
+    assert read(folder) == {"x": "1"}  # unchanged
   dead = lease.Lease(objects.Bucket(uri), beat_s=1000, silent_s=1000).__enter__()
   with mirror.opened(uri, str(tmp_path / "two")) as folder:
     assert read(folder) == {"x": "1"}
     with pytest.raises(InUseError, match="another run took over"):
       lease.check(objects.Bucket(uri), dead.number)
-  # One that ended in order is not waited for.
+  # A released lease is taken without a wait.
   with lease.Lease(objects.Bucket(uri), beat_s=1000, silent_s=1000):
     pass
   with lease.Lease(objects.Bucket(uri), beat_s=1000, silent_s=1000):
@@ -155,7 +155,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(store, tmp_path):
 
 def test_who_was_replaced_writes_nothing_more(store, tmp_path, monkeypatch):
   uri = store.uri + "/run"
-  monkeypatch.setattr(lease, "BEAT_S", 1000.0)  # it sleeps
+  monkeypatch.setattr(lease, "BEAT_S", 1000.0)  # no heartbeats
   with (
     pytest.raises(InUseError, match="another run took over"),
     mirror.opened(uri, str(tmp_path / "one")) as old,
@@ -169,12 +169,12 @@ def test_who_was_replaced_writes_nothing_more(store, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["503", "cut", "silence"])
 def test_faults_that_pass_change_nothing(store, tmp_path, fault, monkeypatch):
-  """Each file fails the first time that it is written, and that it is read."""
+  """The first write and the first read of each file fail."""
   monkeypatch.setattr(objects, "_SILENT_S", 2.0 if fault == "silence" else 60.0)
   seen = set()
 
   def first(request) -> str:
-    # Clients wait for seconds before they try again: not all requests fail.
+    # Only some requests fail: clients wait for seconds before each retry.
     where = object_store.asked(request).replace("%2F", "/")
     name = next((n for n in ("run/a", "run/b/c") if n in where), "")
     what = request.command, name
@@ -209,7 +209,7 @@ def test_inputs_are_fetched_once_and_named_by_their_address(store, tmp_path):
   assert read(model) == {"x": "model/x", "deep/y": "model/deep/y"}
   assert inputs.localized("data/x.jsonl", cache) == "data/x.jsonl"
   assert inputs.localized(3, cache) == 3
-  # Not again while it is the same, and anew once it is another.
+  # An unchanged object is not fetched again; a changed one is.
   with pytest.MonkeyPatch.context() as patch:
     patch.delattr(objects.Bucket, "get")
     assert inputs.localized(at + "/model", cache) == model
@@ -242,8 +242,8 @@ def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
     mirror.Mirror("gs://b/run", str(tmp_path))
 
 
-# An object's name and what is wrong with it. Clients of both stores list these names
-# as they are.
+# Object name -> its fault in the message. Both stores' clients list these names
+# unchanged.
 HOSTILE = {
   "../../evil": "has the part '..'",
   "a/../../../evil": "has the part '..'",
@@ -257,7 +257,7 @@ HOSTILE = {
 
 
 def write_raw(store: object_store.Store, key: str) -> None:
-  """Writes an object under any name; our own client would not."""
+  """Writes an object under any name through the store's raw API."""
   fs = store.client()
   if store.scheme == "s3":
     fs.call_s3("put_object", Bucket=object_store.BUCKET, Key=key, Body=b"evil")
@@ -291,7 +291,7 @@ def test_an_address_is_made_of_names(store, address):
 
 
 def test_names_of_globs_and_versions_are_names(store, tmp_path):
-  """Characters that globs and URLs give a meaning."""
+  """Names may contain characters with a meaning in globs and URLs."""
   for folder in ("run[1]*?", "r#1", "100%25", "\u00fc \u4e2d"):
     uri = f"{store.uri}/{folder}"
     with mirror.opened(uri, str(tmp_path / "[s]*")) as local:

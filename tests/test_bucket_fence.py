@@ -1,4 +1,4 @@
-"""A run that was stopped writes nothing over the run that took over from it."""
+"""A suspended run, continued later, overwrites no file from its successor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from coa_jax.runtime.lock import InUseError
 
 __all__ = ["store", "stores"]  # fixtures
 
-# Pushes two files, and stops itself between them; then goes on in its folder.
+# Pushes six files and suspends itself (SIGSTOP) after the third; after SIGCONT it
+# continues in its folder.
 STOPPED = """
 import os, signal, sys
 from coa_jax.runtime.bucket import lease, mirror, objects
@@ -61,7 +62,7 @@ def test_a_process_that_was_stopped_between_two_writes(store, tmp_path):
   )
   try:
     os.waitpid(process.pid, os.WUNTRACED)
-    # On the same machine, with the same scratch folder.
+    # The successor runs on the same machine, with the same scratch folder.
     with mirror.opened(uri, str(tmp_path)) as folder:
       write(folder, **dict.fromkeys("abc", "new"))
       mirror.push(folder + "/x")
@@ -73,8 +74,8 @@ def test_a_process_that_was_stopped_between_two_writes(store, tmp_path):
       assert [line for line in lines if "another run took over" in line] == lines[-1:]
       assert "Traceback" not in errors
       assert {name: read(folder)[name] for name in "abc"} == dict.fromkeys("abc", "new")
-      # What the successor wrote stands; a late write of another object, which was on
-      # its way already, is mended by the successor's next push.
+      # The successor's objects survive. The old run's late write of another object,
+      # already sent, is repaired by the successor's next push.
       assert before["a"] == b"new"
       assert {n: files(store)[n] for n in "abc"} == {n: before[n] for n in "abc"}
       mirror.push(folder + "/x")
@@ -91,9 +92,10 @@ def files(store: object_store.Store) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def held_back(store: object_store.Store, folder: str):
-  """Requests that change objects are on their way until the block ends.
+  """Delays all writes and deletes in `folder` until the block ends.
 
-  Yields a push that keeps its refusal, the requests, and the refusals.
+  Yields a `push` that records an InUseError instead of raising it, the delayed
+  requests, and the recorded errors. The lease's requests are not delayed.
   """
   let_go = threading.Event()
   held = []
@@ -124,7 +126,7 @@ def held_back(store: object_store.Store, folder: str):
 
 def test_requests_that_arrive_late_change_nothing(store, tmp_path, monkeypatch):
   uri = store.uri + "/run"
-  monkeypatch.setattr(lease, "BEAT_S", 1000.0)  # it sleeps
+  monkeypatch.setattr(lease, "BEAT_S", 1000.0)  # no heartbeats
   names = ["a", "b", "gone", "checkpoints/2/x", "checkpoints/2/manifest.json"]
   with contextlib.ExitStack() as stack:
     stack.enter_context(pytest.raises(InUseError))
@@ -144,7 +146,7 @@ def test_requests_that_arrive_late_change_nothing(store, tmp_path, monkeypatch):
     assert len(ends) == 1 and "another run took over" in str(ends[0])
     found = store.files("run")
     assert found["a"] == b"new"
-    # What it had not written yet is mended by its next push.
+    # The successor's next push repairs late writes of other objects.
     mirror.push(new + "/x")
     assert store.files("run")["b"] == b"before"
     write(new, late="new")
@@ -181,7 +183,7 @@ def test_an_upload_is_over_what_it_saw(store, tmp_path, monkeypatch, size):
       with pytest.raises(FileExistsError):
         bucket.put(str(file), "x", wrong)
     return
-  # fake-gcs-server reads no condition of an upload in pieces.
+  # fake-gcs-server ignores the condition on an upload in pieces.
   bucket.put(str(file), "x", seen)
   assert f"ifGenerationMatch={seen.tag}" in store.requests[0].path
 
@@ -193,7 +195,7 @@ def test_a_checkpoint_that_a_stopped_run_proves_late_counts_for_nothing(
   bucket = objects.Bucket(uri)
   bucket.write("checkpoints/4/x", b"old")
   with mirror.opened(uri, str(tmp_path)) as folder:
-    assert "checkpoints/4/x" not in store.files("run")  # before anything else
+    assert "checkpoints/4/x" not in store.files("run")  # deleted at the start
     bucket.write("checkpoints/4/manifest.json", b"{}")
     write(folder, x="1")
     mirror.push(folder + "/x")

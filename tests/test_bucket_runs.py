@@ -1,4 +1,4 @@
-"""Runs whose workdir is in a bucket end as those on a disk, killed anywhere or not."""
+"""Runs in a bucket are bit-identical to runs on a disk, even if killed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from coa_jax.runtime.bucket.objects import Bucket
 __all__ = ["configs"]  # a fixture
 NO_CACHE = "--compile_cache="
 
-# Where each process ends, as in `test_resume`; each is on a machine with an empty disk.
+# The place where each process ends, as in `test_resume`. Each process starts with an
+# empty disk.
 SHORT = [
   ("push", 2, KILL),
   ("put", 40, KILL),
   ("damage", 0, 0),
 ]
-# Every place between a start and an end that a bucket knows of.
+# Ends over a whole run, including the bucket's own places.
 ENDS = {
   "sft": [
     ("lease", 1, KILL),
@@ -65,12 +66,12 @@ ENDS = {
 
 @pytest.fixture(scope="module")
 def uninterrupted(configs, tmp_path_factory):
-  """Of a journey: its config, the workdir of a whole run on a disk, and its seconds."""
+  """Maps a stage to its config, and an uninterrupted disk run's workdir and seconds."""
 
   @functools.cache
   def run(journey: str) -> tuple[dict, str, float]:
     config = configs[journey]
-    if journey == "rl":  # as many steps as all these ends need
+    if journey == "rl":  # enough steps for all ends
       config = {**config, "algo": {**config["algo"], "steps": 12}}
     workdir = str(tmp_path_factory.mktemp("whole") / journey)
     (row,), _ = lives(journey, config, workdir, [])
@@ -104,12 +105,12 @@ def test_ended_anywhere_and_run_again_elsewhere(
 
 
 class Slow:
-  """A store far away on a bad day: what each request meets, and what it saw."""
+  """Makes a store slow and unreliable, and records when checkpoint proofs arrive."""
 
   def __init__(self, store: object_store.Store, machines: str):
     self._machines = machines
     self._asked = 0
-    self.proofs: list[tuple[int, int]] = []  # step of a proof, and steps logged by then
+    self.proofs: list[tuple[int, int]] = []  # (a proof's step, steps logged by then)
     store.latency_s = 0.5
     store.bytes_per_s = 1_000_000
     store.fault = self.fault
@@ -125,7 +126,7 @@ class Slow:
     return "cut" if self._asked % 29 == 0 else ""
 
   def _logged(self) -> int:
-    """The last step that the newest machine's run has logged."""
+    """Returns the last step logged on any machine."""
     steps = [0]
     for path in pathlib.Path(self._machines).rglob("metrics.jsonl"):
       for line in path.read_text().splitlines(keepends=True):
@@ -142,7 +143,7 @@ class Slow:
   ],
 )
 def test_a_slow_store_costs_no_run_and_no_grace(uninterrupted, journey, tmp_path):
-  """Half a second for each request, 1 MB/s, one in 17 refused and one in 29 cut."""
+  """A request takes 0.5 s at 1 MB/s; one in 17 gets a 503, one in 29 is cut."""
   object_store.needs("gs")
   config, whole, local = uninterrupted(journey)
   machines = str(tmp_path / "machines")
@@ -155,9 +156,9 @@ def test_a_slow_store_costs_no_run_and_no_grace(uninterrupted, journey, tmp_path
     store.fault = lambda request: ""
     with mirror.opened(store.uri + "/run", str(tmp_path / "seen")) as broken:
       assert_same_run(broken, whole)
-  # Uploads went on beside the work: a checkpoint was proven when later steps were done.
+  # Uploads run in the background: a proof arrived after later steps were logged.
   assert any(logged > step for step, logged in slow.proofs), slow.proofs
-  # What the pod's manifest leaves between SIGTERM and the end, by default.
+  # The pod's manifest leaves 600 s between SIGTERM and SIGKILL by default.
   assert rows[0]["seconds_to_end"] < 600 / 4, rows
   print(
     f"{journey}: {local:.0f} s on a disk; {store.faults} faults, lives of "
@@ -186,13 +187,13 @@ def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
     }
     flags = [f"--config.{name}={value}" for name, value in given.items()]
     flags.append(f"--compile_cache={store.uri}/xla")
-    # --- On two machines, the second of which finds nothing to do.
+    # --- Two machines in turn; the second finds nothing to do.
     for machine in ("one", "two"):
       scratch = f"--scratch={tmp_path / machine}"
       ended([start("sft", file, store.uri + "/run", scratch, *flags)])
     files = store.files("run")
-    assert store.files("xla")  # compiled programs are there for the next machine
-  # --- The same model and adapters, but for the address of what they began from.
+    assert store.files("xla")  # compiled programs for the next machine
+  # --- The same model and adapter; only the recorded input addresses differ.
   record = json.loads(files["config.json"])["config"]
   assert record["init"] == given["init"]
   assert record["data"]["trajectories"] == given["data.trajectories"]
@@ -204,7 +205,7 @@ def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
 
 
 def together(uri: str, scratch: str, processes: int, *do: str) -> list[int]:
-  """Runs `checkpoints_in_processes.py`; what each restored."""
+  """Runs `checkpoints_in_processes.py`; returns the restored steps."""
   address = free_address()
   command = [sys.executable, os.path.join(ROOT, "tests", "checkpoints_in_processes.py")]
   started = []
@@ -223,13 +224,13 @@ def together(uri: str, scratch: str, processes: int, *do: str) -> list[int]:
   expected = -KILL if any("kill" in what for what in do) else 0
   for each, (_, errors) in zip(started, said, strict=True):
     assert each.returncode == expected, errors
-  # Gloo writes there, too.
+  # Gloo writes to standard output, too.
   return [int(n) for out, _ in said for n in out.splitlines() if n.isdigit()]
 
 
 @pytest.mark.slow
 def test_several_processes_write_their_parts_straight_to_a_bucket(tmp_path):
-  """Each on a machine of its own, with an empty disk each time."""
+  """Each process has its own machine, with an empty disk each time."""
   object_store.needs("gs")
   with object_store.Store("gs").running() as store:
     uri = store.uri + "/run"
@@ -237,7 +238,7 @@ def test_several_processes_write_their_parts_straight_to_a_bucket(tmp_path):
     assert done == [0, 0]
     files = store.files("run")
     steps = {name.split("/")[1] for name in files if name.startswith("checkpoints/")}
-    assert steps == {"2.000001", "3.000001"}  # of the first lease
+    assert steps == {"2.000001", "3.000001"}  # with the first lease's number
     assert files["log"] == files["process_1/log"] == b"1\n2\n3\n"
     parts = [
       name for name in files if "checkpoints/3.000001/state/ocdbt.process_" in name
@@ -246,14 +247,14 @@ def test_several_processes_write_their_parts_straight_to_a_bucket(tmp_path):
       "ocdbt.process_0",
       "ocdbt.process_1",
     }
-    # --- Killed when all is written and nothing proves it; what was logged is there.
+    # --- A kill between the data and the proof: the data is in the bucket.
     together(uri, f"{tmp_path}/2", 2, "restore", "kill=4")
     assert any("checkpoints/4." in name for name in store.files("run"))
-    # --- A process alone goes on from them, and two from its.
+    # --- One process resumes from the last proven step, then two from its checkpoint.
     assert together(uri, f"{tmp_path}/4", 1, "restore", "save=5") == [3]
     assert not any("checkpoints/4." in name for name in store.files("run"))
     assert together(uri, f"{tmp_path}/5", 2, "restore", "save=6") == [5, 5]
-    # --- Damaged: the one before.
+    # --- A rewritten object voids its checkpoint: both restore the one before.
     bucket = Bucket(uri)
     name = next(n for n in bucket.list("checkpoints/6.000004/state/ocdbt.process_1/d"))
     bucket.write(name, bucket.read(name))
@@ -283,7 +284,7 @@ def test_a_run_of_two_processes_in_a_bucket_is_theirs_on_a_shared_disk(
   two(local, "none")
   with object_store.Store("gs").running() as store:
     two(store.uri + "/run", "first")
-    # --- Again, elsewhere: they go on from where both stand.
+    # --- Again on other machines: both resume from the last checkpoint.
     two(store.uri + "/run", "second")
     files = store.files("run")
   assert files["model/model.safetensors"] == read(local, "model", "model.safetensors")

@@ -1,4 +1,4 @@
-"""Shards that meet in a bucket, each on a machine of its own, write what one would."""
+"""Shards on separate machines with a shared bucket give one machine's output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from programs import ROOT, small_distillation
 
 from coa_jax.runtime.bucket.objects import Bucket
 
-# A program whose silence is soon its end, and whose progress is seen at once.
+# Runs a module with a short lease timeout and frequent pushes.
 QUICK = """
 import runpy, sys
 from coa_jax.runtime.bucket import lease, mirror
@@ -40,7 +40,7 @@ def start(module: str, *flags: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> str:
-  """Waits for a program that must end well; what it printed."""
+  """Waits for a program that must succeed, and returns its output."""
   out, errors = process.communicate(timeout=600)
   assert process.returncode == 0, errors
   return out
@@ -74,7 +74,7 @@ def test_three_machines_distill_one_is_lost(distillation, store, tmp_path):
     flags = f"--config={distillation}", f"--workdir={uri}", f"--shard={number}/3"
     return start("distill", "--json", *flags, scratch)
 
-  # --- Number 1 is killed on its way, when some of it is in the bucket.
+  # --- Shard 1 is killed once some of its runs are in the bucket.
   machines = [shard(i, f"m{i}") for i in range(3)]
   while not (bucket.read("shards/1-of-3/runs.jsonl") or b"").count(b"\n"):
     assert machines[1].poll() is None, machines[1].communicate()
@@ -87,19 +87,19 @@ def test_three_machines_distill_one_is_lost(distillation, store, tmp_path):
   assert bucket.read("results.json") is None
   before = bucket.list("shards")
 
-  # --- Elsewhere it goes on, and as the last one joins all.
+  # --- It resumes on another machine and, as the last shard, joins all.
   out = end(shard(1, "m3"))
   assert json.loads(out)["tasks"] == 40
   files = store.files("run")
   for name in ("runs.jsonl", "trajectories.jsonl", "teacher.jsonl", "results.json"):
     assert timeless(files[name].decode()) == timeless((whole / name).read_text()), name
   assert files["shards/1-of-3/runs.jsonl"].startswith(kept)
-  # Of what the others had done nothing was done again.
+  # The other shards' files were not written again.
   for name, stored in before.items():
     if not name.startswith("shards/1-of-3") and "/.lease/" not in name:
       assert bucket.list(name) == {name: stored}, name
 
-  # --- Who comes once more, two at once, changes nothing; machines are left empty.
+  # --- Two repeated shards at once change nothing; all disks are left empty.
   late = [shard(0, "m0"), shard(2, "m2")]
   for process in late:
     end(process)

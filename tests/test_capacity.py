@@ -1,4 +1,4 @@
-"""A size that no memory holds is refused by name, and any other is let through."""
+"""A size too large for memory is refused by name; any other passes."""
 
 from __future__ import annotations
 

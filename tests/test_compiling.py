@@ -1,4 +1,4 @@
-"""The first process finds its compiled programs at the next start."""
+"""The first process finds its compiled programs in the cache at the next start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROGRAM = pathlib.Path(__file__).parent / "compile_in_processes.py"
 
 
 def start(cache: pathlib.Path) -> list[list[str]]:
-  """What each of two processes found of a replica's program, and of both processes'."""
+  """Returns cache hits of two processes: for a replica's program, then a shared one."""
   address = free_address()
   env = {**os.environ, "PYTHONPATH": str(PROGRAM.parent.parent)}
   started = [
@@ -29,7 +29,7 @@ def start(cache: pathlib.Path) -> list[list[str]]:
 
 
 def test_only_the_first_process_finds_its_programs_at_the_next_start(tmp_path):
-  """JAX lets process 0 alone write; on CPUs each process has keys of its own."""
+  """In JAX only process 0 writes the cache; on CPUs each process has its own keys."""
   assert start(tmp_path) == [["0", "0"], ["0", "0"]]
   assert len([f for f in os.listdir(tmp_path) if f.endswith("-cache")]) == 2
   assert start(tmp_path) == [["1", "1"], ["0", "0"]]

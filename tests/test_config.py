@@ -1,4 +1,4 @@
-"""A config that can not be used is an error that says why, before any work.
+"""A bad config is an error that says why, before any work.
 
 budget: configs, and the workdirs that they bind.
 """
@@ -31,7 +31,7 @@ from coa_jax.runtime.record import (
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-  """A section inside a section."""
+  """A subsection."""
 
   clip: float = bounded(0.2, least=0, most=1)
 
@@ -41,7 +41,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-  """A section of every kind of field."""
+  """A section with every kind of field."""
 
   steps: int
   lr: float = 1e-3
@@ -60,14 +60,14 @@ class Optim:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-  """A section that may be missing."""
+  """An optional section."""
 
   project: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-  """A journey's config."""
+  """A stage's config."""
 
   optim: Optim
   init: str = ""
@@ -114,7 +114,7 @@ def test_an_empty_section_is_none_or_its_defaults(empty):
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-  """A config that may be empty."""
+  """A config without required fields."""
 
   a: Log = section(Log)
 
@@ -160,10 +160,11 @@ def test_a_config_that_can_not_be_used_is_refused(given, message: str):
 
 
 def sections() -> list[type]:
-  """Every dataclass of the library that a config or a section is read into."""
+  """Returns the library's dataclasses for configs and sections (`*Config`)."""
   found = {}
   for module in pkgutil.walk_packages(coa_jax.__path__, "coa_jax."):
-    # vLLM's environment loads the one; the other's flags collide in one process.
+    # vLLM modules need vLLM's environment; the flags in coa_jax.cli collide in one
+    # process.
     if "vllm" in module.name or module.name.startswith("coa_jax.cli"):
       continue
     for value in vars(importlib.import_module(module.name)).values():
@@ -174,7 +175,7 @@ def sections() -> list[type]:
 
 
 EACH = pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
-# For a field of each type values that it can not have, and JSON's own for all.
+# Field type -> invalid values.
 WRONG = {
   float: (math.nan, math.inf, -math.inf, "x", True, (1.0,)),
   int: (10**30, -(10**30), 1.5, "x", True, (1,)),
@@ -203,7 +204,7 @@ def test_no_field_of_any_section_takes_what_is_not_of_its_type(cls: type):
 
 
 def beyond(field: dataclasses.Field) -> list:
-  """Values just beyond a field's bounds, and names that are not among its choices."""
+  """Returns values just outside a field's bounds, or a name not among its choices."""
   bounds = field.metadata
   step = 1 if field.type == "int" else 0.5
   out = [bounds[name] for name in ("above", "below") if name in bounds]
@@ -227,7 +228,7 @@ def test_a_value_beyond_its_bounds_is_refused_and_the_field_named(cls: type):
 
 
 def _required(cls: type) -> dict:
-  """Values of the required fields of a section, and of sections inside it."""
+  """Returns values for the required fields of a section and its subsections."""
   hints = typing.get_type_hints(cls)
   return {
     f.name: _some(hints[f.name])
@@ -269,7 +270,7 @@ def test_nearest_names_one_or_all():
 
 
 def begin(workdir: str) -> str:
-  """A workdir in which something has come of a run."""
+  """Creates a workdir with a run's output."""
   os.makedirs(workdir)
   with open(os.path.join(workdir, "metrics.jsonl"), "w") as f:
     f.write("{}\n")
@@ -296,11 +297,11 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
   prepare_workdir(whole(tools=("a",)), workdir)
   written = json.loads((tmp_path / "run" / "config.json").read_text())
   assert written["config"]["optim"]["tools"] == ["a"]
-  assert written["config"]["optim"]["lr"] == 1e-3  # the whole config
+  assert written["config"]["optim"]["lr"] == 1e-3  # defaults included
   assert "git_commit" in written
   prepare_workdir(whole(tools=("a",)), workdir)
-  assert read_begun(workdir) == written["begun"]  # the same run, which begins again
-  prepare_workdir(whole(tools=("b",)), workdir)  # nothing has come of it yet
+  assert read_begun(workdir) == written["begun"]  # the same run restarts
+  prepare_workdir(whole(tools=("b",)), workdir)  # no output yet
   prepare_workdir(whole(tools=("a",)), workdir)
   (tmp_path / "run" / "checkpoints").mkdir()
   log = tmp_path / "run" / "checkpoints" / "metrics.jsonl"
@@ -312,7 +313,7 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
   with pytest.raises(ConfigError, match=r"a run whose optim\.tools was .*'a'.* not .*"):
     prepare_workdir(whole(tools=("b",)), workdir)
   again = json.loads((tmp_path / "run" / "config.json").read_text())
-  assert again.pop("begun") > written.pop("begun")  # the last change of the config
+  assert again.pop("begun") > written.pop("begun")  # time of the config's last change
   assert again == written
 
 
@@ -343,7 +344,7 @@ def test_a_field_that_may_grow_grows_and_is_on_record(tmp_path):
 
 
 def test_a_field_that_a_record_lacks_counts_as_its_default(tmp_path):
-  """An earlier version had fewer fields, or wrote only those that were given."""
+  """An earlier version had fewer fields, or recorded only explicit ones."""
   workdir = begin(str(tmp_path / "run"))
   record = {"config": {"optim": {"steps": 3}, "log": ""}, "git_commit": None}
   (tmp_path / "run" / "config.json").write_text(json.dumps(record))
@@ -359,7 +360,7 @@ def test_a_field_that_a_record_lacks_counts_as_its_default(tmp_path):
 
 
 def test_a_workdir_belongs_to_what_was_read(tmp_path):
-  """The same path may hold something else by the time that a run goes on."""
+  """A path's contents may change before a run resumes."""
   workdir, file = str(tmp_path / "run"), tmp_path / "model" / "weights"
   begin(workdir)
   file.parent.mkdir()
@@ -372,7 +373,7 @@ def test_a_workdir_belongs_to_what_was_read(tmp_path):
 
   go()
   go()
-  prepare_workdir(whole(), workdir)  # who names no inputs is not asked
+  prepare_workdir(whole(), workdir)  # without inputs there is no check
   with file.open("r+b") as f:
     f.seek(12 * (3 << 20) // 16)
     f.write(b"x")
@@ -388,7 +389,7 @@ def test_a_workdir_belongs_to_what_was_read(tmp_path):
 
 
 def test_what_may_change_may_also_appear(tmp_path):
-  """A run that began before section `log` goes on with it, and the other way round."""
+  """A run that started without section `log` resumes with it, and vice versa."""
   plain = whole()
   logged = dataclasses.replace(plain, log=Log("x"))
   renamed = dataclasses.replace(plain, log=Log("y"))

@@ -1,6 +1,6 @@
 """Every config field is set by a shipped config, a program or a documented recipe.
 
-What nobody sets is a constant beside its use.
+A field that nobody sets should be a constant beside its use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = (
   "coa_jax/cli/**/*.py",
   "experiments/**/*.py",
 )
-# A model's architecture, which its folder's config.json states: no options of a run.
+# Model architecture, read from the model folder's config.json: not run options.
 ARCHITECTURE = ("ModelConfig", "Yarn", "Llama3Rope", "DeltaNet")
 PAGES = (
   "README.md",
@@ -36,14 +36,14 @@ LISTS = ("config.md", "metrics.md")  # generated; they name fields and set none
 
 @functools.cache
 def set_somewhere() -> frozenset[Path]:
-  """The paths of all settings outside tests."""
+  """Returns the paths of all settings outside tests."""
   out: set[Path] = set(settings.by_values(PRESETS))
   for file in FILES:
     get_config = runpy.run_path(str(file))["get_config"]
     for arg in ("", "web", "mhqa", "math"):
       try:
         out |= set(settings.by_values(get_config(arg).to_dict()))
-      except ValueError:  # not an argument of this config
+      except ValueError:  # the config does not accept this argument
         assert arg
   for pattern in (*PROGRAMS, *PAGES):
     files = [f for f in sorted(ROOT.glob(pattern)) if f.name not in LISTS]

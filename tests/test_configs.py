@@ -1,4 +1,4 @@
-"""Every config builds, and its program reads every field of it."""
+"""Every config builds, and its program reads all its fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = sorted((ROOT / "configs").glob("[!_]*.py"))
 EACH = pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 
 
-# What each program reads its config into.
+# Stage -> the dataclass for its config.
 CLASSES = {
   "distill": DistillConfig,
   "sft": SFTConfig,
@@ -35,7 +35,7 @@ CLASSES = {
 
 
 def journey_of(path: pathlib.Path) -> str:
-  """The journey that the config's docstring runs it with, by its first command."""
+  """Returns the stage in the first command of the config's docstring."""
   doc = ast.get_docstring(ast.parse(path.read_text())) or ""
   commands = re.findall(
     rf"python -m experiments\.([\w.]+)\s+(?:\\\n\s*)?--config=configs/{path.stem}\.py",

@@ -1,4 +1,4 @@
-"""Files are whole or absent; what a disk refuses is one line."""
+"""Files are whole or absent; a disk error is one line."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path):
 
 
 def odd_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-  """What is not a regular file, by how messages call it."""
+  """Creates special files; the keys are their names in messages."""
   (folder / "dir").mkdir()
   os.mkfifo(folder / "fifo")
   (folder / "target").write_text("mine")

@@ -1,4 +1,4 @@
-"""The distillation journey: end to end, interrupted, refused."""
+"""The distillation stage: end to end, interrupted, refused."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TASKS = 40
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-  """Pages and tasks of a small world."""
+  """A small world's pages and tasks."""
   world = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
   return write_world(tmp_path_factory.mktemp("world"), "train", TASKS, world)
 
 
 def config_for(files) -> ml_collections.ConfigDict:
-  """The tiny config over the small world."""
+  """Returns the tiny config for the small world."""
   config = CONFIG("tiny")
   config.tasks.uri = files["tasks"]
   config.tools.corpus = files["corpus"]
@@ -44,13 +44,13 @@ def config_for(files) -> ml_collections.ConfigDict:
 
 @pytest.fixture
 def config(files) -> ml_collections.ConfigDict:
-  """One that a test may change."""
+  """A config that a test may change."""
   return config_for(files)
 
 
 @pytest.fixture(scope="module")
 def finished(files, tmp_path_factory):
-  """A workdir of an uninterrupted run, and its results."""
+  """An uninterrupted run's workdir and results."""
   workdir = str(tmp_path_factory.mktemp("finished"))
   return workdir, distill.run(config_for(files), workdir)
 
@@ -113,7 +113,7 @@ def test_killed_and_resumed_equals_uninterrupted(
   done = [row["task_id"] for row in rows(again, "runs.jsonl")]
   assert 0 < len(done) < TASKS
   with open(os.path.join(again, "runs.jsonl"), "ab") as f:
-    f.write(b'{"task_id": "cut')  # what a kill leaves of a line
+    f.write(b'{"task_id": "cut')  # a line cut by a kill
   worked.clear()
   with monkeypatch.context() as patch:
     patch.setattr(distill, "solve", stop_after(10**9))
@@ -158,7 +158,7 @@ def test_another_config_may_not_go_on_in_the_same_workdir(finished, config):
 def test_other_tasks_of_the_same_file_may_not_go_on_in_the_same_workdir(
   config, tmp_path
 ):
-  """Their ids are the same, so finished runs would pass for theirs."""
+  """The ids are equal, so finished runs would count for the changed tasks."""
   file = tmp_path / "tasks.jsonl"
   lines = pathlib.Path(config.tasks.uri).read_text().splitlines()[:4]
   file.write_text("\n".join(lines) + "\n")
@@ -231,7 +231,7 @@ def test_a_funnel_short_observations_and_copies_in_other_formats(config, tmp_pat
   found = read_trajectories(tmp_path / distill.TRAJECTORIES)
   assert any("shortened" in t.meta for t in found)
   assert all(len(c.result) <= 16 + 40 for t in found for c in t.calls)
-  # Copies stand beside the others.
+  # Copies are added to the originals.
   copies = [t for t in found if "format" in t.meta]
   assert len(copies) == results["augmented"] > 0
   assert len(found) == results["kept"] + results["augmented"]

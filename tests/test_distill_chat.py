@@ -37,7 +37,7 @@ TASKS = 16
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-  """Pages and tasks of a small world."""
+  """A small world's pages and tasks."""
   world = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
   return write_world(tmp_path_factory.mktemp("world"), "train", TASKS, world)
 
@@ -53,12 +53,12 @@ def config_for(files, url: str, **teacher) -> ml_collections.ConfigDict:
 
 
 def rows(path) -> list[dict]:
-  """Those that are whole: a kill may have cut the last."""
+  """Returns the complete rows: a kill may have cut the last one."""
   return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 class Slow:
-  """A backend that takes its time, so that a kill comes in the middle of replies."""
+  """A slow backend, so that a kill arrives in the middle of replies."""
 
   def __init__(self, backend, seconds: float):
     self.backend, self.seconds = backend, seconds
@@ -79,7 +79,7 @@ distill.run(config, sys.argv[2])
 
 @pytest.mark.slow
 def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
-  """SIGKILL in the middle of replies; what comes out is what would have come out."""
+  """After SIGKILL in the middle of replies, the trajectories are bit-identical."""
   tasks = load_tasks(files["tasks"])
   scripted = ScriptedBackend(tasks, ScriptedConfig())
   workers, killed, lost = 3, 0, 0
@@ -101,7 +101,7 @@ def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
       finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-      while server.clients:  # until what it had sent is read
+      while server.clients:  # until the server has read its requests
         time.sleep(0.005)
       killed += 1
       models = sum(r["kind"] == "model" for r in rows(calls))
@@ -146,7 +146,7 @@ def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
   usd = (36 * calls + 100) * 1.0 + 64 * calls * 0.1 + (7 * calls + 2) * 4.0
   assert faulty["calls"]["usd"] == pytest.approx(usd / 1e6)
   assert plain["calls"]["usd"] is None
-  shown = rows(tmp_path / "faulty" / "metrics.jsonl")[-1]  # what progress showed
+  shown = rows(tmp_path / "faulty" / "metrics.jsonl")[-1]  # the last progress row
   assert shown["usd"] == faulty["calls"]["usd"] and shown["calls"] == calls
   faults = [
     r["reply"]["faults"]
@@ -183,7 +183,7 @@ def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
   shown: list[str] = []
 
   def backend(agent, messages):
-    """Each sample errs in its own way; the selector of this test knows the truth."""
+    """Samples make different errors; this selector knows the truth."""
     if agent != runs.SELECTOR:
       return samples[backend.sample](agent, messages)
     text = messages[1].content
@@ -203,7 +203,7 @@ def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
   with pytest.MonkeyPatch.context() as patch, ChatServer(backend) as server:
     patch.setattr(distill, "solve", solve)
     config = config_for(files, server.url, samples=3, select=True)
-    config.teacher.workers = 1  # so that the server knows whose call it is
+    config.teacher.workers = 1  # so that the server knows the caller's sample
     results = distill.run(config, str(tmp_path))
   best = results["best_of_n"]
   assert best["tasks"] == TASKS and shown

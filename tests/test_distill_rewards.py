@@ -1,4 +1,4 @@
-"""Distilled answers are judged as RL judges them: text, mathematics, tests, a judge."""
+"""Distillation grades answers like RL: text, mathematics, tests, a judge."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEXT = ("planner", "code", "solver")
 
 
 def team(agent, messages):
-  """A team that runs one program, then answers what the task says that it answers."""
+  """Plays a team: runs one program, then answers with the task's `reply`."""
   if agent == "orchestrator":
     turn = sum(m.role == "assistant" for m in messages)
     return Reply(f"NEXT: {NEXT[turn]}\nREASON: go")
@@ -46,16 +46,16 @@ def team(agent, messages):
 
 
 def any_answer(task, answer, trajectory):
-  """A grader of a user's own: whatever is said is right."""
+  """A user-defined grader that accepts every answer."""
   return 1.0
 
 
 class Server(ChatServer):
-  """The team and the judge of answers behind one endpoint.
+  """A mock server for the team and the answer judge.
 
   Attributes:
     down: whether the judge gives no verdict.
-    judged: how often it was asked.
+    judged: number of requests to the judge.
   """
 
   down = False
@@ -123,12 +123,12 @@ def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
     assert "the playwright" not in rewards(tmp_path / "w")
     paid = results["calls"]["calls"]
     server.down = False
-    results = run(config, server, tmp_path / "w")  # only that run is gone on with
+    results = run(config, server, tmp_path / "w")  # only that run resumes
     assert results["infrastructure"] == 0 and server.judged == 4
     assert results["calls"]["calls"] == paid
     assert rewards(tmp_path / "w")["the playwright"] == 1.0
     run(config, server, tmp_path / "w")
-    assert server.judged == 4  # a verdict is kept with its run
+    assert server.judged == 4  # verdicts are saved with their runs
   assert (tmp_path / "w" / "verdicts.jsonl").exists()
 
 

@@ -1,4 +1,4 @@
-"""What the pages say exists: links, anchors, files, programs, flags, config fields."""
+"""Links, anchors, files, programs, flags and config fields in the docs exist."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from coa_jax.cli.main import MODULES
 
 ROOT = pathlib.Path(__file__).parent.parent
 OURS = ("coa_jax", "configs", "experiments", "tests", "tools_sandbox", "docs")
-# Of a journal only links: what it tells of had the names of its day.
+# Only links are checked in journals: their other names may be historical.
 JOURNALS = (ROOT / "experiments" / "LOG.md", ROOT / "CHANGELOG.md")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|\bsrc=\"([^\"]+)\"")
-# Fences whose content no test reads.
+# Fence languages without a test.
 _OTHER = {"text", "json", "diff"}
 
 
 def pages() -> list[pathlib.Path]:
-  """All Markdown files but those of environments, caches and runs."""
+  """Returns all Markdown files outside environments, caches and runs."""
   found = list(ROOT.glob("*.md"))
   for room in OURS:
     found += (ROOT / room).rglob("*.md")
@@ -40,7 +40,7 @@ EACH = pytest.mark.parametrize("page", pages(), ids=lambda p: str(p.relative_to(
 
 
 def anchors(text: str) -> set[str]:
-  """What GitHub calls the headings of a page."""
+  """Returns GitHub's anchors for a page's headings."""
   out: set[str] = set()
   for heading in re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE):
     name = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -55,7 +55,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(text: str, page: pathlib.Path) -> list[str]:
-  """Relative links of a page that lead nowhere."""
+  """Returns a page's broken relative links."""
   out = []
   for found in _LINK.findall(_FENCE.sub("", text)):
     link = found[0] or found[1]
@@ -72,7 +72,7 @@ def broken_links(text: str, page: pathlib.Path) -> list[str]:
 
 
 def shell_blocks(text: str) -> Iterator[str]:
-  """Fenced commands; of a `console` block the lines after a prompt, without output."""
+  """Yields fenced commands; from a `console` block only lines after a prompt."""
   for language, body in _FENCE.findall(text):
     if language in ("", "bash", "sh"):
       yield body
@@ -84,9 +84,9 @@ def shell_blocks(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
-  """(module, arguments) of every `python -m MODULE ...` and `coa COMMAND ...`.
+  """Yields (module, arguments) of each `python -m MODULE ...` and `coa COMMAND ...`.
 
-  In blocks and in sentences; a command is the launcher experiments.NAME.
+  Reads blocks and inline code. `coa COMMAND` counts as the launcher experiments.NAME.
   """
   joined = "\n".join(re.sub(r"\\\n\s*", " ", body) for _, body in _FENCE.findall(text))
   spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", _FENCE.sub("", text))
@@ -104,7 +104,7 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def source_of(module: str) -> pathlib.Path | None:
-  """The file of a module of ours."""
+  """Returns the file of one of our modules, or None."""
   path = ROOT.joinpath(*module.split("."))
   for candidate in (path.with_suffix(".py"), path / "__init__.py"):
     if candidate.exists():
@@ -119,8 +119,8 @@ def exists(module: str) -> bool:
   return importlib.util.find_spec(module) is not None
 
 
-# Prints the flags of programs by their --helpfull (or --help, of argparse), one line
-# of JSON each. Forks of one process share the imports that take long.
+# Prints each program's flags as one line of JSON, from --helpfull (argparse: --help).
+# Forks of one process share the slow imports.
 _ASK = """
 import json, os, re, runpy, sys, tempfile
 import coa_jax.rl, coa_jax.evaluate, coa_jax.distill, coa_jax.cli.launch
@@ -155,15 +155,15 @@ for command in sys.argv[1:]:
 
 @functools.cache
 def flags_of_programs() -> dict[str, frozenset[str]]:
-  """Program of ours that a page, a config or a program names -> its flags."""
+  """Maps each of our programs named in pages, configs or programs to its flags."""
   texts = [page.read_text() for page in pages() if page not in JOURNALS]
   asked: dict[str, str] = {}
   for text in [*texts, *docstrings()]:
     for module, arguments in commands(text):
-      # One without flags is not asked: it may have none, and would run.
+      # Only programs named with flags: others may ignore --helpfull and run.
       if "--" in arguments and module.partition(".")[0] in OURS and exists(module):
         asked.setdefault(module, module)
-        # Some have the flag where it is given alone.
+        # Some programs define --config only if it is given.
         if "--config" in arguments:
           asked[module] = f"{module} --config="
   done = subprocess.run(
@@ -180,7 +180,7 @@ def flags_of_programs() -> dict[str, frozenset[str]]:
 
 
 def docstrings() -> list[str]:
-  """Docstrings of configs and programs, each as a block of commands."""
+  """Returns the docstrings of configs and programs, each as a fenced block."""
   out = []
   for folder in ("configs", "experiments", "coa_jax/cli"):
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -191,45 +191,45 @@ def docstrings() -> list[str]:
 
 @functools.cache
 def fields() -> frozenset[str]:
-  """The paths of every config's fields; NAME in one is a name of the user's."""
+  """Returns the paths of all config fields; NAME stands for a user's name."""
   listed = [field for name in CONFIGS for field in list_fields(read_class(name))]
   return frozenset(field.path for field in listed if not field.section)
 
 
 def unknown_flags(text: str) -> list[str]:
-  """Flags of our programs, and fields of configs among them, that there are not."""
+  """Returns unknown flags, and unknown --config fields, of our programs."""
   out = []
   for module, arguments in commands(text):
     if module.partition(".")[0] not in OURS or not exists(module):
       continue
-    # After -- a sweep has another program's words, which have a command of their own.
+    # After -- a sweep's arguments belong to another program.
     for flag in re.findall(r"(?<=[\s\[])--([\w.]+)", arguments.split(" -- ")[0]):
       name, _, field = flag.partition(".")
       flags = flags_of_programs().get(module, frozenset())
       known = name in flags or name.removeprefix("no") in flags
       if name == "config" and field:
-        known = known_field(field) or "FIELD" in field  # of a program's usage
+        known = known_field(field) or "FIELD" in field  # a program's usage text
       if not known:
         out.append(f"{module} --{flag}")
   return out
 
 
 def known_field(path: str) -> bool:
-  """Whether a config has this field, or section; an entry of a field counts, too."""
-  # `model.variant` begins from a published architecture (plan.sft.read_model), and
-  # --config.help explains the others.
+  """Whether a config has this field or section; an entry inside a field counts."""
+  # `model.variant` selects a published architecture (plan.sft.read_model);
+  # --config.help explains the fields.
   if path in ("help", "model.variant"):
     return True
   names = path.split(".")
   for field in fields():
-    pairs = zip(field.split("."), names, strict=False)  # the shorter one's
+    pairs = zip(field.split("."), names, strict=False)  # up to the shorter path
     if all(known in (name, "NAME") for known, name in pairs):
       return True
   return False
 
 
 def fields_told(text: str) -> list[str]:
-  """`section.field` and `config.section.field` where a page names a section's field."""
+  """Returns config fields on a page: `section.field` and `config.section.field`."""
   out = re.findall(r"`config\.([a-z_]+(?:\.[a-z_]+)*)", text)
   out += re.findall(r"^config\.([a-z_]+(?:\.[a-z_]+)*)", text, re.MULTILINE)
   out += re.findall(r"--config\.([a-z_]+(?:\.[a-z_]+)*)", text)
@@ -240,15 +240,15 @@ def fields_told(text: str) -> list[str]:
   return [name for name in out if name.rpartition(".")[2] not in _ENDINGS]
 
 
-# `config.json` and `violations.jsonl` are files.
+# File extensions: `config.json` and `violations.jsonl` are not fields.
 _ENDINGS = {"json", "jsonl", "py"}
 
 
 def missing_paths(text: str) -> list[str]:
-  """Files of the repository that a page names and that are not there."""
+  """Returns the missing repository files among the paths on a page."""
   rooms = "|".join(OURS)
   named = re.findall(rf"(?<![\w./-])((?:{rooms})/[\w./*-]*[\w*]/?)", text)
-  new = re.findall(r"^In `([^`]+)`:\n\n```python$", text, re.MULTILINE)  # an example's
+  new = re.findall(r"^In `([^`]+)`:\n\n```python$", text, re.MULTILINE)  # examples
   return [n for n in named if n not in new and not list(ROOT.glob(n.rstrip("/")))]
 
 
@@ -279,7 +279,8 @@ def parses(source: str) -> bool:
 def test_python_blocks_parse(page: pathlib.Path):
   for language, body in _FENCE.findall(page.read_text()):
     if language == "python":
-      # What ends with `with` has no body, and a part of a table is no module.
+      # A block that ends with a `with` line lacks a body; a table's part is not a
+      # module.
       forms = (body, f"{body}  ...\n", f"{{{body}}}")
       assert any(map(parses, forms)), body
 
@@ -307,7 +308,7 @@ def test_flags_in_docstrings_are_known():
 
 
 def test_flags_are_those_of_the_program_itself():
-  """Not those of any file: `experiments.browse` once had no --workdir."""
+  """Other programs' flags do not count: `experiments.browse` once had no --workdir."""
   flags = flags_of_programs()
   assert "workdir" in flags["experiments.browse"]
   assert "question" in flags["experiments.chat"]
@@ -315,7 +316,7 @@ def test_flags_are_those_of_the_program_itself():
 
 
 def test_flags_in_the_table_of_programs_are_known():
-  """A row of experiments/README.md names a program, then its flags."""
+  """Each table row in experiments/README.md names programs, then their flags."""
   text = (ROOT / "experiments" / "README.md").read_text()
   unknown = []
   for names, about in re.findall(
@@ -346,7 +347,7 @@ def test_every_page_of_docs_is_in_the_index_of_the_readme():
 
 
 def test_what_is_wrong_is_found(tmp_path: pathlib.Path):
-  """Every check above, on a page where all is wrong."""
+  """Each check above finds its error on a page with all errors."""
   page = tmp_path / "page.md"
   text = (
     "# A heading\n[a](nowhere.md) [b](#a-heading) [c](#no-heading) <img src='x' "

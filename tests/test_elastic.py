@@ -1,4 +1,4 @@
-"""A run goes on with another number of processes: the same data, tasks and steps."""
+"""A run resumes with another process count, on the same data, tasks and steps."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from coa_jax.report.metrics import read_metrics
 STEPS = {"sft": 60, "rl": 10}
 EVERY = {"sft": 10, "rl": 2}  # steps between two checkpoints
 FLAGS = ("--heartbeat_s=10", "--config.mesh.fsdp=-1")
-# Sums over another number of devices differ in their last bits; another row or token
-# differs by 1e-2.
+# Sums over another device count differ in their last bits; another row or token
+# makes a difference of 1e-2.
 TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, str]:
-  """Config files of runs with batches for 1, 2 and 4 processes."""
+  """Config files with batches divisible over 1, 2 and 4 processes."""
   folder = tmp_path_factory.mktemp("inputs")
-  # Another number of devices moves weights by less than 1e-7 of their size. Few draws
-  # of this policy are near a border between two tokens: moved by 1e-4, it draws the
-  # same ones. A policy of 100 steps drew others from 3e-6 on, and once from rounding.
+  # Another device count changes weights by less than 1e-7 of their size. This policy
+  # rarely samples near the boundary between two tokens: it samples the same tokens
+  # even after a change of 1e-4. A policy trained for 100 steps sampled others after
+  # 3e-6, and once after rounding alone.
   of_rl = guessing.rl_config(folder).to_dict()
   of_rl["optim"] = dict(lr=3e-4)
   of_rl["algo"] |= dict(steps=STEPS["rl"], keep_every=1)
@@ -52,7 +53,7 @@ def configs(tmp_path_factory) -> dict[str, str]:
 
 
 def killed_after_a_save(processes: list, workdir: pathlib.Path) -> None:
-  """Kills a run once it has saved a step and logged one since."""
+  """Kills a run once it has saved a checkpoint and logged a later step."""
   wait_for_step(processes, workdir, 1)
   before = whole_steps(workdir / "checkpoints")
   while before == (saved := whole_steps(workdir / "checkpoints")):
@@ -65,7 +66,7 @@ def killed_after_a_save(processes: list, workdir: pathlib.Path) -> None:
 
 
 def played(workdir: pathlib.Path, step: int) -> list[tuple]:
-  """What a step of RL has played: tasks, attempts and tokens."""
+  """Returns an RL step's rollouts: tasks, attempts and token ids."""
   rows = []
   for file in sorted(workdir.glob(f"**/trajectories/step_{step:06d}.jsonl")):
     for t in read_trajectories(file):
@@ -74,7 +75,7 @@ def played(workdir: pathlib.Path, step: int) -> list[tuple]:
 
 
 def test_what_lies_after_the_checkpoint_is_void(tmp_path):
-  """Steps that two processes played are played by one again, which is all there is."""
+  """One process repeats the steps of two, so the files of both are deleted."""
   names = [f"step_{step:06d}.jsonl" for step in (0, 20, 40)]
   for folder in ("", "process_1"):
     (tmp_path / folder / "trajectories").mkdir(parents=True)
@@ -101,7 +102,7 @@ def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
   whole = tmp_path / "whole"
   ended(start_together(journey, config, whole, 2, *FLAGS))
 
-  # --- Two processes, then one, then four; each dies with steps that are not saved.
+  # --- Two processes, then one, then four; the first two runs die with unsaved steps.
   workdir = tmp_path / "elastic"
   for count in (2, 1):
     processes = start_together(journey, config, workdir, count, *FLAGS)
@@ -109,7 +110,7 @@ def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
   said = ended(start_together(journey, config, workdir, 4, *FLAGS))
   assert "with 4 devices of 4 processes, before 1 devices of 1 processes" in said[0]
 
-  # --- Every step once, in the logs of those that joined late, too.
+  # --- Each step once, also in the logs of processes that joined late.
   rows = read_metrics(workdir, journey)
   expected = read_metrics(whole, journey)
   for folder in (workdir, workdir / "process_1", workdir / "process_3"):
@@ -120,7 +121,7 @@ def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
   assert set(processes[:every]) == {2} and processes[-1] == 4
   assert 1 in processes
 
-  # --- The same rows, tasks and tokens, so the losses of the uninterrupted run.
+  # --- The same rows, tasks and tokens, so the uninterrupted run's losses.
   assert {row["devices"] for row in expected} == {2}
   if journey == "rl":
     for step in range(steps):
@@ -128,7 +129,7 @@ def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
   for name in ("loss", "grad_norm"):
     values = [[row[name] for row in log] for log in (rows, expected)]
     np.testing.assert_allclose(*values, rtol=TOLERANCE, atol=TOLERANCE)
-    if journey == "rl":  # it learns something, and not the same in each step
+    if journey == "rl":  # it learns: most steps differ
       assert len({round(value, 4) for value in values[0]}) > steps / 2
   results = json.loads((workdir / "process_3" / "results.json").read_text())
   assert results["steps"] == steps

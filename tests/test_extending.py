@@ -1,4 +1,4 @@
-"""docs/extending.md: its examples, added to a copy of the library, work there."""
+"""The examples in docs/extending.md work in a copy of the library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 TABLE = "# Tag -> its row, in the order"
 LAST_ROW = "  )\n}\n"
 LAST_LINE = "  FUNCTION_TAG: FunctionsTool,\n"
-# Run in the copy, which has the tool; every line is a room that reads the table.
+# Runs in the copy with the example tool. Each part checks another reader of the
+# tools' table.
 PLAY = r"""
 import random
 from coa_jax.data.importers.calls import translate
@@ -72,7 +73,7 @@ assert tokenizer.encode("<convert></convert>") == [398, 399]
 """
 
 
-# Likewise for the agent: every line is a room that reads its name.
+# The same for the example agent: each part checks another reader of its name.
 AGENT = r"""
 from coa_jax.data.importers.importers import Importer
 from coa_jax.protocol import prompts, roles, tokenizer_training
@@ -125,7 +126,7 @@ assert ".r-summary { --c: var(--summary); }" in static_text("style.css")
 """
 
 
-# Likewise for all other sections.
+# The same for all other sections.
 USE = r"""
 import json, math, pathlib
 import jax, jax.numpy as jnp, numpy as np
@@ -183,19 +184,19 @@ assert float(sums["clipped"]) == 1
 
 
 def section(heading: str) -> str:
-  """The page from one heading of second order to the next."""
+  """Returns the page's text below a level-2 heading."""
   text = (ROOT / "docs" / "extending.md").read_text()
   return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def blocks() -> list[str]:
-  """The code of the section on tools."""
+  """Returns the code blocks in the section on tools."""
   code = r"^```python\n(.*?)^```$"
   return re.findall(code, section("A tool"), re.MULTILINE | re.DOTALL)
 
 
 def apply(patch: str, path: pathlib.Path) -> None:
-  """Changes a file as a diff without line numbers says; old lines stand there once."""
+  """Applies a diff without line numbers; its old lines must occur exactly once."""
   lines = patch.splitlines(keepends=True)
   old = "".join(line[1:] for line in lines if line[0] in " -")
   new = "".join(line[1:] for line in lines if line[0] in " +")
@@ -205,14 +206,14 @@ def apply(patch: str, path: pathlib.Path) -> None:
 
 
 def edit(path: pathlib.Path, anchor: str, new: str, after: bool = False) -> None:
-  """Puts text before (or after) the last place where `anchor` stands."""
+  """Inserts text before (or after) the last occurrence of `anchor`."""
   text = path.read_text()
   at = text.rindex(anchor) + (len(anchor) if after else 0)
   path.write_text(text[:at] + new + text[at:])
 
 
 def run_in(folder: pathlib.Path, program: str) -> subprocess.CompletedProcess[str]:
-  """Runs a program over the copy of the library in a folder."""
+  """Runs a program with the copy of the library in `folder`."""
   path = os.pathsep.join([str(folder), str(ROOT)])
   return subprocess.run(
     [sys.executable, "-c", program],
@@ -225,7 +226,7 @@ def run_in(folder: pathlib.Path, program: str) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> pathlib.Path:
-  """A folder with a copy of the library, two of its files edited as the page says."""
+  """A folder with a copy of the library and, in two of its files, the example tool."""
   folder = tmp_path_factory.mktemp("library")
   shutil.copytree(ROOT / "coa_jax", folder / "coa_jax")
   functions, spec, tool, line = blocks()
@@ -272,7 +273,7 @@ def test_a_tag_with_a_row_and_no_class_is_refused_by_name(library):
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory) -> pathlib.Path:
-  """A folder with a copy of the library, changed as all other sections say."""
+  """A folder with a copy of the library and all other sections' examples."""
   folder = tmp_path_factory.mktemp("changed")
   shutil.copytree(ROOT / "coa_jax", folder / "coa_jax")
   headings = ("A role agent", "A reward", "A task source", "An importer", "A loss")

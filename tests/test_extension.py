@@ -1,4 +1,4 @@
-"""A finished run goes on with more steps, as one that was begun with them."""
+"""A finished run extended by more steps equals a run started with all of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_extended_run_equals_one_begun_with_all_steps(
   log = read_metrics(f"{grown}/metrics.jsonl", name)
   assert [row["step"] for row in log] == [1, 2, 3, 4]
   assert results["steps"] == 4 == read_origin(f"{grown}/model").step
-  # It holds a run of 4 now: the same command again, and no way back.
+  # The workdir now records 4 steps, and refuses a return to 2.
   record = json.loads(pathlib.Path(grown, "config.json").read_text())
   section = record["config"]["data" if name == "sft" else "algo"]
   assert section["steps"] == 4
@@ -109,7 +109,7 @@ def test_what_depends_on_all_steps_is_not_extended(
   def load_model(*unused):
     raise LoadedError
 
-  # The workdir is claimed; something has come of it, and no weights are needed.
+  # A workdir with output binds its config; the test needs no weights.
   monkeypatch.setattr(journey, "load_model", load_model)
   with pytest.raises(LoadedError):
     journey.run(config, str(tmp_path / "w"))
@@ -123,7 +123,7 @@ def test_what_depends_on_all_steps_is_not_extended(
 def test_a_model_folder_says_how_it_was_trained(
   sft_config, rl_config, tmp_path, caplog
 ):
-  """By the manifest beside its trajectories; RL in another style is told."""
+  """SFT copies the dialect from the data's manifest; RL warns about another style."""
   data = tmp_path / "data.jsonl"
   data.write_text(pathlib.Path(sft_config.data.trajectories).read_text())
   dialect = {"variant": "unified", "style": "full", "tools": ["code"]}

@@ -1,4 +1,4 @@
-"""Runs drop tasks of long prompts, and say what their first attempts show."""
+"""Runs drop tasks with long prompts, and warn about problems in first attempts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(tmp_path_factory) -> ml_collections.ConfigDict:
 
 
 def with_long(config, folder: pathlib.Path) -> ml_collections.ConfigDict:
-  """The same config, with a task of a long prompt between the others."""
+  """Returns the config with a long-prompt task between the others."""
   path = folder / "tasks.jsonl"
   first, *others = pathlib.Path(config.tasks.uri).read_text().splitlines()
   path.write_text("\n".join([first, json.dumps(LONG), *others]) + "\n")
@@ -51,7 +51,7 @@ def test_evaluation_counts_what_it_drops(config, tmp_path, capfd):
   without = evaluate.run(config, str(tmp_path / "a"))
   found = evaluate.run(with_long(config, tmp_path), str(tmp_path / "b"))
   assert without["dropped_tasks"] == 0
-  for results in (found, without):  # seconds are in it
+  for results in (found, without):  # contains seconds
     del results["usage"]
   assert found == without | {"dropped_tasks": 1}
   assert "warning: " not in capfd.readouterr().err
@@ -76,7 +76,7 @@ def test_rl_and_evaluation_report_dropped_tasks_silence_and_sentences(
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   config = config.copy_and_resolve_references()
   config.tasks.uri = config.dev.uri = str(path)
-  config.rollout.max_len = 10  # cut off before any call
+  config.rollout.max_len = 10  # truncated before any call
   results = rl.run(config, str(tmp_path / "rl"))
   assert results["dropped_tasks"] == results["dropped_dev_tasks"] == 1
   dropped = [line.partition(":")[0] for line in caplog.messages if "dropped" in line]

@@ -1,7 +1,7 @@
-"""Files of an older commit are read, resumed or refused, as docs/guide.md promises.
+"""An older commit's files are read, resumed or refused, as docs/guide.md promises.
 
-fixtures/golden was written by commit 6bfab07 (`golden_files.py` says how), and its
-`expected.json` holds what that commit read in these files, and how it went on.
+Commit 6bfab07 wrote fixtures/golden (see `golden_files.py`). `expected.json` there
+has the commit's own values for these files, and the losses of its resumed run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMMIT = "6bfab0701314700d2859925f948145d45c5476a0"
 
 @pytest.fixture
 def golden(tmp_path, monkeypatch) -> pathlib.Path:
-  """A copy of the files, as the current folder: their configs name them from there."""
+  """A copy of the files as the current folder: their configs use relative paths."""
   folder = tmp_path / "golden"
   shutil.copytree(GOLDEN, folder)
   monkeypatch.chdir(folder)
@@ -52,7 +52,7 @@ def golden(tmp_path, monkeypatch) -> pathlib.Path:
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
-  """All files below a folder but its lock, which who is refused has held."""
+  """Returns all files below a folder except the lock: a refused run takes it, too."""
   out = {}
   for path in folder.rglob("*"):
     if path.is_file() and path.name != ".lock":
@@ -66,7 +66,7 @@ def test_trajectories_are_read_and_tokenized_as_then():
   assert distilled == EXPECTED["distilled"]
   names = {name for row in distilled for name, *_ in row["calls"]}
   assert len(distilled) == 3 and names == {"wiki_search", "code"}
-  # An RL step's, with ids, log-probs and versions of the policy.
+  # An RL step's trajectories, with token ids, log-probs and policy versions.
   played = described(GOLDEN / PLAYED)
   assert played == EXPECTED["played"]
   assert all(row["versions"] and row["logps"] < 0 for row in played) and played
@@ -86,12 +86,12 @@ def test_a_model_folder_gives_the_logits_and_ids_of_then():
 
 @pytest.mark.slow
 def test_a_run_whose_fields_all_exist_goes_on_with_the_losses_of_then(golden):
-  """SFT of a model folder: its checkpoint, optimizer and data are those of then."""
+  """SFT from a model folder: checkpoint, optimizer state and data are the old ones."""
   before = contents(golden / "tuned")
   assert whole_steps("tuned/checkpoints") == [STEPS]
   sft.run(tuned_config(MORE_STEPS), "tuned")
   losses = losses_of(golden / "tuned")
-  assert losses[:STEPS] == EXPECTED["losses"][:STEPS]  # the log of then
+  assert losses[:STEPS] == EXPECTED["losses"][:STEPS]  # the old log
   assert len(losses) == MORE_STEPS
   for now, was in zip(losses, EXPECTED["losses"], strict=True):
     # A step without validation has None in both.
@@ -99,7 +99,7 @@ def test_a_run_whose_fields_all_exist_goes_on_with_the_losses_of_then(golden):
   after = contents(golden / "tuned")
   assert after["data/tokens.int32"] == before["data/tokens.int32"]
   assert whole_steps("tuned/checkpoints") == [MORE_STEPS]
-  assert not list(golden.glob("tuned/checkpoints/*_*"))  # none was set aside
+  assert not list(golden.glob("tuned/checkpoints/*_*"))  # no checkpoint was set aside
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_run_with_a_field_that_is_gone_is_refused_and_left_as_it_is(
 
 @pytest.mark.slow
 def test_a_new_run_starts_from_the_model_and_the_trajectories(golden):
-  """As the refusal advises; its rows and its first loss are those of then."""
+  """As the refusal advises; rows and first loss equal the older commit's."""
   sft.run(tuned_config(1), "new")
   tokens = (golden / "new" / "data" / "tokens.int32").read_bytes()
   assert tokens == (golden / "tuned" / "data" / "tokens.int32").read_bytes()
@@ -146,7 +146,7 @@ def test_a_model_folder_is_evaluated(golden, caplog):
   results = evaluate.run(evaluate_config(), "eval")
   (played,) = read_trajectories("eval/greedy.jsonl")
   assert results["tasks"] == 1 and played.num_policy > 0
-  # The folder still says how it was trained: only its tools differ from this run's.
+  # The folder still records its training; only its tools differ from this run's.
   (said,) = (line for line in caplog.messages if "was trained with" in line)
   assert said.startswith("fresh/model was trained with tools 'code, wiki_search' and")
 
@@ -155,6 +155,6 @@ def test_the_files_are_few_and_name_no_folder_of_another_machine():
   files = [path for path in GOLDEN.rglob("*") if path.is_file()]
   assert sum(os.path.getsize(path) for path in files) < 300_000
   for path in files:
-    # Orbax notes where it has written; golden_files.py is told to write there.
+    # Orbax records its output path; golden_files.py ran in /tmp/golden.
     text = path.read_bytes().replace(b"/tmp/golden/", b"")
     assert not re.search(rb"/(home|root|work|tmp|Users)/", text), path

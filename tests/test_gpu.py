@@ -1,8 +1,8 @@
-"""What only a GPU can show: its kernels, and rollouts in bfloat16.
+"""Tests for a GPU only: its kernels, and rollouts in bfloat16.
 
   JAX_PLATFORMS=cuda python -m pytest -n 0 tests/test_gpu.py
 
-Elsewhere all of it is skipped.
+All tests are skipped on other machines.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from coa_jax.rollout import sampler
 pytestmark = pytest.mark.skipif(
   jax.default_backend() != "gpu", reason="this machine has no GPU that JAX sees"
 )
-# In bfloat16, whose epsilon is 2 ** -8, beside float32: relative to the whole array.
+# Relative error of a whole array in bfloat16 (epsilon 2 ** -8) against float32.
 _CLOSE = 1e-2
-# Heads that Qwen2.5-0.5B and larger ones have.
+# The head size of Qwen2.5-0.5B.
 MODEL = dataclasses.replace(toy.MODEL, head_dim=64, dtype="bfloat16")
 
 
 def apart(a: jax.Array, b: jax.Array) -> float:
-  """|a - b| / |b|, in float64."""
+  """Returns |a - b| / |b| in float64."""
   a, b = (np.asarray(x, np.float64) for x in (a, b))
   return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
@@ -40,8 +40,8 @@ def apart(a: jax.Array, b: jax.Array) -> float:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("T", "S"), [(2048, 2048), (512, 2048)])
 def test_a_kernel_is_plain_attention_in_float32(kernel, head_dim, T, S):
-  """Values and gradients, of queries that are the last T of S places."""
-  # --- Grouped heads over rows of a few segments and padding.
+  """Values and gradients for queries at the last T of S positions."""
+  # --- Grouped heads; rows with a few segments and padding.
   keys = jax.random.split(jax.random.key(T + head_dim), 4)
   q = jax.random.normal(keys[0], (2, T, 8, head_dim))
   k, v = (jax.random.normal(key, (2, S, 2, head_dim)) for key in keys[1:3])
@@ -63,7 +63,7 @@ def test_a_kernel_is_plain_attention_in_float32(kernel, head_dim, T, S):
     mask_BTS = attention._visible(segment, T)
     return jax.nn.dot_product_attention(q, k, v, mask=mask_BTS[:, None])
 
-  # --- The same numbers, rounded to bfloat16, in both.
+  # --- Both get the same inputs, rounded to bfloat16.
   half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
   ours = both(attention._KERNELS[kernel], *half)
   with jax.default_matmul_precision("highest"):
@@ -76,7 +76,7 @@ def test_a_kernel_is_plain_attention_in_float32(kernel, head_dim, T, S):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decoding_over_pages_is_attention_over_rows(head_dim):
-  """Rows of any length, one without pages, and a page that two rows share."""
+  """Rows with various lengths, one without pages, and a page shared by two rows."""
   K, J, P, B, C = 2, 40, 256, 5, 6
   keys = jax.random.split(jax.random.key(head_dim), 3)
   q = jax.random.normal(keys[0], (B, 1, 14, head_dim), jnp.bfloat16)
@@ -105,7 +105,7 @@ def test_decoding_over_pages_is_attention_over_rows(head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("T", [16, 512])
 def test_given_tokens_over_pages_are_attention_over_rows(T, head_dim):
-  """Rows that begin anywhere, and one without pages."""
+  """Rows with various start positions, and one without pages."""
   K, J, P, B, C = 2, 40, 256, 5, 8
   keys = jax.random.split(jax.random.key(head_dim), 3)
   q = jax.random.normal(keys[0], (B, T, 14, head_dim), jnp.bfloat16)
@@ -128,7 +128,7 @@ def test_given_tokens_over_pages_are_attention_over_rows(T, head_dim):
 
 @pytest.fixture(scope="module")
 def novice() -> dict:
-  """A policy in float32 that calls tools, trained on this GPU."""
+  """Float32 weights of a tool-calling policy, trained on this GPU."""
   return toy.train(toy.trajectories(), 60, MODEL).params
 
 
@@ -144,7 +144,7 @@ def test_log_probs_are_the_learners_up_to_rounding(novice):
 
 
 def test_given_tokens_take_less_than_a_layers_keys(novice):
-  """XLA would turn over or copy all pages, were keys read the wrong way round."""
+  """If keys were read in another layout, XLA would transpose or copy all pages."""
   cfg = engine(MODEL).model
   cache = jax.eval_shape(lambda: KVCache.empty(cfg, 4096, 256))
   (view,) = decode_params.decoding_views(cfg, novice)

@@ -1,4 +1,4 @@
-"""GSM8K from worked solutions to a graded model: the tiny configs in a row."""
+"""GSM8K from worked solutions to a graded model, with the tiny configs in a row."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROWS = ROOT / "tests" / "fixtures" / "gsm8k.jsonl"
 
 
 def get_config(journey: str, arg: str = "tiny"):
-  """A config of `configs/`."""
+  """Returns a config from `configs/`."""
   path = ROOT / "configs" / f"{journey}.py"
   return runpy.run_path(str(path))["get_config"](arg)
 
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory) -> types.SimpleNamespace:
-  """The tiny distillation: its results, and its trajectories' file."""
+  """The tiny distillation's results and trajectory file."""
   folder = tmp_path_factory.mktemp("distill")
   config = get_config("distill_gsm8k")
   config.tasks.uri = str(ROWS)

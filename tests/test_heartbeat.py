@@ -1,4 +1,4 @@
-"""A program that hangs ends by itself and says where; one that works does not."""
+"""A hanging program ends itself and reports where; a working program continues."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_hangs_ends_with_the_stacks_of_all_threads():
 
 def test_what_moves_is_left_alone_and_watched_on():
   status, _, seconds = run(BUSY)
-  # The three that it worked, and the one it may hang.
+  # 3 s of work, then 1 s until the watch ends it.
   assert status == 1 and seconds > 4
 
 

@@ -1,4 +1,4 @@
-"""JSON that is wrong in any way is one ValueError that says where."""
+"""Any fault in JSON is one ValueError with its place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coa_jax.runtime.json_io import parse_json, parse_object, read_object, to_da
 
 
 class Colour(enum.StrEnum):
-  """Of a part."""
+  """A part's colour."""
 
   RED = "red"
   BLUE = "blue"
@@ -20,7 +20,7 @@ class Colour(enum.StrEnum):
 
 @dataclasses.dataclass
 class Part:
-  """A field of a whole."""
+  """An object inside `Whole`."""
 
   colour: Colour
   ids: list[int] = dataclasses.field(default_factory=list)
@@ -28,7 +28,7 @@ class Part:
 
 @dataclasses.dataclass
 class Whole:
-  """A record with a field of every kind."""
+  """A record with every kind of field."""
 
   name: str
   size: int = 0
@@ -94,7 +94,7 @@ def test_a_row_becomes_its_dataclass():
   assert read.meta == {"any": [None]}
 
 
-# Values that are wrong for a field, whatever its other values may be.
+# Values to try in every field; RIGHT lists the valid ones.
 ODD = (None, True, 1, 1.5, "x", [], {}, [None], {"a": None}, 10**400, float("nan"))
 RIGHT = {
   "name": ("x",),

@@ -1,4 +1,4 @@
-"""The house's walls, by the syntax trees: who imports whom, how long things are."""
+"""Architecture rules, checked on syntax trees: imports, lengths, docstrings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 WINGS = ("data", "runtime")
 JOURNEYS = ("distill", "sft", "rl", "evaluate", "serve")
-# Room -> rooms of the library that it may import, besides itself. The rooms of the
-# wings stand here by their own names.
+# Room (subpackage or module) -> other rooms it may import. Rooms inside WINGS have
+# entries under their own names.
 BELOW = {
   "json_io": set(),
   "capacity": set(),
@@ -62,8 +62,8 @@ for room in set(BELOW) - LOWEST:
 BELOW["plan"] = set(BELOW)
 for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
-BELOW["cli"] = set(BELOW)  # the only room with flags, which nothing below imports
-# Doors: the only files that may import these packages.
+BELOW["cli"] = set(BELOW)  # the only room with flags; no other room imports it
+# Doors: package -> the only files that may import it.
 DOORS = {
   "tools_sandbox": {
     "coa_jax/tools/code_session.py",
@@ -78,16 +78,16 @@ DOORS = {
     "coa_jax/cli/serve.py",
     "coa_jax/cli/synthesize.py",
   },
-  # vLLM lives in an environment of its own and is spoken to over HTTP; what it loads of
-  # ours there imports nothing else of ours.
+  # vLLM runs in its own environment and serves HTTP. Our plugin in that environment
+  # imports none of our other modules.
   "vllm": {"coa_jax/rollout/vllm/plugin.py"},
   "torch": {"coa_jax/rollout/vllm/plugin.py"},
   "absl": {f"coa_jax/cli/{path.name}" for path in (ROOT / "coa_jax/cli").glob("*.py")},
   "experiments": set(),
   "configs": set(),
 }
-# Modules of tools_sandbox that the library may import, as its `__init__` names them.
-# Of the jail only the records of a run.
+# Modules of tools_sandbox that the library may import, listed in its `__init__`. Of
+# the jail the library may import only run records.
 PUBLIC = {
   "client",
   "jail.wire",
@@ -103,7 +103,8 @@ PUBLIC = {
   "http_client",
   "http_server",
 }
-# A child hides its environment and arguments from the program; the others are programs.
+# Allowed uses. A child hides its environment and arguments from the program that it
+# runs; the other files are programs.
 PROCESS = {
   "coa_jax/rollout/vllm/child.py": {"os.environ", "sys.argv"},
   "tools_sandbox/jail/child.py": {"os.environ", "sys.argv"},
@@ -128,7 +129,7 @@ def tree(path: pathlib.Path) -> ast.Module:
 
 
 def imports(path: pathlib.Path) -> set[str]:
-  """Every module that a file imports, lazily too, with full names."""
+  """Returns the full names of a file's imports, lazy ones included."""
   out = set()
   for node in ast.walk(tree(path)):
     if isinstance(node, ast.Import):
@@ -142,7 +143,7 @@ def imports(path: pathlib.Path) -> set[str]:
 
 
 def module_file(module: str) -> pathlib.Path | None:
-  """The file of a module of this project, or None."""
+  """Returns the file of one of the project's modules, or None."""
   base = ROOT.joinpath(*module.split("."))
   for path in (base.with_suffix(".py"), base / "__init__.py"):
     if path.exists():
@@ -157,7 +158,7 @@ TESTS = files("tests")
 
 
 def each(paths: list[pathlib.Path]):
-  """Makes one test of a check of many files, which names all that fail."""
+  """Turns a check of one file into a test of all, which lists every failing file."""
 
   def one_test(check):
     def test():
@@ -176,7 +177,7 @@ def each(paths: list[pathlib.Path]):
 
 
 def module_room(module: str) -> str:
-  """The room of a module of the library: `coa_jax.data.tasks.world` is in tasks."""
+  """Returns a library module's room: `coa_jax.data.tasks.world` is in tasks."""
   parts = module.split(".")[1:]
   return parts[1] if parts[0] in WINGS and parts[1:] else parts[0]
 
@@ -213,8 +214,8 @@ def test_the_public_modules_are_told():
 @pytest.mark.slow
 @pytest.mark.parametrize("journey", JOURNEYS)
 def test_no_journey_imports_torch_by_way_of_others(journey: str, tmp_path):
-  # Some packages do where it is installed: a second and 180 MB of every process. Those
-  # that only ask for its version find it.
+  # Some packages import torch if it is installed: a second and 180 MB per process.
+  # The fake torch has metadata for packages that only read its version.
   (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
   (tmp_path / "torch-2.13.0.dist-info").mkdir()
   told = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
@@ -236,7 +237,7 @@ def test_the_sandbox_stands_alone(path: pathlib.Path):
 
 
 def test_no_cycle_of_imports_and_no_long_chain():
-  """Imports inside of functions count, too."""
+  """Imports inside functions count, too."""
   graph = {
     path: {f for f in map(module_file, imports(path)) if f} - {path}
     for path in (*LIBRARY, *SANDBOX, *PROGRAMS)
@@ -244,7 +245,7 @@ def test_no_cycle_of_imports_and_no_long_chain():
   longest: dict[pathlib.Path, list[pathlib.Path]] = {}
 
   def chain(path: pathlib.Path, above: tuple[pathlib.Path, ...] = ()) -> list:
-    """The longest chain of imports from a file down."""
+    """Returns the longest chain of imports from a file down."""
     assert path not in above, " -> ".join(map(name_of, (*above, path)))
     if path not in longest:
       below = [chain(other, (*above, path)) for other in graph[path]]
@@ -277,7 +278,7 @@ def test_a_file_can_be_held_in_the_head(path: pathlib.Path):
   assert text.isascii()
   about = ast.get_docstring(tree(path))
   assert about, "a file says what it is for"
-  # Budgets, not limits: what is longer says why.
+  # Budgets, not limits: longer code says why.
   most_lines, most_of_function = 400, 80
   lines = len(text.splitlines())
   assert lines <= most_lines or "budget:" in about, (
@@ -299,7 +300,7 @@ def library_classes() -> dict[str, ast.ClassDef]:
 
 
 def is_override(node: ast.AST, method: str) -> bool:
-  """Whether a base of the class, itself of the library, documents the method."""
+  """Whether a base class in the library documents the method."""
   for base in getattr(node, "bases", ()):
     cls = library_classes().get(ast.unparse(base))
     if cls is None:

@@ -1,4 +1,4 @@
-"""docs/library.md: its program works as it stands."""
+"""The program in docs/library.md runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workdir's lock between real processes: refused by name, gone with its holder."""
+"""Workdir locks between real processes: named in refusals, freed by a kill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with hold(sys.argv[1]):
 
 
 def start(program: str, workdir: pathlib.Path) -> tuple[subprocess.Popen, int]:
-  """A process that holds the workdir, and its child."""
+  """Starts a process that locks the workdir; returns it and its child's id."""
   process = subprocess.Popen(
     [sys.executable, "-c", program, str(workdir)],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -61,7 +61,7 @@ def test_who_comes_second_is_refused_until_the_first_is_killed(program, tmp_path
       assert "\n" not in line
     process.send_signal(signal.SIGKILL)
     process.wait()
-    os.kill(child, 0)  # which lives
+    os.kill(child, 0)  # the child is alive
     with hold(str(workdir)):
       pass
   finally:
@@ -73,7 +73,7 @@ def test_who_comes_second_is_refused_until_the_first_is_killed(program, tmp_path
 def test_one_process_holds_a_workdir_once_and_others_beside_it(tmp_path):
   whole = tmp_path / "w"
   with hold(str(whole)), hold(str(whole / "sft")), hold(str(tmp_path / "other")):
-    for _ in range(2):  # the first refusal has not let it go
+    for _ in range(2):  # a refusal does not release the lock
       holder = f"process {os.getpid()} on "
       with pytest.raises(InUseError, match=holder), hold(str(whole)):
         pass

@@ -1,4 +1,4 @@
-"""Names from outside become paths below their folder, or are refused in one line."""
+"""External file names become paths below a folder, or are refused in one line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_symlink_leads_out(tmp_path):
     with pytest.raises(ValueError, match="leads out of the folder by a symlink"):
       path_below(str(folder), name, "there")
   path_below(str(folder), "within/x", "there")
-  (tmp_path / "link").symlink_to(folder)  # the folder itself may be one
+  (tmp_path / "link").symlink_to(folder)  # the folder itself may be a symlink
   path_below(str(tmp_path / "link"), "x", "there")
 
 

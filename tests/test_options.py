@@ -1,4 +1,4 @@
-"""Every field of every config is read by something."""
+"""The code reads every config field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from option_reads import Reads
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDERS = ("coa_jax", "tools_sandbox", "experiments")
-# Fields that no expression of their class is asked for, and why.
+# Fields never read through their own class, and the reason.
 ELSEWHERE = {
   "ServeConfig.vllm": "an evaluation with it is refused",
   "ServeConfig.tasks": "of an evaluation, whose config a server takes",
@@ -69,6 +69,6 @@ PROGRAM = """
   ],
 )  # fmt: skip
 def test_a_field_that_nothing_reads_is_found(read: str, unread: list[str]):
-  """A check of it, or another class's field of that name, is no reading."""
+  """A check in `__post_init__` or another class's field of that name is not a read."""
   tree = ast.parse(textwrap.dedent(PROGRAM).replace("HERE", read))
   assert Reads([tree]).unread() == unread

@@ -1,4 +1,4 @@
-"""Bring your own tasks: every schema and file kind goes through a whole evaluation."""
+"""A user's own tasks: a full evaluation for every schema and file format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.runtime.shard import Shard
 from tests.backend import BACKEND
 
-# The same two tasks as this project's rows, and as rows of the released RL files.
+# Two tasks in this project's schema; RELEASED has them in the released RL schema.
 OURS = [
   {"id": "sum", "question": "2 + 3", "answers": ["5", "five"], "kind": "math"},
   {"id": "capital", "question": "capital of Ur", "answers": ["Uruk"], "kind": "qa"},
@@ -26,7 +26,7 @@ OURS = [
 
 
 def released(index: str, question: str, truth: str, ability: str) -> dict:
-  """A row with the columns that the released parquet files have."""
+  """A row with the columns of the released parquet files."""
   head = "You can only use these functions.\n1. <think>...</think>"
   return {
     "data_source": "mine",
@@ -53,7 +53,7 @@ RELEASED = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, actor, tokenizer) -> str:
-  """The folder of a model that knows both answers."""
+  """The folder of a model trained on both answers."""
   folder = str(tmp_path_factory.mktemp("model"))
   save_model(folder, toy.MODEL, actor.params)
   tokenizer.save(folder)
@@ -62,7 +62,7 @@ def model(tmp_path_factory, actor, tokenizer) -> str:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
-  """One page."""
+  """The path of a one-page corpus."""
   path = tmp_path_factory.mktemp("corpus") / "pages.jsonl"
   page = {"id": "0", "title": "Ur", "text": "Ur: its capital is Uruk."}
   path.write_text(json.dumps(page) + "\n")
@@ -70,7 +70,7 @@ def corpus(tmp_path_factory) -> str:
 
 
 def write(path: pathlib.Path, rows: list[dict]) -> str:
-  """Rows as a file of the kind that the path's suffix names."""
+  """Writes rows in the format of the path's suffix; returns the path."""
   if path.suffix == ".parquet":
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
   elif path.suffix == ".json":
@@ -81,7 +81,7 @@ def write(path: pathlib.Path, rows: list[dict]) -> str:
 
 
 def journey(model: str, corpus: str, uri: str) -> ml_collections.ConfigDict:
-  """An evaluation of greedy answers."""
+  """The config of a greedy evaluation."""
   config = ml_collections.ConfigDict()
   config.init = model
   config.model = dict()

@@ -1,4 +1,4 @@
-"""Two processes are one: rollouts token for token, and the training that follows."""
+"""Two processes equal one: the same rollout tokens, and the same training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SUMS = {"2 + 3": "5", "4 * 4 + 1": "17"}  # questions of toy.SCRIPTS
 
 @pytest.fixture(scope="module")
 def sections(tmp_path_factory) -> dict:
-  """A policy that calls a tool and guesses, tasks for it, and what journeys share."""
+  """Shared config sections: a policy that calls a tool and guesses, and its tasks."""
   folder = tmp_path_factory.mktemp("policy")
   examples = [
     toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
@@ -57,7 +57,7 @@ def run(
   devices: int,
   kill: str = "",
 ) -> None:
-  """Runs it in so many processes of so many devices each; see `in_processes`."""
+  """Runs `processes` processes with `devices` devices each; see `in_processes`."""
   out.mkdir(exist_ok=True)
   config = out / "config.in"
   config.write_text(json.dumps(sections))
@@ -82,13 +82,13 @@ def run(
       process.kill()
     assert (process.returncode == 0) == (not kill), errors[-3000:]
 
-  # All are read at once: one whose pipe is full would hold up the other.
+  # Read all pipes at once: a process with a full pipe would block the other.
   with concurrent.futures.ThreadPoolExecutor(processes) as threads:
     list(threads.map(finish, started))
 
 
 def timeless(row: dict) -> dict:
-  """A line of metrics without seconds, and what is of one process alone."""
+  """A metrics row without timings and per-process values."""
   clock = ("seconds", "mfu", "goodput", "useful_seconds", "processes")
   return {k: v for k, v in row.items() if not k.startswith(clock) and RATE not in k}
 
@@ -99,19 +99,19 @@ def content(t: Trajectory) -> tuple:
 
 
 def folders(out: pathlib.Path, processes: int) -> list[pathlib.Path]:
-  """Where each process of a run writes."""
+  """Each process's output folder."""
   rest = [out / "run" / f"process_{i}" for i in range(1, processes)]
   return [out / "run", *rest]
 
 
 def dealt(where: list[pathlib.Path], name: str, first: int, count: int) -> list:
-  """Trajectories of groups of 4, as one process would have written them.
+  """Merges groups of 4 trajectories into the order of a single process.
 
   Args:
-    where: the processes' folders; each has every group that is its own.
-    name: of the file.
-    first: the number of the first group.
-    count: groups.
+    where: the processes' folders, each with only its own groups.
+    name: the file's name.
+    first: the first group's number.
+    count: the number of groups.
   """
   each = [iter(read_trajectories(folder / "trajectories" / name)) for folder in where]
   out = []
@@ -122,7 +122,7 @@ def dealt(where: list[pathlib.Path], name: str, first: int, count: int) -> list:
 
 
 def played(out: pathlib.Path, processes: int, name: str) -> list[Trajectory]:
-  """What an evaluation's processes played, each its own tasks; as one writes it."""
+  """Merges an evaluation's trajectories; each process must have its own tasks."""
   each = [read_trajectories(folder / name) for folder in folders(out, processes)]
   tasks = list(RIGHT)
   for number, attempts in enumerate(each):
@@ -133,7 +133,7 @@ def played(out: pathlib.Path, processes: int, name: str) -> list[Trajectory]:
 
 
 def results(folder: pathlib.Path) -> dict:
-  """Figures of an evaluation, without seconds."""
+  """An evaluation's results without timing."""
   out = json.loads((folder / "results.json").read_text())
   del out["usage"]["seconds"]
   return out
@@ -141,7 +141,7 @@ def results(folder: pathlib.Path) -> dict:
 
 @pytest.mark.slow
 def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
-  """Each writes what it played, and all have the figures of all; killed or not."""
+  """Each process writes its own trajectories and total results, even after a kill."""
   config = {**sections, "eval": dict(greedy=True, samples=3)}
   one, two, split = tmp_path / "one", tmp_path / "two", tmp_path / "split"
   run("evaluate", config, one, processes=1, devices=1)
@@ -158,14 +158,14 @@ def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
     assert [content(t) for t in played(two, 2, name)] == attempts
   assert len(viewer.find_files([str(two / "run")])) == 4
 
-  # --- One goes on from two, and plays what it lacks; two, and have some twice.
+  # --- One process resumes and plays the missing tasks; then two, with duplicates.
   for processes in (1, 2):
     (two / "run" / "results.json").unlink()
     run("evaluate", config, two, processes, devices=1)
     assert results(two / "run") == expected
     assert len(read_trajectories(two / "run" / "sampled.jsonl")) == 3 * len(RIGHT)
 
-  # --- Over `tensor` products are added up in another order: the same tokens, greedily.
+  # --- `tensor` changes the order of summation: the greedy tokens stay the same.
   config["mesh"] = dict(tensor=2)
   run("evaluate", config, split, processes=2, devices=2)
   tokens = []
@@ -177,7 +177,7 @@ def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
 
 @pytest.mark.soak
 def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
-  """Each plays its own task over one server, which is given the weights once."""
+  """Each process plays its own task on one server, which gets the weights once."""
   toy.save_policy(str(tmp_path / "model"), toy.params())
   tasks = tmp_path / "tasks.jsonl"
   rows = [{"id": q, "question": q, "answers": [a]} for q, a in SUMS.items()]
@@ -198,18 +198,18 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
       assert paths.count("/collective_rpc") == 1
       compared = [r for r in server.requests if "prompt_logprobs" in (r.json or {})]
       assert len(compared) == processes
-      assert len(server.completions()) == 3 * (2 + 3)  # turns of the scripts
+      assert len(server.completions()) == 3 * (2 + 3)  # the scripts' turns
   for name in ("greedy.jsonl", "sampled.jsonl"):
     expected = [content(t) for t in read_trajectories(tmp_path / "one/run" / name)]
     assert [t[-2:] for t in expected] == [(Status.ENDED, 1.0)] * len(expected)
     again: list[tuple] = []
     for folder in folders(tmp_path / "two", 2):
       again += map(content, read_trajectories(folder / name))
-    assert again == expected  # a task each
+    assert again == expected  # one task per process
 
 
 def two_steps(sections: dict) -> dict:
-  """A run of RL that evaluates and saves at each of its two steps."""
+  """An RL config of two steps, each with an evaluation and a checkpoint."""
   return {
     **sections,
     "optim": dict(lr=1e-3),
@@ -226,9 +226,9 @@ def two_steps(sections: dict) -> dict:
 
 @pytest.mark.slow
 def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
-  """The same trajectories, of which each writes its own, and the same training.
+  """The same trajectories, each process writing its share, and the same training.
 
-  Also where both learn on their first device and rollouts have the second.
+  Also if both learn on their first device and generate rollouts on their second.
   """
   config = two_steps(sections)
   one, two, apart = tmp_path / "one", tmp_path / "two", tmp_path / "apart"
@@ -240,7 +240,7 @@ def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
     expected = [content(t) for t in dealt(folders(one, 1), name, 4 * step, 4)]
     for out in (two, apart):
       assert [content(t) for t in dealt(folders(out, 2), name, 4 * step, 4)] == expected
-  assert len(viewer.find_files([str(two / "run")])) == 4  # a page shows all of them
+  assert len(viewer.find_files([str(two / "run")])) == 4  # one page shows them all
   logs = []
   for folder in [*folders(one, 1), *folders(two, 2)]:
     rows = read_metrics(str(folder / "metrics.jsonl"), "rl")
@@ -255,9 +255,9 @@ def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("apart", [False, True])
 def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path, apart: bool):
-  """Each plays every second group; both learn all of them, in the stream's order.
+  """Each process plays every second group; both learn all groups, in stream order.
 
-  Replicas of two devices need some of their own.
+  Two-device replicas need devices apart from the learner's.
   """
   steps, prompts = 6, 3
   devices = 1

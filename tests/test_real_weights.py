@@ -1,6 +1,6 @@
-"""A pretrained model, SmolLM2-135M-Instruct: transformers' numbers, and our own laws.
+"""A pretrained model, SmolLM2-135M-Instruct, against transformers and our own rules.
 
-`pytest -n 0 -s -m weights` prints the figures. real_weights.py makes the folder, once.
+`pytest -n 0 -s -m weights` prints the figures. real_weights.py makes the folder once.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ ROWS = [
   .read_text()
   .splitlines()
 ]
-# A row of the learner, so that a few programs serve all tests.
+# One learner row length, so that all tests share a few compiled programs.
 LENGTH = 512
 VARIANT = roles.get_variant("mhqa")
-# So that the model closes its tags before it is out of tokens.
+# Helps the model to close its tags before it runs out of tokens.
 HINT = (
   "Write: <think>I add.</think><plan>1+1</plan><think>It is 2.</think>"
   "<answer>2</answer>"
 )
-# Characters whose bytes have no token here.
+# Characters with bytes missing in this vocabulary.
 SPELT = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
 
 
 @pytest.fixture(scope="module")
 def folder(request) -> pathlib.Path:
-  """The model's; made on the first run, and kept in pytest's cache."""
+  """The model's folder, made on the first run and kept in pytest's cache."""
   out = request.config.cache.mkdir("real_weights") / real_weights.NAME
   real_weights.make_folder(out)
   return out
@@ -85,13 +85,13 @@ def model(folder) -> tuple[ModelConfig, dict]:
 
 @pytest.fixture(scope="module")
 def reference(folder):
-  """transformers' model."""
+  """The model in transformers."""
   return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 @pytest.fixture(scope="module")
 def prompts(tok) -> list[np.ndarray]:
-  """Questions as the chat template has them."""
+  """Questions in the chat template, as token ids."""
   before, after = tok.chat_frame
   ids = [before + tok.encode_untrusted(row["question"]) + after for row in ROWS[:20]]
   return [np.array(x, np.int32) for x in ids]
@@ -99,7 +99,7 @@ def prompts(tok) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def texts(tok, prompts) -> list[np.ndarray]:
-  """Two prompts with their solutions, and a text that is no English; a row in all."""
+  """Two prompts with solutions and one non-English text; one row in total."""
   solved = [
     np.append(ids, tok.encode(row["answer"])).astype(np.int32)
     for ids, row in zip(prompts[:2], ROWS, strict=False)
@@ -147,7 +147,7 @@ def test_greedy_tokens_are_those_of_generate(model, reference, tok, prompts):
     if first is None:
       same += 1
       continue
-    # Below what rounding may change, either token is the likeliest.
+    # Within rounding error either token may be the likeliest.
     whole = np.append(ids, theirs[:first]).astype(np.int32)
     last_V = comparing.theirs(reference, [whole])[0][-1]
     gap = abs(last_V[mine[first]] - last_V[theirs[first]]) / np.abs(last_V).max()
@@ -158,7 +158,7 @@ def test_greedy_tokens_are_those_of_generate(model, reference, tok, prompts):
 
 
 def generate(reference, prompts: list[np.ndarray], new: int) -> list[list[int]]:
-  """What transformers writes greedily, in one batch, the end included."""
+  """Greedy tokens from transformers, in one batch, end token included."""
   longest = max(map(len, prompts))
   given = np.stack([np.pad(ids, (longest - len(ids), 0)) for ids in prompts])
   mask = np.stack([np.arange(longest) >= longest - len(ids) for ids in prompts])
@@ -176,7 +176,7 @@ def generate(reference, prompts: list[np.ndarray], new: int) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-  """What the model plays under the grammar, and the learner's log-probs of it."""
+  """Rollouts under the grammar, and their sampler-learner log-prob differences."""
 
   trajectories: list[Trajectory]
   constraint: Constraint
@@ -247,7 +247,7 @@ def test_all_that_is_sampled_under_the_grammar_parses(played, tok):
 def test_the_learner_has_the_samplers_log_probs(played):
   diff = played.logp_diff
   print(f"\nfloat32, {diff.size} tokens: mean {diff.mean():.1e}, most {diff.max():.1e}")
-  # As docs/config.md says of two float32 programs; the toy models keep to 2e-5.
+  # The limit in docs/config.md for two float32 programs; toy models stay below 2e-5.
   assert diff.max() <= 1e-4
 
 
@@ -255,7 +255,7 @@ def test_the_learner_has_the_samplers_log_probs(played):
   "decoded", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)]
 )
 def test_half_precision_costs_agreement(folder, tok, monkeypatch, decoded: str):
-  if decoded == "bfloat16":  # as devices other than CPUs
+  if decoded == "bfloat16":  # as on devices other than CPUs
 
     def unrolled(cfg, partitioner=None):
       return dataclasses.replace(cfg, scan=False)
@@ -266,7 +266,7 @@ def test_half_precision_costs_agreement(folder, tok, monkeypatch, decoded: str):
     f"\nbfloat16, decoded in {decoded}, {diff.size} tokens, nats: "
     f"mean {diff.mean():.4f}, most {diff.max():.3f}"
   )
-  # Measured 0.034 and 0.217 decoded in float32, 0.041 and 0.271 in bfloat16.
+  # Measured mean and max: 0.034, 0.217 in float32 decoding; 0.041, 0.271 in bfloat16.
   assert diff.mean() < 0.06 and 1e-3 < diff.max() < 0.5
 
 
@@ -289,7 +289,7 @@ def test_control_tokens_never_come_from_text(tok, text: str):
   assert not set(ids) & set(tok.added)
   assert tok.decode(ids) == SPELT.sub("?", text)
   assert not set(tok.encode_observation(text).ids) & set(tok.added)
-  # A prompt has those of its template and no others.
+  # A prompt has its template's control tokens and no others.
   before, after = tok.chat_frame
   prompt = [Segment(Author.PROMPT, "question", text)]
   tok.encode_prompt(prompt)

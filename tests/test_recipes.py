@@ -1,6 +1,6 @@
-"""The recipes of `configs/` for pretrained models: their tiny forms run.
+"""The recipes in `configs/` for pretrained models run in their tiny form.
 
-A random model that reads full prompts stands in for a pretrained one.
+A random model that reads full prompts replaces the pretrained one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TASKS = [
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> pathlib.Path:
-  """A folder of a model, tasks, pages and trajectories."""
+  """A folder with a model, tasks, a corpus and trajectories."""
   folder = tmp_path_factory.mktemp("recipes")
   texts = []
   for name in ("unified", "web", "mhqa", "code", "math"):
@@ -50,7 +50,7 @@ def home(tmp_path_factory) -> pathlib.Path:
   (folder / "tasks.jsonl").write_text("".join(json.dumps(t) + "\n" for t in TASKS))
   page = {"id": "p", "title": "Sums", "text": "2 + 3 is 5."}
   (folder / "corpus.jsonl").write_text(json.dumps(page) + "\n")
-  # As a user has them: text that this tokenizer has not seen.
+  # Like a user's own trajectories: text without token ids.
   rows = [copy.deepcopy(t) for t in toy.trajectories() * 2]
   for segment in (s for t in rows for s in t.segments):
     segment.ids, segment.logps, segment.versions = [], [], []
@@ -59,7 +59,7 @@ def home(tmp_path_factory) -> pathlib.Path:
 
 
 def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
-  """The tiny form of FILE:ARGUMENT, with a user's own files."""
+  """The tiny form of the recipe FILE:ARGUMENT, on the files in `home`."""
   file, _, arg = recipe.partition(":")
   path = str(ROOT / "configs" / f"{file}.py")
   config = runpy.run_path(path)["get_config"](f"{arg}:tiny" if arg else "tiny")

@@ -1,4 +1,4 @@
-"""Killed anywhere and run again: bit for bit the run that was never interrupted."""
+"""A run killed anywhere and restarted is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.backend import BACKEND
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-TIMES = ("seconds", "useful_seconds", "goodput")  # names of what is another each time
+TIMES = ("seconds", "useful_seconds", "goodput")  # prefixes of fields that differ
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, dict]:
-  """A few updates of each journey, and of RL with a critic and a reference."""
+  """Configs of a few updates: SFT, RL, and RL with a critic and a reference."""
   folder = tmp_path_factory.mktemp("inputs")
   write_jsonl(folder / "trajectories.jsonl", toy.trajectories() * 6)
   toy.save_policy(str(folder / "model"), toy.actor(75).params)
@@ -94,7 +94,7 @@ def read(*path: str) -> bytes:
 
 
 def timeless(workdir: str) -> list[dict]:
-  """The log without seconds."""
+  """The metrics without timings."""
   rows = [json.loads(line) for line in read(workdir, "metrics.jsonl").splitlines()]
   return [
     {k: v for k, v in r.items() if not k.startswith(TIMES) and RATE not in k}
@@ -103,7 +103,7 @@ def timeless(workdir: str) -> list[dict]:
 
 
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
-# Where each process of a run ends, one after the other in one workdir; see `killed.py`.
+# Per run: the ends of its successive processes in one workdir; see `killed.py`.
 ENDS = {
   "sft": [
     ("micro-batch", 2, KILL),
@@ -128,9 +128,9 @@ ENDS = {
 def lives(
   journey: str, config: dict, workdir: str, ends: list, scratch: str = ""
 ) -> tuple[list, str]:
-  """Runs processes that end so, then one to the end; how they did, what they said.
+  """Runs a process for each end, then one to completion; returns rows and stderr.
 
-  With `scratch` the workdir is a bucket's, and each process on a machine of its own.
+  With `scratch` the workdir is in a bucket, and each process acts as another machine.
   """
   job = dict(journey=journey, config=config, workdir=workdir)
   if scratch:
@@ -143,7 +143,7 @@ def lives(
     env={
       **os.environ,
       "PYTHONPATH": os.pathsep.join([ROOT, *sys.path]),
-      "XLA_FLAGS": virtual_devices.QUICK,  # of both runs
+      "XLA_FLAGS": virtual_devices.QUICK,  # in both runs
     },
     capture_output=True,
     text=True,
@@ -153,7 +153,7 @@ def lives(
   rows = [json.loads(line) for line in done.stdout.splitlines()]
   signals = [(place, n) for place, _, n in ends if n] + [("", 0)]
   for row, (place, n) in zip(rows, signals, strict=True):
-    # A random kill may come too late for a run that is quick.
+    # A random kill may come too late for a quick run.
     late = place == "random" and row["code"] == 0
     expected = -n if n == KILL else n and 128 + n
     assert late or row["code"] == expected, done.stderr
@@ -161,7 +161,7 @@ def lives(
 
 
 def trajectories(workdir: str) -> dict[str, list[dict]]:
-  """All that were kept, without seconds; by file."""
+  """All stored trajectories by file, without timings."""
   out = {}
   for name in sorted(os.listdir(os.path.join(workdir, "trajectories"))):
     rows = out[name] = []
@@ -174,16 +174,16 @@ def trajectories(workdir: str) -> dict[str, list[dict]]:
 
 
 def state(workdir: str) -> list:
-  """Every array of the last checkpoint."""
+  """All arrays in the last checkpoint."""
   folder = os.path.join(workdir, "checkpoints")
   path = os.path.join(folder, str(whole_steps(folder)[-1]), "state")
   with ocp.PyTreeCheckpointer() as orbax, warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that it reads how the arrays were placed
+    warnings.simplefilter("ignore")  # that it reads shardings from the file
     return jax.tree.leaves(orbax.restore(path))
 
 
 def assert_same_run(broken: str, whole: str) -> None:
-  """Log, parameters, optimizer, exported model and every trajectory, bit for bit."""
+  """Compares log, parameters, optimizer, model and trajectories bit for bit."""
   assert timeless(broken) == timeless(whole)
   for x, y in zip(state(broken), state(whole), strict=True):
     np.testing.assert_array_equal(x, y)
@@ -199,7 +199,7 @@ def assert_same_run(broken: str, whole: str) -> None:
 
 
 def unanswered(workdir: str) -> tuple[int, dict[int, int]]:
-  """Calls that tools answered, and by process those that a kill left without one."""
+  """Counts kept tool results, and per process the calls a kill left unanswered."""
   counts = collections.Counter(read(workdir + ".calls").decode().split("\n")[:-1])
   kept = sum(n for what, n in counts.items() if what.endswith(" kept"))
   pids = {what.split()[0] for what in counts}
@@ -230,10 +230,10 @@ def test_ended_anywhere_and_run_again_is_uninterrupted(configs, case, tmp_path):
     expected, none = unanswered(whole)
     kept, left = unanswered(broken)
     assert kept == expected > 10 and not none
-    # These died while tools may have been at work, the first certainly.
+    # Both died while tool calls could be running, the first one certainly.
     in_tool, in_background = rows[1]["pid"], rows[4]["pid"]
     assert in_tool in left and set(left) <= {in_tool, in_background}
-  # Once more: nothing is left to do, and nothing changes.
+  # A finished run started again has nothing to do, and changes nothing.
   run = importlib.import_module(f"coa_jax.{journey}").run
   results = run(ml_collections.ConfigDict(config), broken)
   assert results == json.loads(read(broken, "results.json"))
@@ -242,11 +242,11 @@ def test_ended_anywhere_and_run_again_is_uninterrupted(configs, case, tmp_path):
 
 @pytest.mark.soak
 def test_twenty_kills_at_random_change_nothing(configs, tmp_path):
-  """At any time of the work: in an update and in a save too, as chance has it."""
+  """Kills come at any time, by chance also during an update or a save."""
   config = {**configs["rl"], "algo": {**configs["rl"]["algo"], "steps": 40}}
   whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
   lives("rl", config, whole, [])
-  # Milliseconds of work; what no kill has saved yet is made again.
+  # Milliseconds of work before each kill; unsaved work is repeated.
   rng = random.Random(0)
   ends = [("random", rng.randrange(100, 2000), KILL) for _ in range(20)]
   rows, _ = lives("rl", config, broken, ends)

@@ -1,4 +1,4 @@
-"""Learning as a test: a policy that guesses learns what is right, with real tools."""
+"""RL end to end: a guessing policy learns the right answers, with real tools."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from coa_jax.runtime.config import ConfigError
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
-  """RL of a policy that guesses."""
+  """The RL config of a guessing policy."""
   return guessing.rl_config(tmp_path_factory.mktemp("policy"), toy.ONE_LAYER)
 
 
 @pytest.fixture(scope="module")
 def trained(config, tmp_path_factory):
-  """A workdir after the run, and its results."""
+  """A finished run's workdir and results."""
   workdir = str(tmp_path_factory.mktemp("rl"))
   return workdir, rl.run(config, workdir)
 
@@ -68,7 +68,7 @@ def test_reward_rises_from_a_guess_to_certainty(trained):
 
 @pytest.mark.slow
 def test_a_teacher_alone_teaches_what_it_learnt(config, trained, tmp_path):
-  """On-policy distillation: no reward counts, and the teacher knows what is right."""
+  """On-policy distillation: rewards do not count; the teacher knows the answers."""
   workdir, _ = trained
   taught = config.copy_and_resolve_references()
   taught.distillation = dict(teacher=f"{workdir}/model", task=0.0)
@@ -101,12 +101,12 @@ def test_teachers_that_do_not_fit_are_refused(config, stock, tmp_path):
   assert not (tmp_path / "w").exists()
 
 
-# The furthest from the default: a filter, and a critic.
+# The furthest from the default: one filters groups, one has a critic.
 IN_CI = ("dapo", "ppo")
 
 
 def marked(name: str):
-  """A preset as a parameter of a test: slow, or a soak."""
+  """A preset as a test parameter, marked slow or soak."""
   kind = "slow" if name in IN_CI else "soak"
   return pytest.param(name, marks=getattr(pytest.mark, kind))
 
@@ -143,7 +143,7 @@ def test_every_update_was_on_policy(trained):
 def test_a_run_whose_sampler_and_learner_differ_stops_and_saves_nothing(
   config, tmp_path
 ):
-  """Half-precision activations: the gate counts the tokens, and closes if asked to."""
+  """Half-precision activations: the guard counts tokens, and can stop the run."""
   low = config.copy_and_resolve_references()
   low.model.dtype = "bfloat16"
   low.algo.update(steps=1, guards=dict(max_logp_diff=1e-4))
@@ -174,7 +174,7 @@ def test_rollouts_are_on_record_with_what_the_real_tool_said(trained):
 
 
 def collected(config, toolbox, samples: int):
-  """One batch of the guessing policy's rollouts, with tools from a table."""
+  """One batch of the guessing policy's rollouts, with this toolbox."""
   cfg, params = load_model(config.init)
   sampling = SamplingConfig(prompts=2, samples=samples, rounds=3)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
@@ -212,7 +212,7 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
   graded = [t.reward for t in out.played if t.reward is not None]
   assert described["reward"] == pytest.approx(np.mean(graded))
   assert described["infrastructure"] == len(failed)
-  # Entropy by role, put together again, is that of all tokens.
+  # Entropies by role, weighted by tokens, add up to the total.
   sampled: dict[str, list[float]] = {}
   for s in (s for t in out.played for s in t.segments if s.logps):
     sampled.setdefault("tool" if s.role == "code" else s.role, []).extend(s.logps)
@@ -245,12 +245,12 @@ def test_figures_count_what_was_cut_off_or_repeated_and_whose_fault_calls_were(c
     call.status = CallStatus(status)
   shares = [figures.describe(out)[name] for name in names]
   assert shares == pytest.approx([2 / len(calls), 1 / len(calls), 0])
-  for t in out.played:  # of no calls there is no share
+  for t in out.played:  # without calls there are no shares
     t.calls.clear()
   assert not set(names) & set(figures.describe(out))
 
 
-# The score of an answer, of its format (None: nothing could grade it), a penalty.
+# Answer score, format score (None: an ungraded attempt), penalty.
 _ATTEMPT = st.tuples(
   st.sampled_from([0, 0.25, 0.5, 1]),
   st.sampled_from([0, 1, None]),
@@ -328,7 +328,7 @@ def test_the_phases_of_every_step_add_up_to_its_wall_time(trained):
   log = read_metrics(f"{trained[0]}/metrics.jsonl", "rl")
   spent = [sum(s for k, s in row.items() if k.startswith("seconds_")) for row in log]
   took = np.diff([0.0, *(row["seconds"] for row in log)])
-  # `seconds` is rounded to milliseconds, and each ends at a line of code of its own.
+  # `seconds` is rounded to milliseconds, and the clocks stop at different lines.
   np.testing.assert_allclose(spent, took, rtol=0.05, atol=0.3)
   for row in log:
     assert min(row["seconds_decode"], row["seconds_sync"], row["seconds_tools"]) > 0
@@ -341,7 +341,7 @@ def test_the_phases_of_every_step_add_up_to_its_wall_time(trained):
 def test_a_collapse_is_noticed_and_stops_the_run_after_a_checkpoint(
   config, tmp_path, capsys
 ):
-  """A learning rate that no policy survives; without `watch.stop` it only warns."""
+  """A far too high learning rate; without `watch.stop` the run only warns."""
   bad = config.copy_and_resolve_references()
   bad.algo.steps = 8
   bad.optim.update(lr=3.0, schedule="constant", clip_norm=0.0)
@@ -359,7 +359,7 @@ def test_a_collapse_is_noticed_and_stops_the_run_after_a_checkpoint(
   assert not (tmp_path / "w" / "model").exists()
   warned = [x for x in capsys.readouterr().err.splitlines() if "warning: step" in x]
   assert warned and all("watch." in line for line in warned)
-  # The same run goes on from there once it is told to: what watches is no part of it.
+  # Without `watch.stop` the run resumes: a workdir does not bind section `watch`.
   bad.watch.stop = False
   assert rl.run(bad, str(tmp_path / "w"))["steps"] == 8
 
@@ -368,7 +368,7 @@ def test_a_collapse_is_noticed_and_stops_the_run_after_a_checkpoint(
 def test_an_update_that_diverges_ends_the_run_and_is_never_saved(
   config, tmp_path, monkeypatch
 ):
-  """Without `watch.stop` too; the checkpoint before it is where a run goes on."""
+  """Also without `watch.stop`; a run resumes from the checkpoint before."""
   bad = config.copy_and_resolve_references()
   bad.checkpoint.update(every=1)
   learn = rl.PolicyUpdate.__call__
@@ -387,12 +387,12 @@ def test_an_update_that_diverges_ends_the_run_and_is_never_saved(
 def test_an_interrupted_run_is_stopped_where_it_would_have_been(config, tmp_path):
   watched = config.copy_and_resolve_references()
   watched.checkpoint.every = 1
-  # No share is 2: a warning at the third step.
+  # No share reaches 2, so the third step warns.
   limits = dict(reward_variance_share=2.0)
   watched.watch = dict(stop=True, patience=3, limits=limits)
   with guessing.killed_before_log_of(3):
     rl.run(watched, str(tmp_path))
-  for _ in range(2):  # and there again, before any rollout
+  for _ in range(2):  # the second stops before any rollout
     with pytest.raises(CollapsedError, match=r"stopped at step 3 \(saved\)"):
       rl.run(watched, str(tmp_path))
     assert len(read_metrics(str(tmp_path), "rl")) == 3

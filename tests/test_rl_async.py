@@ -1,4 +1,4 @@
-"""Asynchronous RL as a whole run: it learns, keeps its bound, resumes, ends clean."""
+"""Asynchronous RL end to end: it learns, bounds staleness, resumes, ends cleanly."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from coa_jax.report.metrics import read_metrics
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
-  """RL of a policy that guesses."""
+  """The RL config of a guessing policy."""
   return guessing.rl_config(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
 def ahead(config) -> ml_collections.ConfigDict:
-  """The config of the synchronous tests, with tokens up to 2 updates old."""
+  """The config of the synchronous tests, but with tokens up to 2 updates old."""
   out = config.copy_and_resolve_references()
   with out.unlocked():
     out.algo.update(keep_every=1, sampling=dict(staleness=2), loss=dict(is_clip=2.0))
@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once
 def test_answers_to_groups_that_may_be_begun_again_are_kept(
   ahead, tmp_path, monkeypatch
 ):
-  """A group that the oldest checkpoint lacks began up to `staleness` updates before."""
+  """A group missing in the oldest checkpoint began up to `staleness` updates before."""
   forgotten = []
   monkeypatch.setattr(rl.Checkpoints, "oldest", 7)
   monkeypatch.setattr(rl.ToolJournal, "forget", lambda _, n: forgotten.append(n))

@@ -1,6 +1,6 @@
-"""RL whose rollouts have devices of their own, on 8 virtual ones.
+"""RL with separate rollout devices, on 8 virtual devices.
 
-JAX is told of virtual devices before it starts, so the first test runs the others.
+JAX reads their number at start, so the first test runs the others in a subprocess.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def changed(config: ml_collections.ConfigDict, **sections) -> ml_collections.Con
 
 
 def results(workdir: pathlib.Path) -> tuple:
-  """Every token with its log-prob and version, and the model that came of them."""
+  """All tokens with log-probs and versions, and the trained model's file."""
   played = []
   for step in range(STEPS):
     for t in read_trajectories(workdir / "trajectories" / f"step_{step:06d}.jsonl"):
@@ -70,7 +70,7 @@ def test_rollouts_on_devices_of_their_own_change_no_bit(config, tmp_path):
 
 @on_devices
 def test_split_replicas_may_run_ahead_on_devices_of_their_own(config, tmp_path):
-  """Learning and two replicas of two devices each, side by side."""
+  """The learner runs beside two replicas of two devices each."""
   algo = {
     **config.algo,
     "sampling": {**config.algo.sampling, "staleness": 1},
@@ -87,7 +87,7 @@ def test_split_replicas_may_run_ahead_on_devices_of_their_own(config, tmp_path):
   for ids, logps, versions in played:
     assert len(ids) == len(logps) or not logps
     assert set(versions) <= set(range(STEPS))
-  # With the learner's own devices the two could wait for each other for ever.
+  # On shared devices the learner and a replica could deadlock.
   shared = changed(ahead, mesh=dict(rollout=0, devices=4))
   with pytest.raises(ValueError, match=r"staleness=1 does not go with replicas of 2 d"):
     rl.run(shared, str(tmp_path / "shared"))
@@ -95,8 +95,8 @@ def test_split_replicas_may_run_ahead_on_devices_of_their_own(config, tmp_path):
 
 @on_devices
 def test_learning_has_the_devices_to_itself(config, tmp_path, monkeypatch):
-  """Neither caches nor decode parameters are alive, nor merged adapters."""
-  kept = jax.live_arrays()  # of other tests; held, so that no id is used again
+  """During an update no KV cache, decode parameters or merged adapters are alive."""
+  kept = jax.live_arrays()  # of other tests; held, so that no id is reused
   known = set(map(id, kept))
   left: list[tuple[int, ...]] = []
   steps: list[int] = []
@@ -105,7 +105,7 @@ def test_learning_has_the_devices_to_itself(config, tmp_path, monkeypatch):
   def spy(self, state, frozen, groups):
     own = {id(x) for x in jax.tree.leaves((state, frozen))}
     for x in jax.live_arrays():
-      # Whole numbers are the tables of the dialect, which each replica keeps.
+      # Integer arrays are the dialect's tables; each replica keeps them.
       if x.dtype == "float32" and x.nbytes > 1024 and id(x) not in own | known:
         left.append(x.shape)
     steps.append(int(state.step))

@@ -1,4 +1,4 @@
-"""From an evaluation's config to a server: what is read, and what is refused."""
+"""A server from an evaluation's config: sections it reads, ignores and refuses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rows_beyond_the_models_positions_are_refused(folder):
   try:
     with pytest.raises(ValueError, match=message), open_server(config(folder)):
       pass
-    # What a folder was stretched to counts, as published ones write it.
+    # RoPE scaling counts, in the form of published model folders.
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     stretched = {"max_position_embeddings": 32, "rope_scaling": yarn}
     file.write_text(json.dumps({**json.loads(written), **stretched}))
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_as_the_model_was_trained(tmp_path, rollout, expecte
   fill_defaults(values, ServeConfig)
   settings = read_config(values, ServeConfig).rollout
   assert (settings.variant, settings.style, settings.max_len) == expected
-  # What is left out has a type all the same, which a flag is read by.
+  # Omitted fields have a type too; flags are parsed by it.
   assert values.rollout.get_type("slots") is int
   assert values.rollout.get_type("constrain") is bool
   (tmp_path / "coa.json").write_text("{")

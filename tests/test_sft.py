@@ -1,4 +1,4 @@
-"""The SFT journey: what it trains on, what it leaves out, what it refuses."""
+"""SFT runs: the training data, the data left out, and refused configs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from coa_jax.runtime.config import ConfigError
 
 @pytest.fixture
 def config(tmp_path) -> ml_collections.ConfigDict:
-  """Fresh parameters, 4 scripts five times over, each time as other tasks."""
+  """A fresh model; 4 scripts five times, each time with other task ids."""
   examples = []
   for n in range(5):
     for t in toy.trajectories():
@@ -75,7 +75,7 @@ def test_a_fresh_model_learns_and_is_saved_whole(config, tmp_path):
   names = {name for row in log for name in row} - {"stage", "step", "seconds"}
   assert not [name for name in names if not metric_names.find(name)]
   assert len(list(workdir.glob("events.out.tfevents.*"))) == 1
-  # The held-out scripts are those trained on, so both losses fall together.
+  # Held-out and training scripts are the same, so both losses fall together.
   assert log[0]["loss"] > 5.5 > 4.5 > log[-1]["loss"] == results["loss"]
   assert abs(results["validation_loss"] - results["loss"]) < 0.5
   cfg, params = load_model(workdir / "model")
@@ -102,7 +102,7 @@ def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
   write_jsonl(path, examples + examples[:6])
   config.data.steps = 1
   results = sft.run(config, str(tmp_path / "w"))
-  # 26 in all; 4 are held out, and so are their copies; the other two copies are not.
+  # 26 in total, less 4 held out and their 4 copies; the other 2 copies stay.
   assert results["trajectories"] == 26 - 4 - 4
 
 
@@ -113,7 +113,7 @@ def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
     ("optim", "name", "sgd", "'optim': name 'sgd'; accepted: adamw, muon"),
     ("data", "trajectories", "nowhere.jsonl", "nowhere.jsonl"),
     ("model", "attention", "splash", "model.attention='splash' needs a TPU"),
-    # What could not be written in the end is not trained.
+    # A model that cannot be exported is not trained.
     ("model", "attention_bias", True, "attention_bias is True and model.qk_norm True"),
   ],
 )
@@ -148,7 +148,7 @@ def test_data_that_can_not_be_used_is_named_and_mended_in_the_same_workdir(
 
 @pytest.mark.slow
 def test_several_files_are_mixed_by_weight(config, tmp_path, capfd):
-  """One file in two parts trains as the whole; weights repeat and leave out."""
+  """A file in two parts trains like the whole; weights repeat or drop trajectories."""
   examples = read_trajectories(tmp_path / "trajectories.jsonl")
   for name, part in (("a", examples[:8]), ("b", examples[8:])):
     write_jsonl(tmp_path / f"{name}.jsonl", part)
@@ -215,7 +215,7 @@ def test_trajectories_that_are_all_too_long_say_what_to_raise(config, tmp_path):
 
 
 def test_what_was_tokenised_is_not_tokenised_again(config, tmp_path, monkeypatch):
-  """A run that is continued finds its tokens, and no other run's."""
+  """A resumed run reuses its own tokens; changed data is refused."""
   config.data.steps, workdir = 2, str(tmp_path / "w")
   config.checkpoint.every = 1
   first = sft.run(config, workdir)
@@ -229,7 +229,7 @@ def test_what_was_tokenised_is_not_tokenised_again(config, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("make", [toy.tokenizer, toy.stock_tokenizer])
 def test_an_answer_ends_with_what_other_engines_stop_at(make, config, tmp_path):
-  """With the token that its tag is, or, where the tag is text, with end-of-text."""
+  """With the tag's own token, or with end-of-text if the tag is plain text."""
   tokenizer, folder = make(), tmp_path / "start"
   save_model(folder, toy.MODEL, toy.params(), tokenizer)
   config.init, config.model = str(folder), {}
@@ -265,7 +265,7 @@ def test_one_flipped_bit_of_what_was_derived_is_said_and_mended(
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   expected = sft.run(config, str(whole))
   shutil.copytree(whole, broken)
-  shutil.rmtree(broken / "checkpoints" / "4")  # as if it had been killed on its way
+  shutil.rmtree(broken / "checkpoints" / "4")  # as if killed before step 4
   derived = ("data/tokens.int32", "data/sequences.npy", "tokenizer/tokenizer.json")
   for name in derived:
     damaged = bytearray((broken / name).read_bytes())
@@ -282,14 +282,14 @@ def test_one_flipped_bit_of_what_was_derived_is_said_and_mended(
 
 @pytest.mark.slow
 def test_what_can_not_be_learnt_from_is_left_out_and_counted(config, tmp_path):
-  """Too long for a row; or without the policy: such a row has no mean loss, 0 / 0."""
+  """Too long for a row, or without policy tokens: such a row's mean loss is 0 / 0."""
   path = tmp_path / "trajectories.jsonl"
   examples = read_trajectories(path)
   for t in examples[4:8]:
     t.segments = [s for s in t.segments if s.author != Author.POLICY]
   write_jsonl(path, examples)
   config.data.update(steps=3, rows=1, length=64, validation=0)
-  config.data.validate_every = 0  # at the end alone
+  config.data.validate_every = 0  # only at the end
   results = sft.run(config, str(tmp_path / "w"))
   tok = Tokenizer.load(tmp_path / "w" / "tokenizer")
   whole = [toy.written(q, s, tok) for q, s in toy.SCRIPTS.items()]
@@ -323,7 +323,7 @@ def test_a_loss_that_is_no_number_ends_the_run_unsaved(config, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(config, tmp_path):
-  """The launcher twice, with --distributed; both write one workdir."""
+  """Starts the launcher twice with --distributed; both write to one workdir."""
   given = {"trajectories": config.data.trajectories, "rows": 4, "steps": 6}
   command = ["-m", "experiments.sft", "--compile_cache="]
   command += ["--config=configs/sft_world.py:tiny", "--config.data.validation=4"]

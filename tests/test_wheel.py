@@ -1,4 +1,4 @@
-"""The wheel, installed where no checkout is: its commands, training and a chat."""
+"""The installed wheel, without a checkout: its commands, training and a chat."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def get_config():
 
 
 def run(*words: object, cwd: pathlib.Path, stdin: str = "") -> str:
-  """Runs a command that must end well, without the checkout; its standard output."""
+  """Runs a command without the checkout; it must succeed. Returns standard output."""
   env = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
   done = subprocess.run(
     list(map(str, words)),
@@ -67,7 +67,7 @@ def run(*words: object, cwd: pathlib.Path, stdin: str = "") -> str:
 
 @pytest.mark.slow
 def test_every_command_runs_from_the_wheel(tmp_path):
-  # --- Build: of a copy, for setuptools leaves folders in what it builds.
+  # --- Build: from a copy, because setuptools leaves folders in the source.
   copy = tmp_path / "copy"
   for folder in ("coa_jax", "tools_sandbox"):
     shutil.copytree(ROOT / folder, copy / folder)
@@ -79,8 +79,8 @@ def test_every_command_runs_from_the_wheel(tmp_path):
   (wheel,) = tmp_path.glob("*.whl")
   assert wheel.name.startswith(f"coa_jax-{coa_jax.__version__}-")
 
-  # --- Install: beside the dependencies of this environment, which a path file does not
-  # make a site folder, so that an editable install in it has no effect.
+  # --- Install: with this environment's dependencies from a path file, which does not
+  # make their folder a site folder, so an editable install there has no effect.
   venv = tmp_path / "venv"
   run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
   site = venv / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"

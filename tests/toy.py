@@ -1,8 +1,8 @@
-"""A toy house for tests: tokenizers, a two-layer model, scripts, tools from a table.
+"""Toy parts for tests: tokenizers, a two-layer model, scripts, table-driven tools.
 
-Two ways to a policy that calls tools: `actor` learns SCRIPTS by heart in seconds, and
-`drive` needs no model at all: it feeds an episode written text, token by token, and
-stops it where the automaton would stop a sampler.
+Two ways to get a policy that calls tools: `actor` learns SCRIPTS in seconds; `drive`
+needs no model: it feeds an episode scripted text, token by token, and stops it as the
+automaton would stop a sampler.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ VARIANT = roles.get_variant("unified").with_tools(TOOLS)
 MODEL = ModelConfig(
   vocab_size=384, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, ff=64
 )
-# For laws of what is done with a model, whatever computes it: half the compiling.
+# For tests independent of the model's depth: half the compile time.
 ONE_LAYER = dataclasses.replace(MODEL, layers=1)
-# Room for the longest script; one training row holds one or two of them.
+# Fits the longest script; a training row holds one or two scripts.
 MAX_LEN = 128
 
-GRADER = Grader()  # as `RolloutWorker`'s own
+GRADER = Grader()  # as in `RolloutWorker`
 
 _THINK = roles.wrap(roles.THINK, "work it out")
 
@@ -64,7 +64,7 @@ def search(query: str) -> str:
 
 
 def end(answer: str) -> str:
-  """The turn that answers."""
+  """The last turn, with the answer."""
   return (
     roles.wrap(roles.SUGGESTED_ANSWER, answer)
     + roles.wrap(roles.DOUBLE_CHECK, "4")
@@ -72,7 +72,7 @@ def end(answer: str) -> str:
   )
 
 
-# Question -> what the policy writes, turn by turn, and between turns what tools say.
+# Question -> the policy's turns, interleaved with tool results.
 SCRIPTS: dict[str, tuple[str, ...]] = {
   "2 + 3": (code("print(2+3)"), "5", end("5")),
   "4 * 4 + 1": (code("print(4*4)"), "16", code("print(16+1)"), "17", end("17")),
@@ -80,7 +80,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
   "mixed": (search("zz"), "no result", code("print(7)"), "7", end("7")),
 }
 TASKS = [Task(q, q, (s[-2].split()[-1].strip("."),)) for q, s in SCRIPTS.items()]
-# What tools say to the calls of SCRIPTS.
+# Tool results for the calls in SCRIPTS.
 _REPLIES = {
   tool_bodies.render_code("print(2+3)"): "5",
   tool_bodies.render_code("print(4*4)"): "16",
@@ -97,7 +97,7 @@ def tokenizer() -> Tokenizer:
   return tokenizer_training.train_tokenizer(texts * 4, MODEL.vocab_size)
 
 
-# Merges of the stock-like tokenizer: `></` and `><` straddle the borders of tags.
+# Merges of the stock-like tokenizer: `></` and `><` cross tag borders.
 _MERGES = (
   *(("<", "/"), (">", "<"), (">", "</"), ("e", ">"), ("e", "><"), ("o", "d")),
   *(("c", "od"), ("a", "n"), ("s", "w"), ("e", "r"), ("sw", "er"), ("an", "swer")),
@@ -107,16 +107,16 @@ _MERGES = (
 
 @functools.cache
 def stock_tokenizer() -> Tokenizer:
-  """Tags are ordinary text, as to Qwen's; single tokens hold `><`, `></` and `e><`."""
+  """Tags are ordinary text, as in Qwen's; `><`, `></` and `e><` are single tokens."""
   split = tokenizers.pre_tokenizers
   pieces = [*sorted(split.ByteLevel.alphabet()), *(a + b for a, b in _MERGES)]
   vocab = {piece: i for i, piece in enumerate(pieces)}
   model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, list(_MERGES)))
-  # Without the regex, merges cross the borders of words too.
+  # Without the regex, merges cross word borders too.
   model.pre_tokenizer = split.ByteLevel(add_prefix_space=False, use_regex=False)
   model.decoder = tokenizers.decoders.ByteLevel()
   model.add_special_tokens([tokens.PAD, tokens.IM_START, tokens.IM_END])
-  # Qwen's vocabulary too has tokens that are added but not marked special.
+  # Like Qwen's vocabulary: an added token not marked special.
   model.add_tokens([tokenizers.AddedToken("<tool_call>", special=False)])
   hf = transformers.PreTrainedTokenizerFast(
     tokenizer_object=model,
@@ -128,7 +128,7 @@ def stock_tokenizer() -> Tokenizer:
 
 
 def written(question: str, script: Sequence[str], tok: Tokenizer) -> Trajectory:
-  """A trajectory with ids: policy text and tool results by turns."""
+  """A trajectory with ids: policy text interleaved with tool results."""
   segments = prompts.prompt_segments(VARIANT, question, "brief")
   for turn, text in enumerate(script):
     if turn % 2:
@@ -142,33 +142,33 @@ def written(question: str, script: Sequence[str], tok: Tokenizer) -> Trajectory:
 
 
 def trajectories() -> list[Trajectory]:
-  """SCRIPTS with ids."""
+  """SCRIPTS as trajectories with ids."""
   return [written(q, script, tokenizer()) for q, script in SCRIPTS.items()]
 
 
 @functools.cache
 def params(seed: int = 0, **changes):
-  """Fresh parameters of MODEL, some of its fields changed."""
+  """Fresh parameters of MODEL with these changed fields."""
   return transformer.init_params(dataclasses.replace(MODEL, **changes), seed)
 
 
 def use_float64() -> dict[str, str]:
-  """Computes in float64 what the library computes in float32, in a process of its own.
+  """Makes the library compute in float64 instead of float32; needs its own process.
 
-  A sum in another order then differs by some 1e-16; what is more is a mistake.
+  A reordered sum then differs by about 1e-16; a larger difference is a bug.
 
   Returns:
-    The fields of a model that is computed so.
+    The config fields of such a model.
   """
   jax.config.update("jax_enable_x64", True)
   jnp.float32 = jnp.float64
-  # Fields of a config name no such dtype.
+  # Config checks do not accept this dtype.
   RunOptions.__post_init__ = lambda self: None
   return {"dtype": "float64", "param_dtype": "float64"}
 
 
 def sft_loss(cfg: ModelConfig):
-  """Summed negative log-likelihood of policy tokens, as `Learner` wants it."""
+  """Summed negative log-likelihood of policy tokens, for `Learner`."""
 
   def loss(p, frozen, batch):
     logp_BT, *_ = losses.token_logps(cfg, p, batch)
@@ -179,7 +179,7 @@ def sft_loss(cfg: ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Actor:
-  """A trained policy, and its loss (nats a token) at every step of the training."""
+  """A trained policy, and its loss (nats per token) at every training step."""
 
   params: dict
   losses: tuple[float, ...]
@@ -187,14 +187,14 @@ class Actor:
 
 @functools.cache
 def actor(steps: int = 200) -> Actor:
-  """MODEL trained on SCRIPTS through the learner."""
+  """MODEL trained on SCRIPTS with the learner."""
   return train(trajectories(), steps)
 
 
 def train(
   examples: Sequence[Trajectory], steps: int, model: ModelConfig = MODEL
 ) -> Actor:
-  """A model trained on examples, all of them in every step."""
+  """Trains a model on all examples in every step."""
   optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=10, final=0.05), steps)
   learner = Learner(sft_loss(model), optimizer)
   state = init_state(transformer.init_params(model, 0), optimizer)
@@ -213,25 +213,25 @@ def save_policy(path: str, params: dict, model: ModelConfig = MODEL) -> None:
 
 
 class TableToolbox(Tools):
-  """Answers from a table after a random while; counts its calls."""
+  """Answers from a table after a delay; records its calls."""
 
   def __init__(
     self,
     reply: Callable[[str, str], str | ToolCall] | None = None,
     latency: Callable[[], float] = lambda: 0.0,
   ):
-    """Args: what a call (name, arguments) gives; how many seconds it takes."""
+    """Takes results from `reply(name, arguments)` and delays from `latency()`."""
     self.reply = reply or (lambda _, body: _REPLIES.get(body, "no result"))
     self.latency = latency
     self.calls: list[tuple[str, str]] = []
-    self.seconds: list[float] = []  # that each call was given
+    self.seconds: list[float] = []  # each call's limit
     self._pool = concurrent.futures.ThreadPoolExecutor(8)
 
   def code_session(self) -> None:
     """Calls share nothing."""
 
   def start(self, request: CallRequest) -> CallFuture:
-    """Answers after a while."""
+    """Answers after the delay."""
     self.calls.append((request.name, request.arguments))
     self.seconds.append(request.seconds)
     return self._pool.submit(
@@ -247,13 +247,13 @@ class TableToolbox(Tools):
 
 
 def shuffled_latency(seed: int) -> Callable[[], float]:
-  """Seconds between 0 and 30 ms, in an order of their own."""
+  """Random delays between 0 and 30 ms."""
   rng = random.Random(seed)
   return lambda: rng.random() * 0.03
 
 
 def episode(task: Task, toolbox, sequence: int = 0, **changes) -> CoAEpisode:
-  """An episode as `RolloutWorker` makes it; `changes` are of its config, or its own."""
+  """An episode as in `RolloutWorker`; `changes` apply to its config or attempt."""
   temperature = changes.pop("temperature", 1.0)
   seed = changes.pop("seed", 3)
   fields = {"style": "brief", "max_calls": 8, "tool_seconds": 60.0, **changes}
@@ -262,7 +262,7 @@ def episode(task: Task, toolbox, sequence: int = 0, **changes) -> CoAEpisode:
 
 
 def play(engine: Engine, params: dict, episodes: Iterable[Episode]) -> list[Episode]:
-  """Plays episodes to their ends, all at once."""
+  """Plays all episodes to their ends, concurrently."""
   engine.set_policy(params, 0)
   with engine.batch():
     futures = [engine.submit(episode) for episode in episodes]
@@ -270,16 +270,16 @@ def play(engine: Engine, params: dict, episodes: Iterable[Episode]) -> list[Epis
 
 
 def graded(over: CoAEpisode) -> Trajectory:
-  """The trajectory of an episode that is over, graded as `RolloutWorker` would."""
+  """A finished episode's trajectory, graded as in `RolloutWorker`."""
   GRADER.grade(over.task, over.trajectory, over.config.variant)
   return over.trajectory
 
 
 def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
-  """Plays written turns as if a sampler had drawn them; returns the trajectory.
+  """Plays scripted turns as if a sampler had drawn them; returns the trajectory.
 
-  Every turn ends where the automaton stops it, or with `tag=None` at its end. Text
-  after the stop may not be there: a sampler would not have drawn it.
+  A turn ends at the automaton's stop, otherwise at its end with `tag=None`. Text after
+  a stop is an error: a sampler would not have drawn it.
   """
   tok = playing.tokenizer
   table = compile_stops(playing.config.variant, tok, tok.vocab_size)
@@ -311,7 +311,7 @@ def logps_of(
   temperature: float = 1.0,
   cut: Truncation = NO_TRUNCATION,
 ) -> list[np.ndarray]:
-  """The learner's log-probs of every trajectory's policy tokens, rows packed."""
+  """The learner's log-probs of each trajectory's policy tokens, in packed rows."""
   packed = batching.pack([t.num_tokens for t in played], MAX_LEN)
   (batch,) = batching.batches(played, len(packed), MAX_LEN)
   logp_BT = np.asarray(_token_logps(cfg, p, batch, temperature, cut))
@@ -329,7 +329,7 @@ def sampled_logps(trajectory: Trajectory) -> list[float]:
 
 
 def sampled_ids(trajectory: Trajectory) -> list[int]:
-  """The ids that the policy wrote."""
+  """The policy's token ids."""
   out = []
   for s in trajectory.segments:
     if s.author == Author.POLICY:
@@ -338,7 +338,7 @@ def sampled_ids(trajectory: Trajectory) -> list[int]:
 
 
 def eventually(condition: Callable[[], object], seconds: float = 120.0) -> None:
-  """Waits until something is so, for a while at most."""
+  """Waits until the condition holds, at most `seconds`."""
   end = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < end, "it never came to be"

@@ -1,4 +1,4 @@
-"""A model that writes and answers questions of the generated world, for synthesis."""
+"""A mock model for synthesis: questions and answers about the generated world."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from coa_jax.data.teacher.backend import Reply
 
 
 class WorldBackend:
-  """Writes and answers questions of the generated world, from what it is told."""
+  """Writes and answers questions from the pages in its messages."""
 
   def __call__(self, agent, messages):
-    """The reply; see `llm.ModelBackend`."""
+    """Returns a reply; see `backend.ModelBackend`."""
     told = messages[1].content
     title = re.search(r"^Title: (.*)$", told, re.MULTILINE)
     pages = read_pages(told)
     if agent == synthesis.ASKER:
       facts = {k: v for k, v in pages[title[1]].items() if k != "kind"}
-      # A link where there is one; it can be asked for by what names it.
+      # Prefer a value that is not capitalised, such as a number.
       relation = sorted(facts, key=lambda r: not facts[r].istitle())[-1]
       return Reply(
         f"QUESTION: What is the {relation} of {title[1]}?\nANSWER: {facts[relation]}"
@@ -37,7 +37,7 @@ class WorldBackend:
     return Reply(f"ANSWER: {' and '.join(answers)}")
 
   def resolve(self, question, pages) -> str:
-    """The answer to a chain of relations, by the facts of `pages`."""
+    """Resolves a chain of relations with the facts in `pages`."""
     chain = re.findall(r"the (\w+) of", question)
     value = re.search(r"of ([A-Z][\w ]*)\?", question)[1]
     for relation in reversed(chain):

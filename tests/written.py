@@ -1,4 +1,4 @@
-"""Trajectories written span by span, and a judge: what tests of filters share."""
+"""Trajectories written span by span, and a judge, for tests of filters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GOOD = [*PLAIN, ("reflection", "r"), *END]
 
 
 def make(spans, number=0) -> tuple[Task, Trajectory]:
-  """A task whose answer is x, and a trajectory of these (tag, content)."""
+  """A task with the answer x, and a trajectory with these (tag, content) spans."""
   task = Task(f"t{number}", "q?", ("x",))
   segments = [
     Segment(Author.TOOL if r == "observation" else Author.POLICY, r, wrap(r, c))
@@ -26,5 +26,5 @@ def make(spans, number=0) -> tuple[Task, Trajectory]:
 
 
 def judge(task, prediction):
-  """The reward of an answer: 1 if it is one of the task's."""
+  """Returns 1 if the answer is one of the task's."""
   return float(prediction in task.answers)

@@ -1,7 +1,6 @@
-"""Every benchmark in small: it runs, and its table says what it should.
+"""Benchmarks on tiny cases: one smoke test each, and refusals of unequal contestants.
 
-Benchmarks are programs: one smoke test each, and their refusals of contestants that do
-other work. What a peer's process may do wrong is in test_bench_peers.
+test_bench_peers tests the failures of peers' processes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tests.backend import BACKEND
 FIELDS = train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32)
 
 
-# A benchmark's rows of the smallest case, by us alone; a figure that is known.
+# Benchmark -> its rows for the smallest case with our worker alone; a known figure.
 SMALLEST = {
   "rollout": (
     lambda: rollout.measure("tiny", FIELDS, "float32", {}, [2], rounds=1, new=4),
@@ -127,7 +126,7 @@ def test_settings_of_contestants_are_checked():
       train.merged(wrong)
 
 
-# --- Benchmarks of RL, from a quickstart's model.
+# --- RL benchmarks, from a quickstart's model.
 
 
 def test_algorithms_that_ended_are_not_made_again_and_a_failure_costs_no_other(
@@ -155,7 +154,7 @@ def test_algorithms_that_ended_are_not_made_again_and_a_failure_costs_no_other(
     assert list(figures["failed"].values()) == failed
     assert [row["seeds"] for row in figures["table"]] == seeds
     assert len(workdirs) == runs
-  # The same folders with other settings are refused, not taken for these.
+  # The same folders are refused, not reused, under other settings.
   (tmp_path / "other" / "sft" / "model").mkdir(parents=True)
   with pytest.raises(ConfigError, match="holds a run"):
     algorithms.run(
@@ -164,7 +163,7 @@ def test_algorithms_that_ended_are_not_made_again_and_a_failure_costs_no_other(
 
 
 def log_of(steps: int = 60, **changes) -> list[dict]:
-  """Lines of a run that goes well; `changes` gives a column another value by step."""
+  """Log lines of a healthy run; `changes` maps a column to other values by step."""
   usual = {
     "reward": lambda i: min(0.4 + i / 60, 0.8),
     "format": lambda i: 0.97,
@@ -186,7 +185,7 @@ def log_of(steps: int = 60, **changes) -> list[dict]:
     ({"grad_norm": lambda i: None if i == 7 else 0.1}, 0.85, 24, "not finite"),
     ({"reward": lambda i: None if i > 9 else 0.8}, 0.85, 24, "graded at 20 of"),
     ({}, None, 24, "no greedy answer was graded"),
-    # Of means of few tasks, the best of many is luck, and what follows it no fall.
+    # Ten better updates: with 12 tasks each they may be chance, so not a peak.
     ({"reward": lambda i: 1.0 if 20 <= i < 30 else 0.7}, 0.85, 24, "0.850 at best"),
     ({"reward": lambda i: 1.0 if 20 <= i < 30 else 0.7}, 0.85, 12, ""),
   ],
@@ -207,7 +206,7 @@ def test_an_asynchronous_runs_seconds_are_those_of_its_log(tmp_path, monkeypatch
   results = rl_journey.run(ml_collections.ConfigDict(config), str(tmp_path / "w"))
   log = read_metrics(str(tmp_path / "w"), "rl")
   figures = async_rl.figures_of(log, results)
-  timed = log[3:]  # after those that compile
+  timed = log[3:]  # after the steps that compile
   assert figures["learn"] == pytest.approx(sum(r["seconds_learn"] for r in timed))
   waited = figures["seconds"] - figures["learn"]
   assert figures["learner_waited"] == pytest.approx(waited) and waited > 0

@@ -1,4 +1,4 @@
-"""Contestants' processes: they start, answer, die and are left out with a reason."""
+"""Contestants' worker processes: start, answers, death, and why one is left out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ serve(start)
 
 @pytest.fixture
 def worker(tmp_path):
-  """Starts a worker of a name, whose module prints, answers and has a child."""
+  """Starts a worker by name; its module prints, answers and has a child process."""
   (tmp_path / "echo.py").write_text(ECHO)
   peers.write_job(str(tmp_path), {"token": 7})
   env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{peers.ROOT}"}
@@ -47,7 +47,7 @@ def test_a_worker_takes_turns_and_ends_with_all_that_it_started(worker, tmp_path
     assert child.exists()
   assert checked == [{"ours": [7, 7]}] and len(turns["ours"]) == 3
   assert peers.median(turns["ours"]) > 0 and turns["ours"][0]["peak_mb"] > 1
-  # It may wait to be reaped by whoever has adopted it.
+  # It may be a zombie until its new parent reaps it.
   eventually(lambda: not child.exists() or ") Z " in child.read_text())
 
 
@@ -76,7 +76,7 @@ def test_ours_of_another_checkout_takes_part(monkeypatch, tmp_path):
 
 
 def test_a_checkout_older_than_a_benchmark_takes_part_in_it(monkeypatch, tmp_path):
-  """This checkout's worker runs on the library of the other."""
+  """This checkout's worker module runs on the older checkout's library."""
   new = tmp_path / "new"
   new.mkdir()
   (new / "fresh.py").write_text(ECHO)

@@ -1,4 +1,4 @@
-"""What benchmarks measure: contestants do the work that tables and laws speak of."""
+"""Contestants of a benchmark do the work described in its table."""
 
 from __future__ import annotations
 
@@ -82,16 +82,16 @@ def test_micro_batches_are_all_rows_and_the_loss_is_the_librarys(tmp_path):
 
 
 def test_a_step_of_decoding_reads_the_weights_once_and_every_sequences_cache():
-  # Published: 7.6B parameters, of which 0.54B are the input embedding.
+  # Published: 7.6B parameters, 0.54B of them in the input embedding.
   cfg = variant("qwen2.5-7b")
   empty = gpu_work.step_bytes(cfg, 1, 0)
   assert empty == pytest.approx(2 * (7.616e9 - 0.545e9), rel=0.01)
-  # 28 layers of 4 kv heads of 128: 56 kB a token.
+  # 28 layers with 4 kv heads of width 128: 56 KiB per token.
   cached = gpu_work.step_bytes(cfg, 32, 100) - gpu_work.step_bytes(cfg, 32, 0)
   assert cached == 32 * 100 * 57_344
 
 
-# --- Benchmarks of RL.
+# --- RL benchmarks.
 
 
 @pytest.mark.parametrize(("name", "quick"), [(n, n == "ppo") for n in PRESETS])
@@ -113,11 +113,11 @@ def test_every_algorithm_has_its_presets_fields_and_the_same_budget(
   assert algo.sampling.samples == other.sampling.samples
 
 
-# --- Pages, simulated.
+# --- Simulated pages.
 
 
 def test_pages_hold_more_trajectories_at_once():
-  """On chips with room for 14 of the longest; most are shorter by far."""
+  """The chips have room for 14 trajectories of maximum length; most are far shorter."""
   case = pages.CASES["qwen3-8b v6e"]
   lengths = [8_000] * 30 + [32_768] * 2 + [2_000] * 60
   seconds = np.array([1.0, 20.0])
@@ -128,7 +128,7 @@ def test_pages_hold_more_trajectories_at_once():
 
 
 def test_a_hybrids_rows_of_32k_need_a_quarter_of_the_memory():
-  """States are of constant size, and keys in a quarter of the layers."""
+  """Its states have a constant size, and only a quarter of its layers has keys."""
   lengths = [2_000] * 120
   live = []
   for name in ("qwen3-8b v6e", "qwen3.5-9b v6e"):
@@ -137,16 +137,16 @@ def test_a_hybrids_rows_of_32k_need_a_quarter_of_the_memory():
   assert live[0] == 14 and live[1] >= 4 * 14
 
 
-# --- The programs of a run.
+# --- A run's programs.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
-  """Here for one device of this machine; the compiler for TPUs is not everywhere."""
+  """For one local device: not every machine has the TPU compiler."""
   monkeypatch.setattr(run_programs, "variant", lambda *_, **__: toy.MODEL)
   config = rl_qwen.get_config("tiny")
-  config.algo.loss.update(kl_coef=0.1, is_clip=2.0)  # the reference's scores, too
+  config.algo.loss.update(kl_coef=0.1, is_clip=2.0)  # adds the reference's scores
   config.algo.sampling.staleness = staleness
   settings = read_config(config, rl.RLConfig)
   run = run_programs.make_run(settings, jax.devices()[:1], hbm=1e9, model="toy")
@@ -161,14 +161,14 @@ def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
   ]
   for name in deciding:
     assert "func" in programs[name].lower().as_text()
-  # Decoding stands beside the whole state; so do two views and the caches beside
-  # learning, where rollouts go on meanwhile.
+  # The whole state stays in memory during decoding. With staleness, rollouts continue
+  # during learning, so two views and the cache stay in memory.
   state = run_programs.device_bytes(run.state) + run_programs.device_bytes(run.frozen)
   assert programs[deciding[-1]].beside >= state
   view = run_programs.device_bytes(run_programs.decoding_params(run))
   cache = row_bytes(run.decoder, 1024) * 4
   assert programs["learn"].beside == staleness * (2 * view + cache)
-  # On devices of their own rollouts are beside nothing of the learner's.
+  # On their own devices, rollouts share no memory with the learner.
   mesh = dataclasses.replace(run.settings.mesh, rollout=1)
   settings = dataclasses.replace(run.settings, mesh=mesh)
   apart = run_programs.programs(dataclasses.replace(run, settings=settings), live=100)
@@ -179,7 +179,7 @@ def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
 def test_bytes_of_types_and_of_collectives_and_groups_in_every_notation():
   shape = "(bf16[2,3]{1,0:T(8,128)(2,1)}, pred[4], f8e4m3fn[5], s4[6], f32[])"
   assert hlo_text.array_bytes(shape) == [12, 4, 5, 3, 4]
-  # Of a device of four.
+  # Per device, in a group of four.
   for kind, sent in (("all-gather", 75), ("all-reduce", 150)):
     assert hlo_text.Collective(kind, 3, 100, 4, "").sent == 3 * sent
   groups = {

@@ -1,4 +1,4 @@
-"""The program that writes the trajectory browser, as a user runs it."""
+"""The program `browse`: from a run's trajectories to the page of the browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal chat, and both programs with real tools and real signals."""
+"""The terminal chat; `chat` and `serve` as processes with real tools and signals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-  """The actor, a corpus of one page, and a config that names both."""
+  """A folder with the actor's model, a one-page corpus and a config for both."""
   folder = tmp_path_factory.mktemp("served")
   toy.save_policy(str(folder / "model"), toy.actor().params)
   page = {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."}
@@ -63,7 +63,7 @@ def program(folder: pathlib.Path, name: str, *flags: str) -> subprocess.Popen:
 
 
 def children_of(pid: int) -> list[int]:
-  """Processes that `pid` has started and that still run, with all below them."""
+  """All running descendants of process `pid`."""
   out = []
   for path in pathlib.Path("/proc").glob("[0-9]*"):
     parent, state = stat_of(int(path.name))
@@ -73,7 +73,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def stat_of(pid: int) -> tuple[int, str]:
-  """A process's parent and state: Z, a zombie, if it is gone."""
+  """A process's parent and state; Z (zombie) if it is gone."""
   try:
     stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
   except OSError:
@@ -97,11 +97,11 @@ def test_the_server_ends_with_all_that_it_started(folder, how):
     assert reply["choices"][0]["message"]["content"] == "5"
     assert reply["choices"][0]["coa"]["tool_calls"][0]["status"] == "ok"
     started = children_of(process.pid)
-    assert started  # the sandbox's
+    assert started  # the sandbox's processes
     process.send_signal(how)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in err, err
-    # The kernel takes a moment.
+    # The kernel needs a moment to end them.
     toy.eventually(lambda: all(stat_of(child)[1] == "Z" for child in started))
   finally:
     process.kill()
@@ -164,7 +164,7 @@ def test_nothing_that_steers_a_terminal_comes_through():
     assert shown([TextDelta(role, HOSTILE)]) == "  " + chat.clean(HOSTILE).replace(
       "\n", "\n  "
     )
-  # What rich writes itself, and nothing else, where there are colours.
+  # With colours, only rich's own escape codes are written.
   opening = TextDelta("observation", "<observation>", is_tag=True)
   coloured = shown([opening, TextDelta("observation", HOSTILE)], force_terminal=True)
   codes = set(re.findall(r"\x1b.*?m", coloured))

@@ -11,7 +11,7 @@ from coa_jax.rollout.setup import make_worker
 
 @pytest.fixture(scope="module")
 def page(chromium):
-  """The page of a served toy model; nothing is logged and nobody else is asked."""
+  """The page of a served toy model; it logs nothing and requests no other host."""
   events = []
   worker = make_worker(toy.MODEL, toy.tokenizer(), test_serve.CONFIG, toy.TOOLS)
   with test_serve.serving(worker) as service:
@@ -23,7 +23,7 @@ def page(chromium):
     page.goto(service.url)
     yield page
     page.close()
-  # A browser says of a refusal (400), and of an icon that is not there, what it is.
+  # The browser itself logs a refusal (400) and a missing icon (404).
   assert [e for e in events if "status of 40" not in str(e)] == []
 
 
@@ -49,7 +49,7 @@ BOTTOM = "document.body.scrollHeight - innerHeight - scrollY"
 
 
 def ask_again(page) -> None:
-  """Asks the first question of the script and waits for the new turn."""
+  """Asks the scripts' first question and waits for the new turn."""
   number = page.locator(".turn").count()
   page.get_by_label("question").fill(next(iter(toy.SCRIPTS)))
   page.get_by_label("question").press("Enter")
@@ -64,7 +64,7 @@ def all_ended(page) -> None:
 def test_every_answer_is_followed_and_who_scrolls_up_is_left_there(page):
   page.set_viewport_size({"width": 390, "height": 400})
   for _ in range(2):
-    page.evaluate("scrollTo(0, 0)")  # the reader has looked at an earlier answer
+    page.evaluate("scrollTo(0, 0)")  # the reader looks at an earlier answer
     ask_again(page)
     all_ended(page)
     assert page.evaluate("document.body.scrollHeight") > 800
@@ -84,7 +84,7 @@ def test_a_refusal_is_said(page):
 
 
 def test_hostile_text_stays_text(page):
-  """Spans as the page cuts them, however the text is split; markup is text."""
+  """The page finds spans in text fed by the character; markup stays text."""
   inside = """text => {
     const out = document.createElement('div');
     const spans = new Spans(out);

@@ -1,4 +1,4 @@
-"""Which arrangement of devices is best, by hand-computed cases and by laws."""
+"""The best arrangement of devices, by hand-computed cases and by laws."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_hand_computed():
   seconds = StepSeconds(sync=1.0, decode=2.0, wait=10.0, learn=6.0)
   assert seconds.interleaved() == 19.0
   assert seconds.side_by_side() == 13.0
-  # 2 of 8 devices decode in 8 s and wait 10; the others learn in 8.
+  # 2 of 8 devices decode for 8 s and wait 10 s; the others learn for 8 s.
   assert seconds.apart(8, 2) == 19.0
   assert seconds.apart(8, 4) == 1 + max(2 * 2 + 10, 6 * 2) == 15.0
   assert seconds.best_apart(8, 1) == 4
@@ -52,7 +52,7 @@ def test_a_log_is_read_without_its_first_step_evaluation_and_saving():
 def test_a_runs_record_names_its_replicas_devices(
   tmp_path: pathlib.Path, tensor: int, team: int
 ):
-  """rollout.tensor=0, the default, is mesh.tensor."""
+  """rollout.tensor=0, the default, means mesh.tensor."""
   config = {"rollout": {"tensor": tensor}, "mesh": {"tensor": 2}}
   (tmp_path / "config.json").write_text(json.dumps({"config": config}))
   row = {"stage": "rl", "devices": 8.0, "processes": 1.0, "seconds_decode": 2.0}

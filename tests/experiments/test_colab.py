@@ -1,4 +1,4 @@
-"""The notebooks run from their first cell to their last."""
+"""The notebooks run from their first cell to their last, and have stored outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted(pathlib.Path("experiments/colabs").glob("*.ipynb"))
-# Its whole form takes ten minutes, and the tiny one teaches the model nothing.
+# The full notebook takes ten minutes; the tiny one teaches the model nothing.
 NOT_STORED = "sft_and_rl"
 
 
@@ -21,7 +21,7 @@ def read(path: pathlib.Path) -> nbformat.NotebookNode:
 
 
 def run(path: pathlib.Path, changes: dict[str, str]) -> nbformat.NotebookNode:
-  """Runs a changed notebook as Jupyter begins it: in the notebook's folder."""
+  """Runs a notebook with changed text, in its own folder like Jupyter."""
   notebook = read(path)
   for cell in notebook.cells:
     for old, new in changes.items():
@@ -31,7 +31,7 @@ def run(path: pathlib.Path, changes: dict[str, str]) -> nbformat.NotebookNode:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[pathlib.Path, nbformat.NotebookNode]:
-  """A folder of tiny runs, and the notebook that made them."""
+  """A folder with tiny runs, and the executed notebook that made them."""
   folder = tmp_path_factory.mktemp("trained")
   changes = {
     "\nTINY = False\n": "\nTINY = True\n",
@@ -48,7 +48,7 @@ def test_notebook_runs(path: pathlib.Path, trained):
   if path.stem != NOT_STORED:
     done = run(path, {'"runs/quickstart/rl"': repr(f"{folder}/rl")})
   assert all(cell.execution_count for cell in done.cells if cell.cell_type == "code")
-  # A warning of a library is not the first thing to see.
+  # The first output is not a library's warning.
   (first, *_) = [cell for cell in done.cells if cell.get("outputs")]
   assert [out for out in first.outputs if out.get("name") == "stderr"] == []
   if path.stem != NOT_STORED:
@@ -56,7 +56,7 @@ def test_notebook_runs(path: pathlib.Path, trained):
 
 
 def pictures_of(notebook: nbformat.NotebookNode) -> list[tuple[int, set[str]]]:
-  """Number of each cell that draws something, and the types of what it draws."""
+  """(cell number, MIME types) for each cell with rich output."""
   out = []
   for number, cell in enumerate(notebook.cells):
     types = {t for o in cell.get("outputs", ()) if "data" in o for t in o.data}
@@ -67,7 +67,7 @@ def pictures_of(notebook: nbformat.NotebookNode) -> list[tuple[int, set[str]]]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_outputs_are_stored(path: pathlib.Path):
-  """A reader on a site that renders notebooks sees results, of this code as it is.
+  """Sites that render notebooks can show results, because the outputs are stored.
 
   After a change: jupyter execute --inplace experiments/colabs/NAME.ipynb
   """

@@ -1,4 +1,4 @@
-"""The cost meter's program: figures, the endpoint's own counts, unequal tools."""
+"""`compare` on costs: our meter, the endpoint's own counts, unequal tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attempt(task: str, right: float, reported=(), **usage) -> Trajectory:
 
 
 def files(folder, reported, **tools) -> tuple[str, str]:
-  """What a distillation and an evaluation leave; `tools` are the evaluation's."""
+  """Writes a distillation's and an evaluation's files; `tools` changes the latter."""
   theirs = [
     attempt("a", 1.0, reported, prompt=900, cached=500, generated=100),
     attempt("b", 1.0, reported, prompt=900, cached=500, generated=100),
@@ -56,7 +56,7 @@ def test_the_models_prompt_is_counted_with_its_instructions_once(tmp_path, style
   out = compare(multi, single)["metered"]
   assert out["reduction_no_cache"] == pytest.approx(0.9)
   instructions = prompts.instructions(roles.get_variant("unified").with_tools(["code"]))
-  # A full prompt has them already.
+  # A full prompt already has the instructions.
   more = len(word_ids(instructions)) if style == "brief" else 0
   assert more == out["instructions"]
   assert out["reduction_instructed"] == pytest.approx(1 - (100 + more) / 1000)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for TPUs: what is read from a compiled program."""
+"""Ahead-of-time compilation for TPUs and GPUs, and figures of compiled programs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from coa_jax.runtime.config import read_config
 from configs import rl_qwen
 from experiments.bench import compile_check, gpus, hlo_text, hlo_work, run_programs
 
-# What a compiler writes, in small: a loop of 24 turns with two gathers, an asynchronous
-# one in a chain of fusions and an unrolled loop in it; a loop whose turns only the run
-# knows; a gradient that is reduced and then sliced. A kernel's text spans lines.
+# A compiler's output in small: a loop with 24 trips, two all-gathers, an asynchronous
+# one as a chain of fusions, and an unrolled loop inside; an outer loop whose trip count
+# only the run knows; a gradient reduced, then sliced. A kernel's text spans lines.
 PROGRAM = (ROOT / "tests" / "fixtures" / "hlo_program.txt").read_text()
-# A window: a cache that is transposed in and out of a loop, cut and written in place in
-# it; a product with a matrix that is on the chip already; a kernel, a sort, and a loop
-# inside. How often the two loops run only the run knows.
+# A window: a loop on a cache, transposed before and after, sliced and updated in place
+# inside; a product with a matrix already on the chip; a kernel, a sort and an inner
+# loop. Only the run knows the trip counts of the two loops.
 WINDOW = (ROOT / "tests" / "fixtures" / "hlo_work.txt").read_text()
 
 needs_compiler = pytest.mark.skipif(
@@ -41,7 +41,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def no_cloud(monkeypatch) -> None:
-  """Libtpu describes slices, in any process, and asks no cloud about them."""
+  """Lets libtpu describe slices in any process, without asking the cloud."""
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
@@ -50,11 +50,11 @@ def test_collectives_count_as_often_as_their_loops_run():
   traffic = hlo_text.collectives(PROGRAM, devices=8, turns=(4,))
   table = sorted((c.kind, c.count, c.size, c.ways, c.overlapped) for c in traffic)
   assert table == [
-    ("all-gather", 96, 512, 2, False),  # two of one channel are two
+    ("all-gather", 96, 512, 2, False),  # two with one channel count as two
     ("all-gather", 96, 512, 2, False),
-    ("all-gather", 96, 1792, 4, True),  # a chain of fusions is one
+    ("all-gather", 96, 1792, 4, True),  # a chain of fusions counts once
     ("all-reduce", 1, 32, 4, False),
-    # 8 by twos; it ends as soon as it has started.
+    # Up to 8 in steps of 2: 4 trips. Its end directly follows its start.
     ("collective-permute", 4 * 24 * 4, 64, 8, False),
     ("reduce-scatter", 4, 2048, 8, False),
   ]
@@ -90,22 +90,23 @@ def test_operations_count_as_often_as_their_loops_run():
 
 
 def test_what_a_window_moves_copies_and_sorts():
-  """By hand; a cache is 1024 bytes, a row of it 128."""
+  """Computed by hand: a cache has 1024 bytes, a row of it 128."""
   done = hlo_work.work(WINDOW, turns=(10, 3), large=512, pool_read=300)
-  assert (done.copies, done.copied) == (2, 2 * 1024)  # in and out; a row is not large
+  assert (done.copies, done.copied) == (2, 2 * 1024)  # in and out; a row is too small
   assert (done.sorts, done.sorted) == (10, 10 * 512)
-  # A kernel moves a row in and out, and of the cache what is said.
+  # A kernel moves a row in and out, and `pool_read` bytes of the cache.
   assert (done.kernels, done.kernels_moved) == (10, 10 * (128 + 128 + 300))
   assert (done.product_cycles, done.other_cycles) == (10 * 50, 10 * 3 * 1)
-  # A copy of what has no type is written alone; half of the cache goes on the chip.
+  # The operand of `%small` has no type, so only its write counts. Half of the cache
+  # is read onto the chip.
   around = 2 * 1024 + 128 + 512 + 2 * 1024
-  cut = 128 + 128 + 4  # the row, read and written, and where it stands
-  product = 128 + 128  # the matrix comes from no HBM
+  cut = 128 + 128 + 4  # the row, read and written; its index
+  product = 128 + 128  # the matrix is not in HBM
   put = 128 + 128 + 4
   sort = 2 * 512
   moved = around + 10 * (cut + product + put + sort) + 10 * 3 * 64
   assert done.moved == moved + done.kernels_moved
-  # Of a token, where a window has 10.
+  # Per token, in a window of 10.
   token = hlo_work.work(WINDOW, turns=(10, 3), large=512, units=10, pool_read=300)
   assert token.moved == pytest.approx(done.moved / 10)
   assert (token.copies, token.kernels) == (0.2, 1)
@@ -129,7 +130,7 @@ ROWS = "--config.algo.batch.rows=16"
 @pytest.mark.parametrize(
   "words, says",
   [
-    # A host of this slice has four chips in a square: a team of 8 spans two.
+    # This slice's hosts have 2 x 2 chips: a replica of 8 spans two hosts.
     (("--slice=v6e:4x4", "--config.rollout.tensor=8", ROWS), "several processes"),
     (("--slice=v6e:4x4", "--config.algo.batch.rows=24"), "algo.batch.rows=24 over"),
     (("--slice=v9:4x4",), "v5e, v5p, v6e, tpu7x"),
@@ -153,7 +154,7 @@ def test_a_run_that_the_journey_refuses_is_refused(words, says):
   "name", ["v5e:4x4", pytest.param("v6e:4x4", marks=pytest.mark.soak)]
 )
 def test_a_first_hosts_chips_add_up_among_themselves(name):
-  """Libtpu 0.0.42 compiles it with the flags that `experiments.pod` sets."""
+  """Libtpu 0.0.42 compiles it with the flags set by `experiments.pod`."""
   devices = run_programs.devices_of(read_slice(name))
   host = np.array([device for device in devices if device.process_index == 0])
   assert len(host) == 4 < len(devices)
@@ -164,9 +165,9 @@ def test_a_first_hosts_chips_add_up_among_themselves(name):
 
 
 def sent_for_a_matrix(slice_name: str, mesh: MeshConfig) -> dict[str, float]:
-  """By kind of collective, what a chip sends to multiply with [1024, 4096] and learn.
+  """A chip's traffic, by collective, for a product with [1024, 4096] and its gradient.
 
-  In sizes of the matrix. Four chips decode together, as in pods' recipes.
+  Sent bytes are in sizes of the matrix. A replica has four chips, as in pods' recipes.
   """
   devices = run_programs.devices_of(read_slice(slice_name))
   partitioner = make_partitioner(mesh, devices, rollout_tensor=4)
@@ -193,9 +194,9 @@ def sent_for_a_matrix(slice_name: str, mesh: MeshConfig) -> dict[str, float]:
   [pytest.param(1, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.slow)],
 )
 def test_a_cube_of_chips_gathers_matrices_and_scatters_their_gradients(context: int):
-  """Asked for it over all chips at once, libtpu 0.0.42 adds up whole matrices."""
+  """Scattering over all chips at once, libtpu 0.0.42 all-reduces whole matrices."""
   sent = sent_for_a_matrix("v5p:4x4x4", MeshConfig(context=context))
-  # The matrix once each way, and a little for rows that fill a tile.
+  # The matrix once in each direction, plus padding of rows to a tile.
   assert 0.5 < sent["all-gather"] < 1.1
   assert 0 < sent["reduce-scatter"] < 1.2
   assert sent["all-reduce"] < 0.1
@@ -204,7 +205,7 @@ def test_a_cube_of_chips_gathers_matrices_and_scatters_their_gradients(context: 
 @pytest.mark.soak
 @needs_compiler
 def test_hosts_of_v5e_share_copies_of_the_state():
-  """It does not compile where the first host's chips are in another order."""
+  """It does not compile if the first host's chips are in another order."""
   sent = sent_for_a_matrix("v5e:4x8", MeshConfig(data=2))
   assert sent["reduce-scatter"] > 0.5
 
@@ -212,7 +213,7 @@ def test_hosts_of_v5e_share_copies_of_the_state():
 @pytest.mark.slow
 @needs_compiler
 def test_attention_over_heads_of_256_goes_back_on_a_tpu():
-  """Qwen3.5's; with heads of 128 the kernel's blocks may be larger."""
+  """Qwen3.5 has these heads; with heads of 128 the kernel's blocks may be larger."""
   (device, *_) = run_programs.devices_of(read_slice("v5e:2x2"))
   on_chip = SingleDeviceSharding(device)
 
@@ -240,7 +241,7 @@ def test_the_smallest_case_compiles_and_fits(tmp_path):
   assert learn["floor"] < learn["estimate"]
   (window,) = [row for name, row in table.items() if "window" in name]
   (prefill,) = [row for name, row in table.items() if "prefill" in name]
-  # Pages are read by kernels, and nothing of the cache's size is copied.
+  # Kernels read the pages; no array as large as a layer's keys is copied.
   for row in (window, prefill):
     assert row["kernels"] and not row["copies"]
 
@@ -283,7 +284,7 @@ def test_what_goes_between_slices_is_told_from_the_rest():
     send.format(n=1, shape="f32[8,4]", name="a", slices="{1,2}", kind="ALL_REDUCE"),
     send.format(n=2, shape="bf16[8,4]", name="b", slices="{1:3}", kind="ALL_GATHER"),
     send.format(n=3, shape="bf16[8,4]", name="c", slices="{}", kind="ONE_TO_ONE"),
-    # What a program sends to the host for other reasons.
+    # A transfer to the host for another reason.
     "  %send.4 = (f32[8]{0}, u32[], token[]) send(%y, %t), is_host_transfer=true\n",
   )
   start = PROGRAM.index("\n", PROGRAM.index("ENTRY")) + 1
@@ -328,8 +329,8 @@ def test_a_collective_that_another_core_does_is_one():
   [("v5e:4x4", 2), pytest.param("tpu7x:2x2x2", 3, marks=pytest.mark.soak)],
 )
 def test_between_slices_goes_the_gradient_and_no_parameter(name, slices, tmp_path):
-  """And nothing at all when decode parameters are gathered."""
-  # --- A run of a model whose every kind of parameter has a size of its own.
+  """Gathering decode parameters sends nothing between slices."""
+  # --- A run with a model whose kinds of parameters differ in size.
   model = ModelConfig(
     vocab_size=1024, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, ff=768
   )
@@ -349,7 +350,7 @@ def test_between_slices_goes_the_gradient_and_no_parameter(name, slices, tmp_pat
   for copy in run.learner.mesh.devices:
     assert len({device.slice_index for device in copy.flat}) == 1
 
-  # --- What is sent. Of each parameter a device has a part, whose gradient is summed.
+  # --- Traffic: each device sums the gradients of its part of the parameters.
   between = {}
   for program in run_programs.programs(run, 128):
     if program.name in ("learn", "gather", "gather a layer"):
@@ -362,7 +363,7 @@ def test_between_slices_goes_the_gradient_and_no_parameter(name, slices, tmp_pat
   others = [c for c in between["learn"] if c.kind != "all-reduce"]
   assert sums and all(c.ways == slices for c in sums)
   gradient = run_programs.device_bytes(run.state.params) / 2  # in bfloat16
-  # Small arrays are padded. XLA may also move the embedding's to another device.
+  # Small arrays are padded. XLA may move the embedding's gradient to another device.
   assert 0.9 * gradient < sum(c.size for c in sums) < 1.6 * gradient
   embed = 2 * model.vocab_size * model.width / (len(devices) / slices)
   assert sum(c.size for c in others) <= embed

@@ -1,4 +1,4 @@
-"""--config.help and docs/config.md say what the dataclasses say."""
+"""--config.help and docs/config.md match the dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation prints: one row for all, each source and each family."""
+"""An evaluation's printed table: rows for all tasks, each source and each family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attempt(task: str, sample: int, right: bool, family: str) -> Trajectory:
 
 @pytest.fixture
 def results():
-  """Two sources of one family each; b is solved by one sample in four."""
+  """Two sources with one family each; one sample in four solves b."""
   greedy = [attempt("a", 0, True, "easy"), attempt("b", 0, False, "hard")]
   sampled = [attempt("a", i, True, "easy") for i in range(4)]
   sampled += [attempt("b", i, i == 3, "hard") for i in range(4)]
@@ -49,7 +49,7 @@ def test_the_table_has_all_sources_and_families(results):
   assert whole["pass4"] == "1.000" and hard["pass1"] == "0.250"
   assert whole["pass1_greedy"].startswith("0.500 (")
   assert {"pass@1", "pass@4", "vote of 4"} < set(table.columns.values())
-  # One group is all of them again.
+  # A single group would repeat the row of all tasks.
   results["by_source"].pop("a")
   assert len(evaluate.table(results).rows) == 3
   json.dumps(results)

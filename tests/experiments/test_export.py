@@ -1,4 +1,4 @@
-"""A checkpoint of any run becomes the folder that the run itself writes at its end."""
+"""`export` turns a checkpoint into the folder written at the run's end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cards import read_card
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, dict]:
-  """SFT from scratch; SFT and RL of adapters, RL's with a critic."""
+  """SFT from scratch; SFT with adapters; RL with adapters and a critic."""
   folder = tmp_path_factory.mktemp("inputs")
   runs = toy_runs(folder)
   common = dict(optim=dict(lr=1e-2, warmup=1), checkpoint=dict(every=1, keep=2))
@@ -31,7 +31,7 @@ def configs(tmp_path_factory) -> dict[str, dict]:
   tuned = common | dict(model=dict(scan=True), lora=lora)
   sft = runs["sft"] | tuned
   sft["data"] |= dict(steps=2, rows=4, validation=0)
-  # Another tokenizer will read the text.
+  # The run from scratch encodes the text with its own tokenizer.
   text = toy.trajectories() * 2
   for segment in (s for t in text for s in t.segments):
     segment.ids = []
@@ -75,7 +75,7 @@ def test_a_checkpoint_becomes_what_the_run_wrote(configs, name, tmp_path):
   assert "Figures" not in read_card(before / "model")[1]
   changed = {k for k, x in weights(before).items() if not np.array_equal(x, after[k])}
   assert set(weights(before)) == set(after)
-  assert changed or name == "rl"  # where one step may teach nothing
+  assert changed or name == "rl"  # one step may change nothing
 
 
 def test_the_program_exports_or_says_what_there_is(configs, tmp_path):

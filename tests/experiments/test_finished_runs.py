@@ -1,6 +1,6 @@
-"""Every documented program, on the output of real finished runs.
+"""Every documented program, on the outputs of real finished runs.
 
-The runs are those of the commands that docs/guide.md prints: all stages in small.
+The commands in docs/guide.md make these runs: all stages in small.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNBOOK = (ROOT / "experiments" / "README.md").read_text()
 SANDBOX = f"--config.tools.sandbox={BACKEND}"
 WORLD = "runs/world_tiny"
 
-# Program and its words -> what it must print; later ones read the output of others.
+# (command, required output); later commands read the outputs of earlier ones.
 PROGRAMS = [
   (f"compare {WORLD} --out=compare.html", "Runs of rl"),
   (f"compare {WORLD}/sft {WORLD}/rl", "runs of 2 stages"),
@@ -64,7 +64,7 @@ PROGRAMS = [
     "",
   ),
 ]
-# Programs of the runbook's table that other tests run, or that need other machines.
+# Programs in the runbook's table, run by other tests or on other machines.
 ELSEWHERE = {
   "quickstart",
   "serve",
@@ -77,7 +77,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(command: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
-  """Runs a program as a user on a terminal of 80 columns does, in a folder."""
+  """Runs a program in a folder, as in a terminal with 80 columns."""
   words = [sys.executable, "-m", *shlex.split(command)]
   for i, word in enumerate(words):
     if "*" in word:
@@ -95,7 +95,7 @@ def run(command: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> pathlib.Path:
-  """A folder in which the commands of the guide have run, as they are printed."""
+  """A folder in which the guide's printed commands have run."""
   folder = tmp_path_factory.mktemp("programs")
   (folder / "configs").symlink_to(ROOT / "configs")
   fences = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
@@ -111,17 +111,17 @@ def home(tmp_path_factory) -> pathlib.Path:
 
 
 def check_width(text: str) -> None:
-  """Tables keep to 80 columns and end no cell within a word."""
+  """Checks that tables fit in 80 columns, with no cell cut off."""
   table = [line for line in text.splitlines() if line[:1] in "\u250f\u2503\u2502\u2514"]
   assert max(map(len, table), default=0) <= 80, text
   assert "\u2026" not in text
 
 
 def test_every_program_runs_on_finished_runs(home):
-  """In one test, for some read what others wrote."""
+  """In one test, because some programs read the outputs of others."""
   for command, said in PROGRAMS:
     done = run(f"experiments.{command}", home)
-    # An untrained model gives no answer, which is chat's status 1.
+    # An untrained model gives no answer, so `chat` exits with status 1.
     expected = (0, 1) if command.startswith("chat") else (0,)
     assert done.returncode in expected, f"{command}\n{done.stderr}"
     assert "Traceback" not in done.stderr and "Warning:" not in done.stderr, command

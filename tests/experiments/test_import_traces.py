@@ -1,4 +1,4 @@
-"""Released traces from the file to a trained model, and what is said on the way."""
+"""Released traces, from the file to a trained model, with the program's messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = (
 
 
 def record(number: int) -> dict[str, str]:
-  """A web agent's trace, laid out as the released files have them."""
+  """A web agent's trace in the layout of the released files."""
   grades = (
     "information_conflict : Good tool_effectiveness : Fair trajectory_monitoring : Good"
   )
@@ -60,7 +60,7 @@ def program(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def imported(*flags: str) -> list[str]:
-  """The lines that the program prints, which ends well."""
+  """Runs the program, which must succeed; returns its printed lines."""
   return forked.finish("import_traces", *flags).stdout.splitlines()
 
 
@@ -127,7 +127,7 @@ def test_illegal_records_on_demand(tmp_path):
 
 
 def oagents(number: int) -> dict:
-  """A run of OAgents; the third is wrong, the fourth of an evaluation set."""
+  """An OAgents run; number 3 is wrong, and tests hold out number 4's question."""
   town = f"town number {number}"
   called = {"name": "google_search", "arguments": {"query": town, "filter_year": 1999}}
   wrong = number == 3
@@ -147,7 +147,7 @@ def oagents(number: int) -> dict:
 
 
 def filtering(source: pathlib.Path, held_out: pathlib.Path) -> tuple[str, ...]:
-  """Flags that import OAgents' runs and drop what is in held-out questions."""
+  """Flags to import OAgents runs and drop those that overlap held-out questions."""
   return (
     f"--file={source}",
     "--variant=web",
@@ -192,7 +192,7 @@ def test_foreign_runs_are_filtered_and_counted(tmp_path):
 
 def test_shards_write_what_one_process_writes(tmp_path):
   source, held_out = tmp_path / "runs.jsonl", tmp_path / "eval.jsonl"
-  rows = [oagents(i) for i in (*range(10), 5, 3)]  # a near duplicate, and another wrong
+  rows = [oagents(i) for i in (*range(10), 5, 3)]  # a near duplicate, another wrong run
   source.write_text("".join(json.dumps(row) + "\n" for row in rows))
   held_out.write_text(json.dumps({"question": oagents(4)["question"], "answer": "4"}))
   flags = (
@@ -212,7 +212,7 @@ def test_shards_write_what_one_process_writes(tmp_path):
       tmp_path / "whole" / name
     ).read_bytes(), name
 
-  # Other rows, and parts that do not make up all.
+  # A shard of another input is refused.
   source.write_text(json.dumps(oagents(1)))
   done = program(*flags, f"--out={out}", "--shard=1/3")
   assert done.returncode == 2 and "the other shards have sha256=" in done.stderr
@@ -237,7 +237,7 @@ def test_rl_rows_become_tasks(tmp_path):
 
 
 def chat(number: int) -> dict:
-  """A run of one agent with a tool, as OpenAI's chat messages have it."""
+  """A single agent's run with a tool, as OpenAI chat messages."""
   call = {"name": "web_search", "arguments": json.dumps({"query": f"town {number}"})}
   return {
     "messages": [
@@ -309,7 +309,7 @@ def test_refusals_are_one_line(tmp_path):
   for command, message, *more in table:
     name, *flags = command.split()
     done = program(f"--file={tmp_path / name}.json", f"--out={out}", *flags, *more)
-    if "min_cals" in command:  # which ml_collections refuses in its own way
+    if "min_cals" in command:  # ml_collections refuses it in its own way
       assert done.returncode and message in done.stderr, (command, done)
       continue
     assert done.returncode == 2 and "Traceback" not in done.stderr, (command, done)

@@ -1,4 +1,4 @@
-"""The launcher: whatever is wrong is one line and exit status 2, before any work."""
+"""The launcher: every error is one line and exit status 2, before any work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def get_config(arg=""):
     {"optim": {"lr": 0.1, "name": "adamw"}, "data": {"steps": 1 if arg else 9}}
   )
 """
-# A journey that needs no device.
+# A stage that needs no device.
 PROGRAM = """
 import dataclasses
 from coa_jax.runtime.config import read_config
@@ -170,7 +170,7 @@ def test_a_config_file_that_fails_is_named(launcher, tmp_path, text: str, named:
 def test_a_process_0_that_never_comes_is_named(launcher):
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"  # bound, and nobody listens
+    address = f"127.0.0.1:{s.getsockname()[1]}"  # bound, but nothing listens
     flags = (f"--distributed={address},2,1", "--distributed_wait_s=1")
     done = launcher(*flags, alone=True)
   *waiting, last = done.stderr.strip().splitlines()
@@ -231,10 +231,10 @@ def test_an_accelerator_that_is_asked_for_and_not_there_is_named(
   for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
     monkeypatch.delenv(variable, raising=False)
   monkeypatch.setenv(name, value)
-  done = launcher(alone=True)  # JAX reads it as it is imported
+  done = launcher(alone=True)  # JAX reads the variable on import
   if not done.returncode:
     pytest.skip(f"there is one: {name}={value}")
-  line = done.stderr.splitlines()[-1]  # libtpu, where it is, writes lines of its own
+  line = done.stderr.splitlines()[-1]  # libtpu, if installed, adds its own lines
   assert (done.returncode, done.stdout) == (2, ""), done
   assert "Traceback" not in done.stderr
   assert line.startswith(f"error: {name}={value}: ") and "Found: cpu" in line

@@ -1,4 +1,4 @@
-"""One process of several dies or hangs: all end, and the run goes on as it was."""
+"""A process dies or hangs: its peers end too, and the run resumes bit-identical."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = (f"--heartbeat_s={HEARTBEAT_S}", "--config.mesh.fsdp=-1")
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, str]:
-  """Config files of runs that learn, and save every third step."""
+  """Config files for runs that learn, and save every third step."""
   folder = tmp_path_factory.mktemp("inputs")
   of_rl = guessing.rl_config(folder, steps=100).to_dict()
   of_rl["algo"] |= dict(steps=STEPS, keep_every=1)
@@ -69,7 +69,7 @@ def test_a_lost_process_ends_all_and_the_run_goes_on(
   whole = tmp_path / "whole"
   ended(start_together(journey, configs[journey], whole, count, *FLAGS))
 
-  # SIGKILL is a host that is gone, SIGSTOP one that hangs; process 0 leads the others.
+  # SIGKILL simulates a lost host, SIGSTOP a hanging one; process 0 leads the others.
   workdir = tmp_path / "lost"
   for step, index, number in lost:
     processes = start_together(journey, configs[journey], workdir, count, *FLAGS)
@@ -79,9 +79,9 @@ def test_a_lost_process_ends_all_and_the_run_goes_on(
     for other in processes[:index] + processes[index + 1 :]:
       other.communicate(timeout=120)
       assert other.returncode != 0
-    # A dead one is noticed at once by who talks to it, a silent one by its heartbeat.
+    # Peers notice a dead process at once, and a silent one by its missing heartbeat.
     assert time.monotonic() - began < 6 * HEARTBEAT_S
-    processes[index].kill()  # a scheduler kills what is left of the job
+    processes[index].kill()  # a scheduler kills the rest of the job
     processes[index].communicate()
 
   ended(start_together(journey, configs[journey], workdir, count, *FLAGS))

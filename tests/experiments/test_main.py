@@ -1,4 +1,4 @@
-"""The console script `coa`: its commands, their help, names that there are not."""
+"""The console script `coa`: its commands, their help, unknown names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's pictures, from a workdir that looks like a finished quickstart's."""
+"""The README's pictures, from a workdir like a finished quickstart's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl
 
 @pytest.fixture
 def workdir(tmp_path: pathlib.Path) -> pathlib.Path:
-  """Learning curves of two journeys and one trajectory."""
+  """Learning curves of two stages, and one trajectory."""
   for stage in ("sft", "rl"):
     rows = [
       {"stage": stage, "step": i, "seconds": i, "reward": 0.1 * i, "dev_accuracy": 0.5}

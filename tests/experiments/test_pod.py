@@ -1,6 +1,6 @@
-"""What starts a run on a pod: manifests by Kubernetes' schemas, scripts by bash.
+"""Pod manifests checked by Kubernetes' schemas, scripts checked by bash, and refusals.
 
-budget: one program, and all that it refuses.
+budget: one program and all its refusals.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from forked import ROOT
 from coa_jax.cli.deploy import manifests, scripts
 from coa_jax.cli.deploy.slices import GENERATIONS, Slice, read_slice
 
-# Kubernetes' own release whose schemas are used; the manifests need no newer one.
+# The Kubernetes release of the schemas; the manifests need no newer one.
 KUBERNETES = "1.33"
 
 
-# What a JobSet has beside its Job templates; source: the CRD jobset.x-k8s.io_jobsets of
-# github.com/kubernetes-sigs/jobset, v1alpha2.
+# A JobSet's fields besides its Job templates; source: the CRD jobset.x-k8s.io_jobsets
+# in github.com/kubernetes-sigs/jobset, v1alpha2.
 def record(required: tuple[str, ...] = (), **fields: dict) -> dict:
   """The schema of an object with these fields and no others."""
   shape = {"type": "object", "additionalProperties": False, "properties": fields}
@@ -55,7 +55,7 @@ JOBSET = record(
     replicatedJobs={"type": "array", "items": _JOB},
   ),
 )
-# Its rows divide by the devices of all slices below.
+# Its number of rows is a multiple of the devices in each slice below.
 COMMAND = [
   "experiments.rl",
   "--config=configs/rl_gsm8k.py",
@@ -107,7 +107,7 @@ def test_a_jobset_fits_the_published_schemas(name, slices):
   as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "slice"}}
   as_job |= job["template"]
   kubernetes_validate.validate(as_job, KUBERNETES, strict=True)
-  # A pod a host, all chips of the slice, and the program's words as they were.
+  # A pod per host, all chips of the slice, and the program's unchanged words.
   spec = as_job["spec"]
   pod = spec["template"]["spec"]
   (container,) = pod["containers"]
@@ -179,7 +179,7 @@ def test_the_commands_of_a_queued_resource_keep_every_word():
   subprocess.run(["bash", "-n"], input=script, text=True, check=True)
   assert "--accelerator-type=v5p-128 " in script
   (line,) = [line for line in script.splitlines() if "new-session" in line]
-  # The shell here, the host's shell, and the one that tmux starts.
+  # The local shell, the host's shell, and the shell started by tmux.
   on_host = shlex.split(line)[-1].removeprefix("--command=")
   in_tmux = shlex.split(on_host)[-1]
   env, flags, *command = shlex.split(in_tmux)
@@ -209,7 +209,7 @@ def test_an_sbatch_file_is_bash_and_keeps_every_word():
 
 
 def documented() -> list[list[str]]:
-  """The words of every command of docs/pods.md that prints something to start."""
+  """The words of each `experiments.pod` command in docs/pods.md, without --apply."""
   text = (ROOT / "docs/pods.md").read_text().replace("$IMAGE", "image")
   text = text.replace("$BUCKET", "B")
   start = "python -m experiments.pod --"
@@ -222,7 +222,7 @@ def documented() -> list[list[str]]:
 def test_a_documented_command_prints_a_run_whose_mesh_fits(command, tmp_path):
   done = run(*command[3:])
   assert done.returncode == 0, done.stderr
-  # The program itself, as launched, gets past its mesh: what it lacks is its inputs.
+  # The launched program accepts its mesh, and only lacks its inputs.
   program, *words = command[command.index("--") + 1 :]
   count = {"--slice=v6e-16": 16, "--slice=v6e-64": 64, "--vm": 64, "--slurm": 32}
   words = [word for word in words if not word.startswith("--workdir")]
@@ -262,7 +262,7 @@ SFT = "experiments.sft --config=configs/sft_afm.py --config.init=gs://b/m"
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    # --- The mesh, and the rows that it splits.
+    # --- The mesh, and its split of the rows.
     (
       f"--slice=v6e-64 --image=x -- {RL} {SAFE} --config.mesh.fsdp=4",
       "--slice=v6e-64: mesh data=1 x fsdp=4 x context=1 x tensor=1 needs 4 devices; "
@@ -298,7 +298,7 @@ SFT = "experiments.sft --config=configs/sft_afm.py --config.init=gs://b/m"
       f"--slurm --nodes=3 --gpus=4 -- {SFT} --workdir=runs/x --config.data.rows=8",
       "--nodes=3 --gpus=4: --config.data.rows=8: 12 devices",
     ),
-    # --- What the hosts do not have.
+    # --- Inputs and abilities missing on the hosts.
     (
       f"{GKE} experiments.rl --config=configs/rl_gsm8k.py --workdir=gs://b/run",
       "--config.tasks.uri=data/gsm8k/train.jsonl: not on the hosts; accepted: an "
@@ -345,7 +345,7 @@ SFT = "experiments.sft --config=configs/sft_afm.py --config.init=gs://b/m"
     ("--slurm --queue=q -- experiments.rl", "--queue is for Kubernetes"),
     ("--slurm --time=soon -- experiments.rl", "--time=soon"),
     ("--slurm --zone=z -- experiments.rl", "--zone is for --vm"),
-    # --- Flags of the program itself.
+    # --- The program's own flags.
     ("--slice=v6e-64 --image=x", "name the program after --"),
     ("--slice=v6e-65 --image=x -- experiments.rl", "there are v6e-1 (1x1), v6e-4"),
     ("--slice=v4-8 --image=x -- experiments.rl", "there are v5e, v5p, v6e, tpu7x"),
@@ -399,7 +399,7 @@ def test_names_and_topologies_of_a_slice_are_one():
   [(manifests.LIBTPU_INIT_ARGS, 0), ("--xla_tpu_no_such_flag=true", 1)],
 )
 def test_the_compiler_for_tpus_has_the_flags(flags: str, status: int):
-  """It ends a process that gives it one that it does not know."""
+  """The compiler ends a process with an unknown flag."""
   code = (
     "from jax.experimental import topologies\n"
     "topologies.get_topology_desc('v6e:4x4', platform='tpu')"

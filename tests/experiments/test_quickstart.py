@@ -1,4 +1,4 @@
-"""The README's first command, made small: interrupted once, run again, read."""
+"""The README's first command in small: interrupted, run again, its outputs checked."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "experiments.quickstart", "--tiny"]
 def test_interrupted_and_run_again_it_tells_everything(tmp_path: pathlib.Path):
   workdir = tmp_path / "quickstart"
   command = [*COMMAND, f"--workdir={workdir}"]
-  # What a shell starts in the background ignores Ctrl-C, and its children inherit that.
+  # A shell's background jobs ignore Ctrl-C, and their children inherit this.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
   signal.signal(signal.SIGINT, before)
@@ -40,7 +40,7 @@ def test_interrupted_and_run_again_it_tells_everything(tmp_path: pathlib.Path):
     assert set(scores.summary([], [])) <= set(results[who]), who
   assert set(results["ood"]) == {"age", "four_hop"}
   assert results["seconds"] > 0
-  # A team of agents sends its context again and again; a stream does not.
+  # A team of agents sends its context repeatedly; one model does not.
   assert results["cost"]["reduction_no_cache"] > 0
   team = results["cost"]["multi_agent"]["per_task"]["total"]
   share = results["cost"]["instructions"] / team
@@ -82,7 +82,7 @@ def test_the_command_that_asks_the_model_runs_where_the_run_did():
 
 
 def test_a_figure_that_is_none_has_a_row():
-  """As pass@3 of a family with fewer than 3 graded samples."""
+  """For example pass@3 of a family with fewer than 3 graded samples."""
   summary = dict.fromkeys(quickstart_report.FIGURES, 0.5)
   summary["pass3"] = None
   summary["ci95"] = dict.fromkeys(quickstart_report.FIGURES)

@@ -1,4 +1,4 @@
-"""Difficulty selection end to end: a toy plays, is interrupted, tasks remain."""
+"""Difficulty selection end to end: a toy policy plays, is interrupted, and resumes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(path) -> dict:
 @pytest.mark.slow
 def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path):
   config = config.copy_and_resolve_references()
-  config.lock()  # as it comes from the command line
+  config.lock()  # like a config from the command line
   whole = select_tasks.run(config, str(tmp_path / "whole"))
   play = RolloutWorker.generate
 
@@ -56,7 +56,7 @@ def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path
     patch.setattr(RolloutWorker, "generate", stops)
     select_tasks.run(config, str(cut))
   with open(cut / "sampled.part.jsonl", "ab") as f:
-    f.write(b'[0, {"task_')  # what a kill leaves of a line
+    f.write(b'[0, {"task_')  # a line cut off by a kill
   before = stops.played
 
   def counts(self, *args, skip=(), **kwargs):
@@ -122,7 +122,7 @@ def test_attempts_made_before_are_enough(config, tmp_path):
   config.select.without = (str(used),)
   select_tasks.run(config, str(tmp_path / "out"))
   assert [t.id for t in load_tasks(tmp_path / "out" / "tasks.jsonl")] == [odd]
-  # A task of that id in another file is another, unless no question is known.
+  # An equal id with another question is another task; without one, the id decides.
   for question, left in (("another?", [some, odd]), (None, [odd])):
     used.write_text(json.dumps({"id": some, "question": question}) + "\n")
     select_tasks.run(config, str(tmp_path / "out"))

@@ -1,6 +1,6 @@
-"""The endpoint: real HTTP on loopback, a model that knows its scripts by heart.
+"""The endpoint: real HTTP on loopback, with a model that knows its scripts by heart.
 
-budget: all of one endpoint, over one served model that its tests share.
+budget: all tests of one endpoint, which share one served model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ONE_SLOT = RolloutConfig(
 
 
 class Service:
-  """A served model, and a client's way to it."""
+  """A served model and a client for it."""
 
   def __init__(self, url: str, server: InferenceServer):
     self.url, self.server = url, server
@@ -55,7 +55,7 @@ class Service:
     return response.json()
 
   def stream(self, question: str, **fields) -> list[dict]:
-    """The events of a stream, [DONE] left out."""
+    """A stream's events without [DONE]."""
     response = self.post(question, stream=True, **fields)
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, end = response.text.split("\n\n")
@@ -206,7 +206,7 @@ def test_log_probs_are_those_of_the_policys_tokens(service, question):
     assert bytes(entry["bytes"]).decode() == entry["token"]
     (top,) = entry["top_logprobs"]
     assert (top["token"], top["logprob"]) == (entry["token"], entry["logprob"])
-  # A stream has the same, in the last chunk of the choice.
+  # A stream has them in the choice's last chunk.
   *rest, last = service.stream(question, logprobs=True, top_logprobs=1)
   assert last["choices"][0]["logprobs"] == logs
   assert not any("logprobs" in c for e in rest for c in e["choices"])
@@ -244,7 +244,7 @@ def test_a_stop_string_cuts_the_answer_and_its_log_probs(one_slot):
       assert [choice["finish_reason"], *ends] == ["stop", "stop"]
       tokens = "".join(e["token"] for e in choice["logprobs"]["content"]).strip()
       assert tokens.startswith(left) and bool(tokens) == bool(left)
-    # What is reasoned may contain it.
+    # The reasoning may contain a stop string.
     reply = service.ask("capital of Ur", stop=["work", "think"])
     assert reply["choices"][0]["message"]["content"] == answer
 
@@ -252,11 +252,11 @@ def test_a_stop_string_cuts_the_answer_and_its_log_probs(one_slot):
 def test_top_p_is_of_the_request(service):
   hot = {"temperature": 2, "seed": 7}
   greedy = service.ask("2 + 3")["choices"][0]["message"]
-  # So little mass leaves the likeliest token alone, at any temperature.
+  # So small a mass keeps only the likeliest token, at any temperature.
   assert service.ask("2 + 3", **hot, top_p=1e-6)["choices"][0]["message"] == greedy
   free = service.ask("2 + 3", **hot)["choices"][0]["message"]
   assert free != greedy
-  # One that asks changes nothing for one beside it.
+  # A request's top_p does not affect concurrent requests.
   with concurrent.futures.ThreadPoolExecutor() as pool:
     beside = [pool.submit(service.ask, "2 + 3", **hot, top_p=p) for p in (1e-6, 1, 0.5)]
     messages = [f.result()["choices"][0]["message"] for f in beside]
@@ -269,7 +269,7 @@ def complete(service: Service, **fields) -> httpx.Response:
 
 
 def test_text_completions_are_what_a_harness_asks_for(service):
-  # The bodies of lm-eval's local-completions (generate_until) for a batch of two.
+  # The body from lm-eval's local-completions (generate_until) for a batch of two.
   body = {"prompt": ["2 + 3", "capital of Ur"], "max_tokens": 100, "seed": 1234}
   body |= {"stop": ["Question:", "</s>", "\n\n", "<|im_end|>", "\nclass"]}
   reply = complete(service, **body).json()
@@ -279,7 +279,7 @@ def test_text_completions_are_what_a_harness_asks_for(service):
   each = [complete(service, prompt=p).json() for p in body["prompt"]]
   for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
     assert reply["usage"][name] == sum(one["usage"][name] for one in each)
-  # n of each, in the order of the prompts; a prompt's cost is counted once.
+  # n choices per prompt, in the prompts' order; a prompt's tokens count once.
   reply = complete(service, **body, n=2).json()
   assert [c["text"] for c in reply["choices"]] == ["5", "5", "Uruk", "Uruk"]
   assert reply["usage"]["prompt_tokens"] == sum(
@@ -295,7 +295,7 @@ def test_text_completions_are_what_a_harness_asks_for(service):
   ]
   for token, at in zip(logs["tokens"], logs["text_offset"], strict=True):
     assert "Uruk"[at:].startswith(token.lstrip())
-  # A stream has the answer alone.
+  # A stream has only the answer.
   text = complete(service, prompt="2 + 3", stream=True).text
   assert text.endswith("data: [DONE]\n\n")
   events = [json.loads(e[6:]) for e in text.split("\n\n")[:-2]]
@@ -373,7 +373,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
     ({"temprature": 0}, 400, "temprature"),
     ({"messages": [{"role": "user", "content": "x" * 900}]}, 400, "messages"),
-    # --- Of /v1/completions.
+    # --- /v1/completions.
     ({"prompt": "a", "echo": True}, 400, "echo"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
@@ -383,7 +383,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     ({"prompt": [[1, 2], [3]]}, 400, "prompt"),
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": []}, 400, "prompt"),
-    ({"prompt": None}, 400, "prompt"),  # as if it were left out
+    ({"prompt": None}, 400, "prompt"),  # like a missing prompt
     ({"prompt": ["a"] * 40, "n": 2}, 400, "n"),
     ({"prompt": "a", "messages": []}, 400, "messages"),
     ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
@@ -453,13 +453,13 @@ def test_a_sandbox_that_is_down_is_no_answer(worker):
 
 @pytest.fixture
 def slow_windows(monkeypatch) -> None:
-  """A window, of one token on `one_slot`, takes 250 ms: 51 outlast any stop."""
+  """Makes a window (one token on `one_slot`) take 250 ms: 51 outlast any stop."""
   real = sampler.window
   monkeypatch.setattr(sampler, "window", lambda *a: time.sleep(0.25) or real(*a))
 
 
 def begin(service: Service, stream: bool) -> http.client.HTTPConnection:
-  """A connection on which a question of 51 tokens is being answered."""
+  """Opens a connection and waits for the first 3 of an answer's 51 tokens."""
   engine = service.server.worker.engine
   before = engine.counters.sampled_tokens
   out = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=300)
@@ -481,7 +481,7 @@ def test_a_client_that_goes_away_frees_its_slot(one_slot, slow_windows, caplog, 
     leaving.close()
     eventually(lambda: service.server.counts == (0, 0))
     assert engine.counters.sampled_tokens <= before + 20
-  assert not caplog.records  # it is nobody's fault
+  assert not caplog.records  # a leaving client is not an error
 
 
 def test_a_client_that_hangs_up_in_its_body_is_nobodys_fault(service, caplog):

@@ -1,4 +1,4 @@
-"""What of a request and a response is text, and what an answer is; no model samples."""
+"""Text in requests and responses, and the choice of the answer, without a model."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def test_an_answer_that_was_cut_off_is_what_there_is_of_it():
     (" a\n\nq ", ("\n\nQ",), "a\n\nq"),
     (" aab ", ("aac", "aa"), ""),
     (" aaab ", ("aab",), "a"),
-    (" stop", ("stopping",), "stop"),  # it may have been the beginning of one
+    (" stop", ("stopping",), "stop"),  # `stop` could begin the stop string
     (" 1\n2 ", ("\n",), "1"),
-    (" \n1 ", ("\n",), "1"),  # white space before the answer is the protocol's
+    (" \n1 ", ("\n",), "1"),  # leading white space belongs to the protocol
     (" \u00e9\u00e9x ", ("\u00e9x",), "\u00e9"),
   ],
 )

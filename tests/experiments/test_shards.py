@@ -1,4 +1,4 @@
-"""Shards: whatever their number, order and ends, what one process writes comes out."""
+"""Shards write one process's outputs, in any number and order, even after a kill."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from coa_jax.runtime.shard import Shard
 
 
 def contents(workdir: pathlib.Path, names: tuple[str, ...]) -> dict[str, str]:
-  """Files as text, but for what anything took in seconds."""
+  """The files' text without durations in seconds."""
   texts = {name: (workdir / name).read_text() for name in names}
   return {n: re.sub(r'(seconds\w*": )[^,}\n]+', r"\1", t) for n, t in texts.items()}
 
 
-# --- A distillation, as processes that are killed.
+# --- A distillation in separate processes, one of them killed.
 WRITTEN = ("runs.jsonl", "trajectories.jsonl", "teacher.jsonl", "results.json")
 
 
@@ -41,7 +41,7 @@ def test_killed_shards_of_a_distillation_end_as_one_process(distillation, tmp_pa
   whole = start("distill", distillation, tmp_path / "whole")
   assert whole.wait(600) == 0, whole.communicate()
 
-  # Number 1 is killed on its way, and started again at the end.
+  # Shard 1 is killed midway, and started again as the last one.
   workdir = tmp_path / "cut"
   killed = start("distill", distillation, workdir, "--shard=1/3")
   while not (workdir / "shards" / "1-of-3" / "runs.jsonl").exists():
@@ -53,13 +53,13 @@ def test_killed_shards_of_a_distillation_end_as_one_process(distillation, tmp_pa
     process = start("distill", distillation, workdir, f"--shard={shard}", "--json")
     out, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
-    # Done before all of its kind are: nothing is joined.
+    # Outputs are joined only after all shards are done.
     is_joined = (workdir / "results.json").exists()
     assert is_joined == (shard == "1/3"), errors
   assert json.loads(out)["tasks"] == 40
   assert contents(workdir, WRITTEN) == contents(tmp_path / "whole", WRITTEN)
 
-  # Whoever comes once more joins nothing and changes nothing.
+  # A repeated shard joins nothing and changes nothing.
   again = start("distill", distillation, workdir, "--shard=2/3")
   assert again.wait(600) == 0, again.communicate()
   assert contents(workdir, WRITTEN) == contents(tmp_path / "whole", WRITTEN)
@@ -72,7 +72,7 @@ def evaluation(tmp_path_factory) -> ml_collections.ConfigDict:
 
 
 def in_shards(journey, config, config_class, workdir, numbers, count) -> dict:
-  """Runs shards in this order; returns what the last one does."""
+  """Runs shards in this order; returns the last one's results."""
   settings = as_json(read_config(config, config_class))
 
   def run(folder: str, shard: Shard | None) -> dict:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C to a run as a user starts it: it saves, says so, and leaves."""
+"""SIGTERM and Ctrl-C to a run in a process: it saves, reports this, and ends."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.report.metrics import read_metrics
 
 NO_CACHE = "--compile_cache="
-MANY = 10_000_000  # steps: none of these runs comes to its end
+MANY = 10_000_000  # steps: none of these runs finishes
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, str]:
-  """Config files of runs that save at no step of their own."""
+  """Config files for runs that save only on a signal."""
   folder = tmp_path_factory.mktemp("inputs")
   runs = toy_runs(folder)
   runs["sft"]["data"] |= dict(steps=MANY, validate_every=MANY)
@@ -65,14 +65,14 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert f"stopped after step {at}, which is saved in {checkpoints};" in errors
     assert f"{signal.Signals(number).name}: saving at the next boundary" in errors
     assert at >= before + 2
-    # The log goes as far as the checkpoint, or just beyond it.
+    # The log ends at the checkpoint's step.
     steps = [row["step"] for row in read_metrics(tmp_path, journey)]
     assert steps == list(range(1, at + 1))
   assert not (tmp_path / "model").exists()
 
 
 def played(workdir: pathlib.Path) -> list[tuple]:
-  """What the first step's rollouts were."""
+  """The first step's rollouts, sorted."""
   rows = []
   for file in sorted(workdir.glob("**/trajectories/step_000000.jsonl")):
     for t in read_trajectories(file):
@@ -83,7 +83,7 @@ def played(workdir: pathlib.Path) -> list[tuple]:
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_ends_the_rollouts_of_both(tmp_path):
-  """The step that they belong to is not waited for; it is made again, bit for bit."""
+  """Nothing waits for the interrupted step; the next run repeats it bit-identical."""
   config = guessing.rl_config(tmp_path, steps=100).to_dict()
   config["algo"] |= dict(steps=1, keep_every=1)
   config["algo"]["sampling"] |= dict(prompts=2, samples=64)
@@ -94,10 +94,10 @@ def test_a_signal_to_one_process_ends_the_rollouts_of_both(tmp_path):
   broken = tmp_path / "broken"
   ended(start_together("rl", file, whole, 2))
 
-  # --- The second one is told when the first tool has answered in it.
+  # --- The second process gets the signal after its first tool answers.
   both = start_together("rl", file, broken, 2)
   journal = broken / "process_1" / "tool_calls" / "step_000000.jsonl"
-  while len(whole_lines(journal)) < 8:  # those of the evaluation are fewer
+  while len(whole_lines(journal)) < 8:  # an evaluation has fewer
     assert [p.poll() for p in both] == [None, None]
     time.sleep(0.02)
   both[1].send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_a_signal_to_one_process_ends_the_rollouts_of_both(tmp_path):
   assert whole_steps(broken / "checkpoints") == [0]
   assert not (broken / "metrics.jsonl").exists()
 
-  # --- The same command goes on; what tools have answered, they are not asked again.
+  # --- The same command resumes, without repeating answered tool calls.
   assert len(whole_lines(journal)) < 64
   ended(start_together("rl", file, broken, 2))
   assert played(broken) == played(whole)

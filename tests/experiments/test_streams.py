@@ -1,4 +1,4 @@
-"""A run goes on when the reader of what it prints ends, as `program 2>&1 | head`."""
+"""A run continues after the reader of its output ends, as in `program 2>&1 | head`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_run_goes_on_without_its_reader(tmp_path: pathlib.Path, both: bool):
     env={**os.environ, "PYTHONPATH": str(ROOT)},
   )
   os.close(writer)
-  with open(reader) as lines:  # as `head -1`
+  with open(reader) as lines:  # like `head -1`
     assert "step 1/50" in lines.readline()
   os.write(tell, b"x")
   out, _ = process.communicate(timeout=120)

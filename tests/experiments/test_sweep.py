@@ -1,4 +1,4 @@
-"""A sweep runs every combination once, goes on, is shared out, and is compared."""
+"""A sweep runs every combination once, grows, splits into shards, compares its runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coa_jax.cli import compare, sweep
 from coa_jax.runtime.config import ConfigError
 from coa_jax.runtime.shard import Shard
 
-# A journey in miniature: its loss is known, and it fails where it is told to.
+# A miniature stage with a known loss, which fails at lr=9.
 JOURNEY = """
 import json, os, sys
 values = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
@@ -37,7 +37,7 @@ with open(folder + "/results.json", "w") as f:
 
 @pytest.fixture
 def journey(tmp_path, monkeypatch):
-  """Makes `python -m toy_journey` possible; returns what reads which runs began."""
+  """Makes `python -m toy_journey` work; returns a function that lists started runs."""
   (tmp_path / "toy_journey.py").write_text(JOURNEY)
   monkeypatch.syspath_prepend(str(tmp_path))
   monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -92,7 +92,7 @@ def test_runs_are_grouped_over_seeds_and_compared(journey, tmp_path, capsys):
     "optim.lr=1.0": 2,
     "optim.lr=2.0": 2,
   }
-  # Losses 1 and 2: mean 1.5; t(0.975, 1) = 12.706, and the error of the mean is 0.5.
+  # Losses 1 and 2: mean 1.5, standard error 0.5; t(0.975, 1) = 12.706.
   rows = compare.table(groups).rows
   assert rows[0]["loss"] == "1.500 \u00b1 6.353"
   page = tmp_path / "compare.html"
@@ -110,7 +110,7 @@ def test_what_can_not_be_compared_is_named(journey, tmp_path):
 
 
 def a_run(folder, config: dict, results: dict | None = None, rows: list | None = None):
-  """Writes a workdir as stages do, with a model folder as Hugging Face has it."""
+  """Writes a stage's workdir with a model folder in Hugging Face's form."""
   (folder / "model").mkdir(parents=True)
   (folder / "model" / "config.json").write_text('{"model_type": "qwen2"}')
   (folder / "config.json").write_text(json.dumps({"config": config, "inputs": {}}))

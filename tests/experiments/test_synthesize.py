@@ -1,4 +1,4 @@
-"""The synthesis program: tasks over a corpus, stopped and gone on with, refused."""
+"""The synthesis program: tasks from a corpus, a stop and a resume, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that looks at tasks: its table, its samples, its exit status."""
+"""The program `tasks`: its table, its samples, its exit status."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_tasks_of_dev_are_looked_at_too(tmp_path, capsys, monkeypatch):
   config.tasks = dict(uri=str(path))
   config.reward = dict(graders=dict(other="test_tasks:never"))
   config.dev = dict(uri=str(tmp_path / "dev.json"), every=1)
-  flags.FLAGS(["tasks"])  # none is given
+  flags.FLAGS(["tasks"])  # no flags
   with pytest.raises(SystemExit) as e:
     program.work(config)
   assert e.value.code == 1
   out = " ".join(capsys.readouterr().out.split())
   for words in ("1 task of other: qa", "c: 'x' earns 0", "1 accepted answers do"):
     assert words in out
-  # The bad one alone was at fault.
+  # Without the bad task nothing fails.
   config.dev.limit = 1
   config.reward = dict()
   program.work(config)
@@ -72,10 +72,10 @@ def test_tasks_of_dev_are_looked_at_too(tmp_path, capsys, monkeypatch):
 
 
 def never(task, answer, trajectory):
-  """A grader that nothing pleases."""
+  """Accepts no answer."""
   return 0.0
 
 
 def unsure(task, answer, trajectory):
-  """A grader that has no opinion."""
+  """Can grade no answer."""
   raise Ungradable("no idea")

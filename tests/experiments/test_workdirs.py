@@ -1,4 +1,4 @@
-"""Workdirs as users have them: two runs in one, and disks that are full."""
+"""Workdirs with two runs, on full disks, or at impossible paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from programs import config_file, small_distillation, start, toy_runs
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, str]:
-  """A config file of a short run of each stage."""
+  """A config file for a short run of each stage."""
   folder = tmp_path_factory.mktemp("inputs")
   runs = toy_runs(folder)
   runs["sft"]["checkpoint"] = dict(every=2)
@@ -34,7 +34,7 @@ def run(journey: str, config: str, workdir: pathlib.Path, *flags: str):
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
-  """The one line of a run that could not continue."""
+  """Checks that a run failed with one error; returns that line."""
   errors = done.stderr
   assert done.returncode == 2, errors
   assert "Traceback" not in errors and errors.count("error: ") == 1, errors
@@ -47,7 +47,7 @@ def test_two_runs_do_not_share_a_workdir(configs, tmp_path):
   while not (workdir / "runs.jsonl").exists():
     assert first.poll() is None, first.communicate()
     time.sleep(0.01)
-  first.send_signal(signal.SIGSTOP)  # so that it is there still
+  first.send_signal(signal.SIGSTOP)  # keeps it alive
   line = refused(run("distill", configs["distill"], workdir))
   assert line.startswith(f"error: {workdir}: process {first.pid} on "), line
   first.kill()
@@ -60,7 +60,7 @@ def test_two_runs_do_not_share_a_workdir(configs, tmp_path):
 
 @pytest.fixture
 def full(tmp_path) -> Iterator[pathlib.Path]:
-  """A small disk of its own."""
+  """A separate small disk, mounted on tmp_path."""
   mounted = subprocess.run(
     ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
     capture_output=True,

@@ -12,7 +12,7 @@ SFT = "sft --config=configs/sft_world.py:tiny"
 RL = "rl --config=configs/rl_world.py:tiny"
 SELECT = "tasks --config=configs/select_world.py:tiny"
 
-# A command, each word of which may name a file of `files`; words of the refusal.
+# (command, words of the refusal); a command's words may name files from FILES.
 TABLE = [
   # --- Config files and arguments.
   ("sft --config=nowhere.py", "nowhere.py: there is no such config file"),
@@ -57,7 +57,7 @@ TABLE = [
   (f"{SFT} --workdir=az://bucket/run", "accepted: gs://BUCKET/PATH"),
   (f"{SFT} --workdir=good.jsonl", "good.jsonl"),
   (f"{SFT} extra", "unexpected argument 'extra'"),
-  # --- Files that are missing, empty, folders, or something else.
+  # --- Files: missing, empty, folders, or of another kind.
   (f"{SFT} --config.data.trajectories=nowhere.jsonl", "nowhere.jsonl"),
   (f"{SFT} --config.data.trajectories=folder", "folder"),
   (f"{SFT} --config.data.trajectories=empty.jsonl", "empty.jsonl"),
@@ -78,7 +78,7 @@ TABLE = [
   (f"{GOOD} --config.init=Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
   (f"{GOOD} --config.init=good.jsonl", "good.jsonl"),
   (f"{GOOD} --config.init=folder", "folder"),
-  # --- Fields that contradict each other.
+  # --- Contradicting fields.
   (f"{GOOD} --config.eval.greedy=False --config.eval.samples=0", "nothing to play"),
   (f"{GOOD} --config.eval.k=(1,4)", "k has 4; it must be from 1 to samples=3"),
   (f"{GOOD} --config.eval.k=(0,)", "k has 0; it must be from 1 to samples=3"),
@@ -134,7 +134,7 @@ def get_config():
 
 
 def test_each_is_refused_in_one_clear_line(tmp_path):
-  # --- Files whose folder has a space and an accent in its name.
+  # --- Files in a folder with a space and an accent in its name.
   folder = tmp_path / "my donn\u00e9es"
   os.makedirs(folder / "folder")
   for name, content in FILES.items():
@@ -147,13 +147,13 @@ def test_each_is_refused_in_one_clear_line(tmp_path):
       words.append("--workdir=run")
     words.append("--compile_cache=")
     done = forked.run(f"experiments.{name}", *words, folder=folder)
-    # Which tasks were found may be reported before it.
+    # A line about the tasks may come before the error.
     *said, error = (done.stdout + done.stderr).splitlines() or [""]
     one_line = error.startswith("error: ") and len(said) <= 1
     one_line = one_line and all("qa (" in line for line in said)
     if done.returncode != 2 or not one_line or reason not in done.stdout + done.stderr:
       wrong.append(f"{command}\n  {reason}\n  {done}")
   assert not wrong, "\n".join(wrong)
-  # A config and scratch bind nothing: the next run in the folder may have another.
+  # A config and scratch files bind nothing: the next run may have another config.
   left = set(os.listdir(folder / "run"))
   assert left <= {".lock", "config.json", "tokenizer", "data"}

@@ -1,4 +1,4 @@
-"""Alpaca records as trajectories: authorship by strict reading, nothing lost."""
+"""Alpaca records as trajectories: strict parsing finds the authors, no text is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def record(output: str, **fields) -> dict:
 
 
 def read(tmp_path, *records, **options):
-  """The records by way of a file."""
+  """Imports the records from a file."""
   path = tmp_path / "sft.json"
   path.write_text(json.dumps(list(records)))
   importer = importers.Importer("alpaca", MHQA, stem="sft", **options)
@@ -121,7 +121,7 @@ def test_earlier_turns_stand_before_the_question_as_in_a_chat(tmp_path):
   said += [("assistant", "Rhine"), ("user", "Which river?")]
   assert task.question == trajectory.meta["question"] == conversation_text(said)
   assert (task.answers, plain.meta["question"]) == (("Seine",), "Which river?")
-  # Below the head, as it stood; nothing else of the record has changed.
+  # The instructions stay before the question; all other segments are unchanged.
   assert trajectory.segments[0].text == f"Use functions.\n\nQuestion: {task.question}"
   assert trajectory.segments[1:] == empty.segments[1:]
   assert empty.segments[0] == plain.segments[0]

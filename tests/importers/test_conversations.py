@@ -1,4 +1,4 @@
-"""ShareGPT, Search-R1 and conversations of several questions."""
+"""ShareGPT, Search-R1 and conversations with several questions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def block(tag: str, *texts: str) -> str:
 
 ASKS = ("human", "A square of 7?")
 SAYS = ("gpt", "49")
-# The layouts of the hub: a turn for the call; JSON of several; text first; Hermes.
+# Layouts on the Hub: a turn per call, JSON with several calls, text first, Hermes.
 LAYOUTS = [
   ([ASKS, ("function_call", CALL), ("observation", "o"), SAYS], ["o"]),
   (
@@ -82,7 +82,7 @@ def test_each_question_of_a_conversation_is_a_trajectory(tmp_path):
       break
     tasks = [task for task, _ in results]
     assert [t.id for t in tasks] == [f"{row['id']}-turn{k}" for k in (1, 2, 3)]
-    # What a server of conversations would ask, told by the messages before.
+    # A question includes the earlier messages, as the chat server writes them.
     said = [("user", ASKS[1]), ("assistant", "49"), ("user", "And 5?")]
     said += [("assistant", "25"), ("user", "Thanks")]
     asked = [ASKS[1], conversation_text(said[:3]), conversation_text(said)]

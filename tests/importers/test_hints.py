@@ -1,4 +1,4 @@
-"""Hints for dropped rows: with the flags that one names, its row is read."""
+"""Hints for dropped rows: with the flags in a hint, its row is read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SEARCH_R1 = {
   ("format_", "variant", "row", "flags"),
   [
     ("oagents", "web", CODE_AGENT, [f"--variant=unified{ALONE}"]),
-    # A team that plans keeps its plan.
+    # A run with a plan keeps the plan.
     (
       "oagents",
       "web",
@@ -83,12 +83,12 @@ def test_the_flags_that_a_hint_names_read_the_row(format_, variant, row, flags):
   importer = Importer(format_, get_variant(variant))
   record = (0, "f:1", row)
   text = hints.hint(importer, importer.read(*record), record)
-  # --- The flags as a shell would read them.
+  # --- The flags, split as a shell splits them.
   assert text.startswith("try ")
   words = shlex.split(text.replace(",", " ").replace("(", " ").replace(";", " "))
   found = [w for w in words if w.startswith("--") and w != "--tools=NAME=TAG"]
   assert found == flags
-  # --- And what they do.
+  # --- With these flags the row is read.
   given = dict(flag.removeprefix("--").partition("=")[::2] for flag in found)
   name, _, tag = given.get("tools", "").partition("=")
   again = Importer(

@@ -1,6 +1,6 @@
-"""Other systems' runs as trajectories: every call and observation, or the reason.
+"""Foreign runs become complete trajectories, or are dropped with a reason.
 
-budget: one law over every format, and what is special to each.
+budget: one law for all formats, and each format's special cases.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_every_call_and_every_observation_is_kept_in_order(drawn):
   spaced = [(n, a, r.removeprefix(" ")) for n, a, r in mine]
   assert (spaced if drawn.format == "alpaca" else mine) == drawn.calls
   assert parse(trajectory.text, UNIFIED).ok
-  # Authorship: the tool wrote the observations, all of them and nothing else.
+  # Authorship: the tool wrote exactly the observations.
   tool = [s for s in trajectory.segments if s.author == Author.TOOL]
   assert len(tool) == len(drawn.calls)
   assert all(s.role == roles.OBSERVATION for s in tool)
@@ -109,7 +109,7 @@ def test_broken_rows_are_dropped_and_never_crash(drawn, picks, how):
 
 
 def _slots(value):
-  """(container, key) of everything inside."""
+  """Yields (container, key) for every nested value."""
   pairs = value.items() if isinstance(value, dict) else enumerate(value)
   for key, inner in list(pairs):
     yield value, key
@@ -188,7 +188,7 @@ def test_runs_find_their_tasks():
   assert detect(row) == "runs"
   assert read("runs", row).reason == "unknown_task"
   result = read("runs", row, tasks={"a": Task("a", "Who?", ("x",))})
-  assert result.reason == "unclosed"  # no event, no answer: but it was read
+  assert result.reason == "unclosed"  # without events and answer, but read
   assert read("runs", {**row, "status": "odd"}).reason == "bad_record"
 
 
@@ -212,7 +212,7 @@ DEEP = "[" * 100_000
 
 
 def block(inner: str) -> dict:
-  """A chat row with a call in the text of its first reply."""
+  """A chat row with a call in the first reply's text."""
   reply = {"role": "assistant", "content": f"<tool_call>{inner}</tool_call>"}
   return asks(reply, {"role": "tool", "content": "o"}, ENDS)
 

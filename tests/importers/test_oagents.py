@@ -1,4 +1,4 @@
-"""OAgents and smolagents runs: who was asked what, how it ended, what is left out."""
+"""OAgents and smolagents runs: delegation order, endings, and reported losses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from coa_jax.protocol.trajectory import Status
 
 
 def program(text: str, **fields) -> dict:
-  """A step whose program is `text`."""
+  """A step with the program `text`."""
   called = {"name": "python_interpreter", "arguments": text}
   return {"tool_calls": [called], "observations": "o", **fields}
 
 
 def queries(*programs: str) -> list[str]:
-  """The queries of the search agent, in the order in which programs delegate them."""
+  """The search agent's queries, in the order in which the programs delegate them."""
   names = ("Find X", "Find X and Y", "Task one", "Task two")
   actions = {
     name: {

@@ -1,4 +1,4 @@
-"""The stream of rows: any number of processes gives one result, in bounded memory."""
+"""The row pipeline: the same result with any number of processes, bounded memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONVERT = ConvertConfig(missing_think="Go on.", score_right=True)
 
 
 def row(n: int) -> dict:
-  """An OAgents run; every seventh is wrong, every fifth as the one before."""
+  """An OAgents run; every seventh is wrong, every fifth repeats the one before."""
   word = f"town{n - (n % 5 == 4)}"
   called = {"name": "wiki_search", "arguments": {"query": f"where is {word}", "k": 3}}
   words = " ".join(f"{word}_{i}" for i in range(30))
@@ -62,7 +62,7 @@ def test_processes_change_nothing(tokenizer):
     out[workers] = [list(work.lines(records(70))), work.counts()]
   assert out[0] == out[2]
   lines, counts = out[0]
-  # The wrong ones go at conversion: they were given no passing score.
+  # Wrong rows are dropped at conversion, since they have no passing score.
   wrong = sum(n % 7 == 0 for n in range(70))
   assert counts["import"]["dropped"] == {"illegal_transition": wrong}
   assert counts["import"]["with_losses"] == 70 - wrong

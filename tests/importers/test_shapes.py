@@ -1,4 +1,4 @@
-"""Conversations as systems record them: the same turns, whatever the shape."""
+"""Conversations in many systems' formats: all give the same turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coa_jax.protocol.parser import parse
 
 
 def take(format_: str, row: dict, **tools: str):
-  """Imports one row as a single agent's."""
+  """Imports one row with the single-agent variant."""
   return read(format_, row, variant=ALONE, tools=tools)
 
 
@@ -57,7 +57,7 @@ def test_converted_again_a_row_does_not_change(name):
 
 
 def hermes(*texts: str) -> dict:
-  """A row whose first reply is a text, and whose last is an answer."""
+  """A row: a reply with the first text, tool results with the others, and an answer."""
   results = [{"role": "tool", "content": text} for text in texts[1:]]
   return asks({"role": "assistant", "content": texts[0]}, *results, ENDS)
 
@@ -72,7 +72,7 @@ QUERY = "meaning of </tool_call> in templates"
 @pytest.mark.parametrize(
   ("text", "body"),
   [
-    # Inputs of public reports: a tag in a string; a Python dict.
+    # Inputs from public reports: a tag inside a string, and a Python dict.
     (call(json.dumps({"name": "search", "arguments": {"query": QUERY}})), QUERY),
     (call(str({"arguments": {"query": "Rome"}, "name": "search"})), "Rome"),
     (call(str({"arguments": {"query": QUERY}, "name": "search"})), QUERY),
@@ -127,7 +127,7 @@ def test_arguments_of_a_function(arguments, written):
     return
   ((tag, body, observation),) = calls_in(result[1], ALONE)
   assert (tag, observation) == ("tool", "o")
-  # JSON alone: NaN would be read by Python's reader.
+  # Strict JSON: Python's parser would accept NaN.
   value = json.loads(body, parse_constant=pytest.fail)
   assert value == {"name": "get_temp", "arguments": written}
 
@@ -213,7 +213,7 @@ def test_streamed_messages_of_langchain():
 
 
 def test_a_reply_in_pieces_is_one_reply():
-  """As streams log it: a block a message."""
+  """As streams log a reply: one message per content block."""
   pieces = [
     assistant({"type": "thinking", "thinking": "first"}),
     assistant({"type": "text", "text": "second"}),

@@ -1,4 +1,4 @@
-"""A call that no importer reads drops its row, in whatever form it stands there."""
+"""A call left unread by the importer drops its row, in every known form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coa_jax.data.teacher.convert import Dropped
 
 JSON = '{"name": "search", "arguments": {"query": "q"}}'
 BAR, LOW = "\uff5c", "\u2581"
-# A call as models write it in their text.
+# Calls as models write them in text.
 CALLS = [
   f"<function_call>{JSON}</function_call>",
   f"<function_call> {JSON}",
@@ -50,7 +50,7 @@ CALLS = [
   "<execute_bash>ls</execute_bash>",
   "<use_mcp_tool>\n<server_name>s</server_name>\n</use_mcp_tool>",
 ]
-# A text that is a call, and nothing else.
+# Texts with a call and nothing else.
 WHOLE_CALLS = [
   JSON,
   f"```json\n{JSON}\n```",
@@ -62,7 +62,7 @@ WHOLE_CALLS = [
   "{'name': 'search', 'arguments': {'query': 'q'}}",
   '[search(query="q")]',
 ]
-# Answers that only look like one.
+# Answers resembling a call.
 PLAIN = [
   "Ada Lovelace",
   "Write it between `<tool_call>` and `</tool_call>`.",
@@ -144,7 +144,7 @@ def test_every_format_is_looked_at(text):
 @settings(max_examples=100, deadline=None)
 @given(foreign.ALL)
 def test_rows_hold_no_more_calls_than_are_read(drawn):
-  """What the drawn rows hold is counted, and none is dropped for it."""
+  """No drawn row is dropped for unread calls; the count stays near the drawn calls."""
   assert count_calls(drawn.row) <= len(drawn.calls) + len(drawn.row)
   assert not isinstance(read(drawn.format, drawn.row), Dropped)
 

@@ -1,9 +1,9 @@
-"""Steps of RL in one of several processes; see test_learning_together.py.
+"""Runs two RL steps in one of several processes; see test_learning_together.py.
 
 python tests/learner/learn_in_processes.py OUT.npz CASE DEVICES [COORDINATOR N I]
 
-Writes every array that this process's host makes of the trajectories, beside the rows
-that they are of, and what came of the steps.
+Writes every batch array that this process builds on its host, the indices of its rows,
+and the metrics of both steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coa_jax.rollout.exchange import gather_trajectories  # noqa: E402
 
 ROWS, LENGTH, GROUPS, SAMPLES = 8, 128, 6, 3
 CRITIC = {"is_clip": 2.0, "kl_coef": 0.1, "kl_in": "reward", "critic_lr": 1e-3}
-# Loss, mesh, minibatches. With `context` over processes two of them hold one row.
+# Loss, mesh, minibatches. If `context` spans processes, two processes hold each row.
 CASES = {
   "grpo": (PRESETS["grpo"]["loss"], dict(fsdp=4), 1),
   "whitened": (dict(advantage="reinforce++_baseline"), dict(fsdp=2, context=2), 2),
@@ -40,7 +40,7 @@ CASES = {
 
 
 def played(rng: np.random.Generator) -> Trajectory:
-  """A trajectory of some turns, some of them empty, with any log-probs."""
+  """A trajectory with random turns, some empty, and random log-probs."""
   segments = [Segment(Author.PROMPT, "", "", rng.integers(0, 90, 9).tolist())]
   for _ in range(rng.integers(1, 5)):
     for author in (Author.POLICY, Author.TOOL):
@@ -56,7 +56,7 @@ def played(rng: np.random.Generator) -> Trajectory:
 
 
 def main() -> None:
-  """Makes two steps."""
+  """Runs two steps."""
   if others:
     jax.distributed.initialize(others[0], int(others[1]), int(others[2]))
   loss, mesh, minibatches = CASES[case]
@@ -76,7 +76,7 @@ def main() -> None:
   params = transformer.init_params(toy.ONE_LAYER, 0, partitioner)
   state, frozen = update.init(params, 0)
 
-  # --- What the host makes, on its way to the devices.
+  # --- Record the host arrays on their way to the devices.
   found = {"rows": np.flatnonzero(partitioner.rows(ROWS))}
   real = update._learner.step
 
@@ -89,7 +89,7 @@ def main() -> None:
 
   update._learner.step = step
 
-  # --- Each process has played every P-th group.
+  # --- Each of P processes plays every P-th group.
   rng = np.random.default_rng(0)
   values = []
   for _ in range(2):

@@ -1,13 +1,15 @@
-"""Every loss under every split of the same trajectories, on 4 virtual devices.
+"""Every loss for every split of the same trajectories, on 4 virtual devices.
 
   python tests/learner/losses_on_a_mesh.py OUT.json some|all float32|float64
 
-Writes {split: {algorithm: [loss, its difference, the gradient's]}} against each
-trajectory in a row of its own on one device; test_invariance.py says what they must be.
-All losses of a split are one program: the gradients of the losses in the log-probs and
-values, each pulled back through the model. SFT's, which is made otherwise, is one more.
+Writes {split: {algorithm: {loss, loss_off, gradient, gradient_off}}}. Losses and
+gradients come from one device with one trajectory per row; `_off` is a split's
+difference from them, and test_invariance.py has the bounds. One program computes all
+losses of a split: it takes each loss's gradient in the log-probs and values, and pulls
+it back through the model. SFT has another implementation, so the program
+differentiates it separately.
 
-In float64 (see `toy.use_float64`) a sum's order does not count, and a mistake does.
+In float64 (see `toy.use_float64`) summation order is negligible, but a bug is not.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 DTYPES = toy.use_float64() if sys.argv[3] == "float64" else {}
 CFG = dataclasses.replace(toy.ONE_LAYER, **DTYPES)
-LENGTH = 256  # by which dr_grpo divides; a split has rows of other lengths
+LENGTH = 256  # dr_grpo divides by it; the splits have other row lengths
 MORE = {
   "dual clip": {"dual_clip": 1.2},
   "token weights": {"is_clip": 1.1},
@@ -66,7 +68,7 @@ ALGORITHMS = {
   for name, fields in LOSSES.items()
 }
 IN_CONTEXTS = "packed, in contexts"
-# split: (rows of a micro-batch, tokens of a row, mesh).
+# split: (rows per micro-batch, tokens per row, mesh).
 SOME = {
   IN_CONTEXTS: (4, 128, None),
   "packed, a row at a time, longer rows": (1, 192, None),
@@ -85,7 +87,7 @@ REWARD_GK = np.array([[1.0, 0.0, 0.25, 0.0], [0.0, 1.0, 1.0, 0.5]])
 
 @functools.cache
 def played() -> list[Trajectory]:
-  """The toy scripts twice, with log-probs as a slightly different policy left them."""
+  """The toy scripts twice, with log-probs from a slightly different policy."""
   rng = np.random.default_rng(0)
   out = toy.trajectories() + toy.trajectories()
   logps = toy.logps_of(CFG, toy.params(layers=1, **DTYPES), out[:4]) * 2
@@ -98,9 +100,9 @@ def played() -> list[Trajectory]:
 
 
 def in_contexts() -> tuple[list[Trajectory], list[int]]:
-  """The trajectories' contexts, and the trajectory of each.
+  """Returns all contexts, and the index of each context's trajectory.
 
-  Every observation begins another context, which repeats all before it.
+  Every observation starts a new context, which repeats all earlier segments.
   """
   out, owners = [], []
   for i, t in enumerate(played()):
@@ -121,10 +123,10 @@ def in_contexts() -> tuple[list[Trajectory], list[int]]:
 
 
 def batches(config: LossConfig, rows: int, length: int, contexts: bool) -> list[Batch]:
-  """The trajectories as an update sees them: scores, advantages, shares."""
+  """Batches as in an update: scores, advantages and loss weights."""
   trajectories, owners = in_contexts() if contexts else (played(), None)
   if contexts and config.needs_one_row:
-    config = LossConfig()  # refused, and not compared
+    config = LossConfig()  # refused, so not compared
   packed = Packed(trajectories, rows, length)
   rng = np.random.default_rng(1)
   drawn = {
@@ -151,7 +153,7 @@ def batches(config: LossConfig, rows: int, length: int, contexts: bool) -> list[
 
 
 def pulled_back(partitioner: Partitioner, params, several: list[Batch]):
-  """Losses [algorithms and SFT], and gradients stacked over them."""
+  """Returns losses [algorithms, then SFT], and their stacked gradients."""
 
   def outputs(p):
     logp_BT, *_ = log_probs.token_logps(
@@ -188,7 +190,7 @@ def pulled_back(partitioner: Partitioner, params, several: list[Batch]):
 
 
 def split(rows: int, length: int, mesh: MeshConfig | None, contexts: bool = False):
-  """Mean losses and gradients over all micro-batches of this split."""
+  """Returns losses and gradients per policy token, and the micro-batch count."""
   partitioner = ONE_DEVICE
   if mesh:
     devices = mesh.data * mesh.fsdp * mesh.context
@@ -208,7 +210,7 @@ def split(rows: int, length: int, mesh: MeshConfig | None, contexts: bool = Fals
 
 
 def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
-  """What two steps of PPO with all that it can have report."""
+  """Metrics from two PPO steps with critic, KL and importance weights."""
   fields = {"is_clip": 2.0, "kl_coef": 0.1, "critic_lr": 1e-3}
   loss = LossConfig(**PRESETS["ppo"]["loss"] | fields)
   batch = BatchConfig(rows=4, length=128, minibatches=2)
@@ -244,7 +246,7 @@ def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
 
 
 def main() -> None:
-  """Writes all figures."""
+  """Writes all results."""
   longest = max(t.num_tokens for t in played())
   (expected, gradient), _ = split(8, longest, None)
   out = {}

@@ -1,4 +1,4 @@
-"""GRPO's advantage against its definition; trajectories of several contexts."""
+"""GRPO's advantage against its definition; trajectories with several contexts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUP = st.lists(
 )
 
 
-# Nothing to compare is advantage 0.
+# Advantage 0: equal rewards, a single reward, no reward.
 @example([1.0, 1.0, 1.0], True)
 @example([1.0, NAN, NAN], True)
 @example([NAN, NAN], False)
@@ -72,7 +72,7 @@ def test_rounding_is_no_difference():
 def test_a_trajectory_counts_once_however_many_contexts_it_has(
   aggregation, right, wrong
 ):
-  """Reward 1 with contexts of 2 and 1 tokens; reward 0 with a context of 1 token."""
+  """Reward 1: contexts with 2 and 1 tokens. Reward 0: one context with 1 token."""
   config = LossConfig(advantage="dr_grpo", aggregation=aggregation)
   counts, owners = [2, 1, 1], [0, 0, 1]
   advantage, _ = token_advantages(config, np.array([[1.0, 0.0]]), counts, owners=owners)

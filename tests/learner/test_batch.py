@@ -1,4 +1,4 @@
-"""Packing covers everything once; weights follow authorship."""
+"""Packing places each sequence once; the loss mask follows authorship."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_every_sequence_that_fits_is_in_one_row_and_no_row_overflows(lengths, le
   assert all(row == sorted(row) and row for row in rows)
   totals = [sum(lengths[i] for i in row) for row in rows]
   assert all(total <= length for total in totals)
-  # No two rows could have been one.
+  # No two rows fit into one.
   assert len(totals) < 2 or sum(sorted(totals)[:2]) > length
 
 
 def by_turns(*counts: int, prompt: int = 2) -> Trajectory:
-  """Segments of these many tokens, policy and tool by turns, behind a prompt."""
+  """A prompt, then interleaved policy and tool segments with these token counts."""
   ids = itertools.count(1)
   segments = [
     Segment(Author.PROMPT, "question", "", [next(ids) for _ in range(prompt)])
@@ -66,7 +66,7 @@ def test_only_the_policy_is_trained_on_whatever_the_others_say():
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
 def test_batches_have_one_shape_and_hold_every_token(counts, rows: int):
-  played = [by_turns(n) for n in counts]  # of 3 to 11 tokens
+  played = [by_turns(n) for n in counts]  # 3 to 11 tokens
   advantages = [float(n) for n in range(len(played))]
   out = list(batching.batches(played, rows, 10, advantages))
   assert all(b.tokens_BT.shape == (rows, 10) for b in out)
@@ -81,7 +81,7 @@ def test_batches_have_one_shape_and_hold_every_token(counts, rows: int):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
 def test_what_is_written_for_a_trajectory_is_read_again_and_nowhere_else(counts, rows):
-  played = [by_turns(n, 1, n % 3) for n in counts]  # of 4 to 14 tokens
+  played = [by_turns(n, 1, n % 3) for n in counts]  # 5 to 13 tokens
   packed = batching.Packed(played, rows, 16)
   assert packed.counts == [n + n % 3 for n in counts]
   logps = [[x for s in t.segments for x in s.logps] for t in played]

@@ -1,4 +1,4 @@
-"""A restored run is the run that was saved, bit for bit."""
+"""Checkpoints: a restored state is bit-identical to the saved one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_identical(a, b):
 
 
 def tiny(step: int) -> TrainState:
-  """A state whose arrays say which step it is."""
+  """A small state; its arrays depend on the step."""
   w = np.random.default_rng(step).normal(size=(64, 8)).astype(np.float32)
   return TrainState(jnp.int32(step), {"w": jnp.array(w)}, (jnp.array(w[0]), None))
 
@@ -59,7 +59,7 @@ def cut(path: pathlib.Path) -> None:
 
 
 def flip(path: pathlib.Path) -> None:
-  """One bit; of a manifest this changes a name, a size or a hash."""
+  """Flips one bit. In a manifest this changes a name, a size or a hash."""
   data = bytearray(path.read_bytes())
   data[len(data) // 2] ^= 1
   path.write_bytes(data)
@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_is_used(
     assert record.getMessage().endswith("; resuming from 2")
     aside = tmp_path / "damaged_3"
     assert aside.is_dir() == ("damaged" in words) and not (tmp_path / "3").exists()
-    checkpoints.save(tiny(3), {"round": 30})  # its place is free
+    checkpoints.save(tiny(3), {"round": 30})  # its folder name is free
   caplog.clear()
   with Checkpoints(tmp_path) as checkpoints:
     assert_identical(checkpoints.restore(tiny(0))[0], tiny(3))
@@ -130,7 +130,7 @@ def test_without_a_proven_one_a_run_begins_anew_and_nothing_is_deleted(
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(tiny(1), {})
     checkpoints.save(tiny(2), {})
-  for step in "12":  # as a version left them that proved nothing
+  for step in "12":  # as a version without manifests left them
     (tmp_path / step / MANIFEST).unlink()
   (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
   with Checkpoints(tmp_path) as checkpoints:
@@ -202,7 +202,7 @@ def test_a_step_is_saved_when_it_is_due_and_once(tmp_path):
 
 
 def kept_by_saving(folder: pathlib.Path) -> float:
-  """Memory that a process keeps after it has saved a state, in sizes of that state."""
+  """Memory still held after saving a state, as a multiple of the state's size."""
 
   def resident_bytes() -> int:
     pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
@@ -221,10 +221,10 @@ def kept_by_saving(folder: pathlib.Path) -> float:
 
 
 def test_what_saving_took_is_given_back(tmp_path):
-  """In a process of its own: what other tests left here may grow meanwhile."""
+  """Runs in a new process: in this one, other tests' memory could grow meanwhile."""
   fresh = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(1, fresh) as pool:
-    # 0.06 on two cores of an EPYC; 0.6 where nothing is given back.
+    # 0.06 on two EPYC cores; 0.6 if nothing is given back.
     assert pool.submit(kept_by_saving, tmp_path).result() < 1 / 3
 
 
@@ -257,7 +257,7 @@ def test_a_signal_saves_and_leaves_at_the_next_boundary(number, tmp_path, capfd)
   assert caught.value.status == 128 + number
   assert signal.getsignal(number) == before
   assert whole_steps(tmp_path) == [7]
-  # Work that can be made again is left at once, and what it began from is saved.
+  # Repeatable work stops at once, and the state before it is saved.
   with (
     pytest.raises(Interrupted, match="stopped after step 8,"),
     Checkpoints(tmp_path) as checkpoints,
@@ -266,7 +266,7 @@ def test_a_signal_saves_and_leaves_at_the_next_boundary(number, tmp_path, capfd)
     os.kill(os.getpid(), number)
     time.sleep(60)
   assert whole_steps(tmp_path) == [7, 8]
-  # A run that is over is not interrupted.
+  # A finished run is not interrupted.
   with Checkpoints(tmp_path) as checkpoints:
     os.kill(os.getpid(), number)
     checkpoints.reached(tiny(9), {}, last=True)
@@ -287,23 +287,23 @@ def test_outside_the_main_thread_signals_stay_as_they_are(tmp_path):
 
 
 def test_processes_leave_where_they_wait_for_each_other(tmp_path, monkeypatch):
-  """One of several: the others, which the test speaks for, hear what it hears."""
+  """One of two processes; the test fakes the signals that they exchange."""
   with Checkpoints(tmp_path) as checkpoints:
-    checkpoints.until_done([concurrent.futures.Future()])  # alone it does not wait
+    checkpoints.until_done([concurrent.futures.Future()])  # no wait if alone
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     done: concurrent.futures.Future = concurrent.futures.Future()
     done.set_result(None)
     others = iter([0, signal.SIGTERM])
     monkeypatch.setattr(checkpoints, "_signal", lambda: next(others))
     checkpoints.until_done([done])
-    with pytest.raises(Interrupted) as e:  # this one has nothing to do
+    with pytest.raises(Interrupted) as e:  # a signal elsewhere, no work here
       checkpoints.until_done([])
     assert e.value.status == 143
-    # One that fails does not wait for the others, who may not come.
+    # A failed process does not wait for the others, which may never arrive.
     failed: concurrent.futures.Future = concurrent.futures.Future()
     failed.set_exception(ValueError("broken"))
     checkpoints.until_done([concurrent.futures.Future(), failed])
-    # Told of a signal, it waits for no work.
+    # After a signal it does not wait for its work.
     others = iter([signal.SIGINT])
     timer = threading.Timer(
       0.1, lambda: setattr(checkpoints._interruption, "number", signal.SIGINT)

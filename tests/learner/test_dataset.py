@@ -1,4 +1,4 @@
-"""Tokens on disk: what is written is read, and rows come in an order that resumes."""
+"""Token data sets on disk: they read back as written, and the row order resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 
 def numbered(folder, count: int, length: int = 4) -> Dataset:
-  """Sequences of `length` tokens each, that are its number."""
+  """A data set whose n-th sequence (from 1) is `length` times token n."""
   where = os.path.join(folder, f"{count}_{length}")
   if not os.path.exists(where):
     Dataset.write(
@@ -36,7 +36,7 @@ def numbered(folder, count: int, length: int = 4) -> Dataset:
 def stream(
   dataset: Dataset, size: int, seed: int, first: int, count: int, per_row: int = 1
 ) -> list[int]:
-  """Which sequences of four tokens are trained on, in order, from a micro-batch on."""
+  """Numbers of the four-token sequences in training order, from micro-batch `first`."""
   every = np.arange(len(dataset))
   found = dataset.endless(every, size, 4 * per_row, ONE_DEVICE, seed, first)
   out: list[int] = []
@@ -123,7 +123,7 @@ def test_every_epoch_has_every_row_once_wherever_it_is_resumed(
   if rows > 8 and len(epochs) > 1:
     assert epochs[0] != epochs[1]
     assert stream(dataset, size, 7, 0, first + 8, per_row) != whole
-  # The size of a batch cuts the same stream elsewhere and does not change it.
+  # The batch size only cuts the same stream at other places.
   shared = stream(dataset, size + 1, seed, 0, 8, per_row)
   both = min(len(shared), len(whole))
   assert shared[:both] == whole[:both]
@@ -151,7 +151,7 @@ print(json.dumps([seen[0], seen[3]]))
 
 
 def test_processes_share_the_rows_of_an_epoch_and_read_their_own(tmp_path):
-  """Real processes of JAX: what is on the devices of each, resumed or not."""
+  """Real JAX processes: the rows on each one's devices, from the start and resumed."""
   dataset, address = numbered(tmp_path, 10), free_address()
   both = (["-c", CHILD, address, "2", str(i), tmp_path / "10_4"] for i in range(2))
   seen = [json.loads(said.splitlines()[-1]) for said in outputs(*both)]
@@ -160,9 +160,9 @@ def test_processes_share_the_rows_of_an_epoch_and_read_their_own(tmp_path):
     together = [sorted(a[0] + b[0]) for a, b in zip(*ours, strict=True)]
     assert together == [sorted(alone[i : i + 4]) for i in range(0, len(alone), 4)]
     for rows, read, policy in itertools.chain(*ours):
-      assert len(rows) == read == 2  # of four rows; the others were never read
-      assert policy == 16  # of all
-  # Five batches of four are two epochs of ten.
+      assert len(rows) == read == 2  # out of four; the other rows are never read
+      assert policy == 16  # in the whole batch
+  # 5 batches x 4 rows = 2 epochs x 10 rows.
   rows = [row for process, _ in seen for part, _, _ in process for row in part]
   assert sorted(rows) == sorted([*range(1, 11)] * 2)
 
@@ -191,6 +191,6 @@ print(peak() - before)
 
 
 def test_memory_does_not_grow_with_the_tokens(tmp_path):
-  """8 million tokens: 32 MB on disk, some 300 MB as lists of Python's integers."""
+  """8 million tokens: 32 MB on disk, about 300 MB as lists of Python integers."""
   (grown,) = outputs(["-c", MEMORY, tmp_path])
-  assert float(grown) < 20  # MB; the signs and pages of what was touched
+  assert float(grown) < 20  # MB: sign arrays, and mapped pages that were read

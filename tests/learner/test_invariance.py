@@ -1,4 +1,4 @@
-"""Micro-batches x packing x padding x devices: every loss and gradient is the same."""
+"""Micro-batches, packing, padding and devices change no loss and no gradient."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from started import outputs
 
 PROGRAM = pathlib.Path(__file__).with_name("losses_on_a_mesh.py")
 SPLITS = {"some": 3, "all": 8}
-# Algorithms refused with several contexts: of token advantages and sequence ratios.
+# Algorithms refused with several contexts: token advantages, sequence ratios and
+# sequence weights.
 REFUSED = {"packed, in contexts": 6}
-# The order of a sum changes its last digits: on two makers' CPUs by up to 1.2e-6 of a
-# gradient in float32, and in float64 by nothing that counts.
+# Summation order changes the last digits: on CPUs from two vendors by up to 1.2e-6
+# relative to the gradient in float32, and negligibly in float64.
 BOUNDS = {"float32": 2e-6, "float64": 1e-12}
 SLOW = pytest.mark.slow
 
@@ -28,7 +29,7 @@ SLOW = pytest.mark.slow
   ids=" ".join,
 )
 def figures(request, tmp_path_factory) -> tuple[dict, float]:
-  """What losses_on_a_mesh.py wrote, and how far apart two of it may be."""
+  """Results from losses_on_a_mesh.py, and the bound on their differences."""
   splits, dtype = request.param
   out = tmp_path_factory.mktemp("figures") / "out.json"
   outputs([PROGRAM, out, splits, dtype])
@@ -37,7 +38,7 @@ def figures(request, tmp_path_factory) -> tuple[dict, float]:
   assert len(found) == SPLITS[splits]
   one, several = updates.values()
   for a, b in zip(one, several, strict=True):
-    # Adam turns the last digits of a tiny gradient into a whole step.
+    # Adam amplifies a tiny gradient's last digits to a whole step.
     assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
   return found, BOUNDS[dtype]
 
@@ -52,7 +53,7 @@ def test_no_split_changes_a_loss_or_its_gradient(figures):
         continue
       assert f["loss_off"] <= bound * max(1, abs(f["loss"])), (split, name, f)
       assert f["gradient_off"] <= bound * max(1, f["gradient"]), (split, name, f)
-      assert f["gradient"] > 1e-3, (split, name, f)  # there is one
+      assert f["gradient"] > 1e-3, (split, name, f)  # not zero
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Processes that learn together: each makes its own rows, and those are one's."""
+"""Multi-process learning: each process builds its own rows, equal to one process's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from coa_jax.rollout.exchange import from_bytes, to_bytes
 PROGRAM = pathlib.Path(__file__).with_name("learn_in_processes.py")
 SLOW = pytest.mark.slow
 SOAK = pytest.mark.soak
-# What networks said of tokens: sums over devices, which several processes add up in
-# another order than one does.
+# Network outputs: sums over devices, which several processes add in another order.
 OF_NETWORKS = {"old_BT", "reference_BT", "value_BT", "return_BT"}
 
 
 def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
-  """What each process wrote; there are four devices in all."""
+  """Runs the processes, with four devices in all; returns what each one wrote."""
   outs = [folder / f"{processes}_{i}.npz" for i in range(processes)]
   commands = [[PROGRAM, out, case, str(4 // processes)] for out in outs]
   if processes > 1:
@@ -65,9 +64,9 @@ def test_processes_that_learn_together_are_one(tmp_path, case, counts):
       values = part.pop("values")
       np.testing.assert_allclose(values, one["values"], rtol=2e-5, atol=1e-6)
       for name, x in part.items():
-        assert x.shape[1] == len(mine) < rows  # nothing of the others' rows
+        assert x.shape[1] == len(mine) < rows  # no rows from others
         expected = one[name][:, mine]
-        # With a critic an advantage is of its values.
+        # With a critic the advantage depends on the critic's values.
         if name in OF_NETWORKS or (case, name) == ("critic", "advantage_BT"):
           np.testing.assert_allclose(x, expected, rtol=2e-5, atol=1e-6, err_msg=name)
         else:

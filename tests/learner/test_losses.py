@@ -1,6 +1,6 @@
-"""Losses by hand, and what may not change them: chunks, observations.
+"""Losses by hand; chunks and observations do not change them.
 
-Packing, padding, micro-batches and meshes: test_invariance.py.
+test_invariance.py covers packing, padding, micro-batches and meshes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CFG = toy.ONE_LAYER
 
 
 def played() -> list[Trajectory]:
-  """The toy scripts, with log-probs as a slightly different policy would leave them."""
+  """The toy scripts, with log-probs from a slightly different policy."""
   rng = np.random.default_rng(0)
   out = toy.trajectories()
   for t, logps in zip(out, toy.logps_of(CFG, toy.params(layers=1), out), strict=True):
@@ -72,7 +72,7 @@ def value_and_grad(loss, params, batch: Batch):
 
 
 def assert_close(a, b):
-  """Per policy token within 1e-6; and within 1e-5 of each array's own largest entry."""
+  """Within 1e-6 per policy token, and 1e-5 relative to each array's largest entry."""
   tokens = sum(len(toy.sampled_ids(t)) for t in toy.trajectories())
   for (path, x), y in zip(
     jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
@@ -82,7 +82,7 @@ def assert_close(a, b):
 
 
 def alone(rows: int, length: int) -> Batch:
-  """Every trajectory in a row of its own."""
+  """Each trajectory in its own row."""
   batch = batching.empty(rows, length)
   for row, t in enumerate(played()):
     batching.fill(batch, row, [t], [ADVANTAGES[row]])
@@ -96,7 +96,7 @@ def alone(rows: int, length: int) -> Batch:
   ids=str,
 )
 def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
-  """Whatever part of the tokens counts, and however few of them are taken at once."""
+  """For any share of counted tokens, and any chunk size."""
   cfg = dataclasses.replace(CFG, **changes)
   params = toy.params(layers=1, **changes)
   batch = next(batching.batches(played(), 2, 112))
@@ -113,7 +113,7 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
   whole_grads, our_grads = (jax.jit(jax.value_and_grad(f)) for f in (whole, ours))
   without_gradient = jax.jit(ours)
   for share in (1.0, 0.3, 0.0):
-    # As if another's: first tokens of segments too, which no loss may count.
+    # A random mask, also over first tokens of segments, which no loss may count.
     loss_mask_BT = rng.uniform(0.5, 2.0, batch.loss_mask_BT.shape)
     loss_mask_BT *= rng.random(loss_mask_BT.shape) < share
     weighted = dataclasses.replace(batch, loss_mask_BT=loss_mask_BT.astype(np.float32))
@@ -126,7 +126,7 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
 
 @pytest.mark.slow
 def test_chunks_of_rows_of_a_prime_length_are_the_whole():
-  """The last one is filled up; none becomes many of a single token."""
+  """The last chunk is padded; a prime length does not mean many one-token chunks."""
   batch = alone(4, 109)
 
   def total(cfg):
@@ -152,7 +152,7 @@ def test_chunks_hold_a_row_and_are_of_whole_tiles_from_one_on(most):
 
 
 def largest(jaxpr) -> int:
-  """Elements of the largest array of a program, in whatever loop."""
+  """Elements of a program's largest array, inner loops included."""
   sizes = [int(np.prod(v.aval.shape)) for e in jaxpr.eqns for v in e.outvars]
   within = [
     x
@@ -169,7 +169,7 @@ def largest(jaxpr) -> int:
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_logits_of_all_tokens_never_exist_at_a_vocabulary_of_152k(kind, rows):
-  """Nor their gradients; without anything being set."""
+  """Nor do their gradients, with default settings."""
   cfg = dataclasses.replace(CFG, vocab_size=151_936, width=32, layers=1)
   batch, T = batching.empty(rows, 4096), 4096
   params = jax.eval_shape(lambda: init_params(cfg, 0))
@@ -232,13 +232,13 @@ def test_the_gradient_is_exactly_zero_but_at_logits_of_policy_tokens(loss, monke
 
   grad_BTV = np.asarray(jax.jit(jax.grad(total))(jnp.zeros(shape)))
   touched_BT = np.abs(grad_BTV).max(-1) > 0
-  assert not touched_BT[:, -1].any()  # nothing stands after a row's last token
+  assert not touched_BT[:, -1].any()  # no token follows a row's last one
   touched_BU = touched_BT[:, :-1]
   policy_BU = batch.loss_mask_BT[:, 1:] > 0
   assert not touched_BU[~policy_BU].any()
   if loss in (sft, cispo):
     assert touched_BU[policy_BU].all()
-  elif loss is rl:  # there, a bound that is active stops the gradient of a token
+  elif loss is rl:  # an active bound stops a token's gradient
     assert 0.2 < touched_BU[policy_BU].mean() < 1
 
 
@@ -251,7 +251,7 @@ def test_values_see_what_stands_before_a_token_and_are_unchanged_by_packing():
   rows = alone(4, 72)
   value_BT = values(rows)
   assert not value_BT[:, 0].any() and value_BT[:, 1:].any()
-  # A token does not change its own value, only those behind it.
+  # A token does not change its own value, only later ones.
   other = rows.replace(tokens_BT=rows.tokens_BT.copy())
   other.tokens_BT[:, 20] += 1
   changed_BT = values(other) != value_BT

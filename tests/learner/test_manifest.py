@@ -1,4 +1,4 @@
-"""Folders that can be made again: whole, or made anew, or not there."""
+"""Derived folders: whole, recreated, or absent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_fault_leaves_no_folder(tmp_path):
 def test_an_odd_manifest_is_damage(text, fault, tmp_path):
   folder = tmp_path / "d"
   folder.mkdir()
-  os.mkfifo(folder / "fifo")  # to read it would take for ever
+  os.mkfifo(folder / "fifo")  # reading it would block forever
   (folder / "link").symlink_to("/dev/zero")
   (folder / "manifest.json").write_bytes(text.encode("latin-1"))
   found = fault_of(str(folder))

@@ -1,4 +1,4 @@
-"""The surrogates by hand, loss weights and token advantages by their formulas."""
+"""Surrogates by hand; loss weights and token advantages by formula."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CONFIG = LossConfig(clip_low=0.2, clip_high=0.28)
 
 
 def one_row(**fields) -> Batch:
-  """A batch of one row with these values."""
+  """A one-row batch with these values."""
   values = {k: np.array([v], np.float32) for k, v in fields.items()}
   return batching.empty(1, len(fields["loss_mask_BT"])).replace(**values)
 
 
 def value_and_grad(config: LossConfig, batch: Batch, logp):
-  """The loss, its sums, and its gradient in the log-probs of the row's tokens."""
+  """The loss, its sums, and its gradient in the row's log-probs."""
 
   def loss(x):
     return policy_loss(config, x, batch)
@@ -58,14 +58,14 @@ BRANCHES = [
 
 @pytest.mark.parametrize(("ratio", "advantage", "surrogate", "bounded"), BRANCHES)
 def test_the_surrogate_by_hand(ratio, advantage, surrogate, bounded):
-  """Of the first token alone: the second is none of the policy's."""
+  """Only the first token counts: the second is not the policy's."""
   batch = one_row(loss_mask_BT=[1, 0], advantage_BT=[advantage, 5], logp_BT=[-1.5, -1])
   value, sums, grad = value_and_grad(CONFIG, batch, [-1.5 + np.log(ratio), 1.2])
   assert value == pytest.approx(-surrogate, abs=1e-6)
   assert sums["clipped"] == bounded
   assert sums["ratio"] == pytest.approx(ratio, rel=1e-6)
   assert sums["kl"] == pytest.approx(ratio - 1 - np.log(ratio), abs=1e-6)
-  # d(-r A)/d log p = -r A where free, and nothing where bounded.
+  # d(-r A)/d log p = -r A if free, and 0 if bounded.
   expected = 0.0 if bounded else -ratio * advantage
   assert grad == pytest.approx([expected, 0], abs=1e-6)
 
@@ -80,7 +80,7 @@ def test_one_impossible_token_can_not_overflow():
   assert np.isfinite(float(sums["kl"]))
 
 
-# Weights of tokens whose sampler is another program: learner / sampler, cap 2.
+# Token weights if the sampler is another program: learner / sampler, capped at 2.
 @pytest.mark.parametrize(
   ("mismatch", "advantage", "weight"),
   [(1.0, 2.0, 1.0), (1.7, -3.0, 1.7), (0.4, 2.0, 0.4), (5.0, 2.0, 2.0), (5.0, -1, 2.0)],
@@ -98,7 +98,7 @@ def test_a_token_weighs_as_its_capped_importance(mismatch, advantage, weight):
 
 
 def test_a_cap_that_is_never_active_changes_no_gradient():
-  """Weighted or by its ratio, a token's gradient is p / p_sampled times A."""
+  """With a weight or with a ratio, a token's gradient is p / p_sampled times A."""
   rng = np.random.default_rng(0)
   sampled = rng.normal(scale=0.5, size=12) - 2
   batch = one_row(
@@ -107,7 +107,7 @@ def test_a_cap_that_is_never_active_changes_no_gradient():
   logp = sampled + rng.normal(scale=0.3, size=12)
 
   def grad(cap):
-    # Bounds so wide that the unweighted surrogate is free too.
+    # With such wide bounds the unweighted surrogate is free too.
     config = dataclasses.replace(CONFIG, clip_low=1.0, clip_high=1e6, is_clip=cap)
     return value_and_grad(config, batch, logp)[2]
 

@@ -1,4 +1,4 @@
-"""Which leaves an optimizer treats how, and its rates step by step."""
+"""How optimizers treat each kind of leaf, and their rates at each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import toy
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.model import transformer
 
-# A leaf's matrix: what is input, what is output (of the model's shapes).
+# Leaf -> leading axes of the model's shape that are the matrix's input; the rest are
+# its output.
 MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 CFG = dataclasses.replace(toy.ONE_LAYER, attention_bias=True, tie_embeddings=False)
 # Without first moments, Adam moves by its rate, against the gradient's sign.
@@ -21,7 +22,7 @@ FLAT = {"schedule": "constant", "clip_norm": 0.0, "b1": 0.0}
 
 
 def leaves(tree):
-  """(name, array) of every leaf."""
+  """Yields (name, array) for every leaf."""
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     yield path[-1].key, np.asarray(x)
 
@@ -60,7 +61,7 @@ def test_muon_makes_matrices_orthogonal_and_adam_takes_the_rest(scan: bool):
       inputs = int(np.prod(layer.shape[: MATRICES[name]]))
       singular = np.linalg.svd(layer.reshape(inputs, -1), compute_uv=False)
       singular = singular / singular.max()
-      # Five Newton-Schulz steps leave singular values near 1; Gaussian ones spread.
+      # Five Newton-Schulz steps bring singular values near 1; before, they spread.
       assert singular.min() > 0.4, (name, singular)
       raw = np.linalg.svd(g.reshape(inputs, -1), compute_uv=False)
       assert raw.min() / raw.max() < 0.4
@@ -101,7 +102,7 @@ def test_adamw_is_adamw():
 
 
 def rates(config: OptimConfig, steps: int) -> list[float]:
-  """The rate of each update: Adam on a constant gradient moves by exactly that."""
+  """The rate at each update: on a constant gradient, Adam's step equals the rate."""
   optimizer = make_optimizer(config, steps)
   params = {"embed": jnp.zeros(1)}
   state, out = optimizer.init(params), []

@@ -1,13 +1,13 @@
-"""Losses, advantages, GAE and KL are verl's, TRL's and tunix's, to 1e-6.
+"""Losses, advantages, GAE and KL match verl, TRL and tunix to 1e-6.
 
-What the peers compute is committed (oracles/*.json), with the scripts that ran their
-own code on oracles/cases.json. Where a peer is installed it runs again (marker parity):
+The peers' results are committed (oracles/*.json), with the scripts that ran the peers'
+own code on oracles/cases.json. An installed peer can run again (marker parity):
 
   VERL_PYTHON=... TRL_PYTHON=... TRL_PPO_PYTHON=... TUNIX_PYTHON=... \\
     python -m pytest -m parity tests/learner/test_parity.py
 
-Each is the interpreter of an environment that the peer's script describes;
-TRL_PPO_PATH, if set, is a folder with trl 1.12.0 that it imports first.
+Each variable names an interpreter; the peer's script describes its environment.
+TRL_PPO_PATH, if set, is a folder with trl 1.12.0, which is imported first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ for _name, (_level, _mode, _clip, _min) in IMPORTANCE.items():
     is_clip=_clip,
     is_min=_min,
   )
-# (peer, case, start of the quantity): where the peer means something else, and why.
+# (peer, case, prefix of the quantity): intended differences, with the reason.
 DIFFERENT = {
   # k3 is clamped at 10, as in verl; tunix and TRL let it grow.
   ("tunix", "far", "kl/k3"),
@@ -81,7 +81,7 @@ def arrays(case: str) -> dict[str, np.ndarray]:
 
 
 def batch_of(c: dict[str, np.ndarray], mask_BT: np.ndarray, share_B) -> Batch:
-  """The case as one packed batch: a trajectory a row."""
+  """The case as one packed batch, one trajectory per row."""
   advantage_BT = c["advantage"][:, None] * mask_BT
   fields = {
     "segment_BT": np.ones(mask_BT.shape, np.int32),
@@ -111,7 +111,7 @@ def policy(case: str, variant: str, mode: str, whole: bool = False):
   batch = batch_of(
     c, mask_BT, policy_loss.aggregation_weights(config, counts, mask_BT.shape[1])
   )
-  # The sampler is the old policy, unless the two are told apart.
+  # The sampler is the old policy, unless importance weights distinguish the two.
   sampler = "sampler" if config.is_clip else "old"
   batch = batch.replace(logp_BT=jnp.asarray(c[sampler], jnp.float32))
 
@@ -122,7 +122,7 @@ def policy(case: str, variant: str, mode: str, whole: bool = False):
 
 
 def distillation(case: str):
-  """Our loss of a teacher's scores alone, and its gradient in the log-probs."""
+  """Our loss from a teacher's scores alone, and its gradient in the log-probs."""
   c = arrays(case)
   mask_BT = c["mask"]
   trajectories, scores = [], {}
@@ -159,7 +159,7 @@ def filled(mask_BT: np.ndarray) -> np.ndarray:
 
 
 def token_advantages(case: str, name: str, whole: bool = False):
-  """Our advantages and returns as [B, T], zeros at what the policy did not write."""
+  """Our advantages and returns as [B, T], zero outside policy tokens."""
   c = arrays(case)
   mask_BT = filled(c["mask"]) if whole else c["mask"]
   in_reward = name in ("gae", "reinforce++")
@@ -185,7 +185,7 @@ def token_advantages(case: str, name: str, whole: bool = False):
 
 
 def ours(case: str, quantity: str, shape: tuple[int, ...]) -> np.ndarray:
-  """What we compute under the name that the peers give it."""
+  """Our result for a quantity, by the peers' name for it."""
   kind, name, *mode = quantity.split("/")
   c = arrays(case)
   whole = name.endswith("-whole")
@@ -227,18 +227,18 @@ def ours(case: str, quantity: str, shape: tuple[int, ...]) -> np.ndarray:
     return return_BT
   if len(shape) == 2:
     return advantage_BT
-  # A number for each row, those without a policy token among them.
+  # One number per row, also for rows without policy tokens.
   config = LossConfig(advantage="grpo" if eps else name)
   parts, _ = policy_loss.token_advantages(config, c["reward"].reshape(2, 4), [1] * 8)
   row_B = np.concatenate(parts)
-  if eps:  # TRL adds more to the deviation
+  if eps:  # TRL adds a larger epsilon to the deviation
     std_B = np.repeat(c["reward"].reshape(2, 4).std(1, ddof=1), 4)
     row_B = row_B * (std_B + 1e-6) / (std_B + float(eps))
   return row_B
 
 
 def check(peer: str, theirs: dict) -> int:
-  """Compares every quantity of a peer; returns how many."""
+  """Compares a peer's quantities, except DIFFERENT; returns their number."""
   faults, count = [], 0
   for case, quantities in theirs.items():
     for quantity, value in quantities.items():
@@ -261,7 +261,7 @@ def test_ours_is_what_the_peer_computed(peer: str):
 
 
 def test_where_we_differ_from_a_peer_we_really_do():
-  """A line of DIFFERENT that is no difference any more has to go."""
+  """A DIFFERENT entry without a difference must be deleted."""
   for peer, case, start in DIFFERENT:
     theirs = json.loads((ORACLES / f"{peer}.json").read_text())[case]
     found = {q: v for q, v in theirs.items() if q.startswith(start)}
@@ -273,7 +273,7 @@ def test_where_we_differ_from_a_peer_we_really_do():
 
 
 def test_verls_defaults_are_not_ours_where_its_dual_clip_is_active():
-  """A heavily off-policy batch: the same loss only with the same c."""
+  """A far off-policy batch: the losses match only with verl's dual clip bound."""
   theirs = json.loads((ORACLES / "verl.json").read_text())["far"]
   clip, dual = (float(policy("far", v, "token-mean")[0]) for v in ("clip", "dual"))
   assert theirs["loss/dual/token-mean"] == pytest.approx(dual, abs=1e-6)

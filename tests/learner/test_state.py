@@ -28,13 +28,13 @@ def loss(params, frozen, batch):
 
 
 def state_of(optimizer) -> TrainState:
-  """A fresh state whose parameters may be donated."""
+  """A fresh state; its parameters may be donated."""
   return init_state(jax.tree.map(jnp.array, toy.params(layers=1)), optimizer)
 
 
 @pytest.mark.slow
 def test_moments_in_the_hosts_memory_change_no_bit(tmp_path):
-  """Nor does a checkpoint between two steps; they go back to where they were."""
+  """Nor does a checkpoint between steps; restored moments are in host memory again."""
   optimizer = make_optimizer(OptimConfig(), 4)
   micro = list(batching.batches(toy.trajectories(), 2, 128))
   learner = Learner(loss, optimizer)
@@ -60,7 +60,7 @@ def test_moments_in_the_hosts_memory_change_no_bit(tmp_path):
 
 @pytest.mark.slow
 def test_the_step_is_compiled_with_a_word_and_once(capsys, caplog):
-  """On accelerators; anew where a step has more micro-batches than any before."""
+  """As on accelerators; recompiled only for more micro-batches than ever before."""
   learner = Learner(loss, optax.sgd(1.0))
   assert not learner.compiles_ahead  # on this CPU
   learner.compiles_ahead = True
@@ -91,7 +91,7 @@ def test_one_step_is_one_update_whatever_the_micro_batches():
   assert len(whole) == 2
   tokens = sum(float(b.loss_mask_BT.sum()) for b in whole)
   outcomes = []
-  # The same rows, with empty ones between, and in another order.
+  # The same rows, also after an empty batch, and in reverse order.
   for micro in (whole, [batching.empty(1, 128), *whole], whole[::-1]):
     outcomes.append(learner.step(state_of(optimizer), micro, tokens))
   (first, values), *others = outcomes
@@ -114,12 +114,12 @@ def test_one_step_is_one_update_whatever_the_micro_batches():
     float(optax.tree.norm(moved)), rel=1e-5
   )
   assert float(values["grad_norm"]) > 0.1
-  # However many micro-batches, one program.
+  # One program for any number of micro-batches.
   assert learner.jitted._cache_size() == 1
 
 
 def test_a_step_that_has_nothing_to_learn_from_is_refused():
-  """Divided by 0, every parameter would be NaN."""
+  """Division by 0 would make every parameter NaN."""
   optimizer = optax.sgd(1.0)
   learner, nothing = Learner(loss, optimizer), batching.empty(1, 128)
   with pytest.raises(ValueError, match=r"divided by 0\.0: no token"):

@@ -1,4 +1,4 @@
-"""On-policy distillation: the teachers' term, by hand and by its laws."""
+"""On-policy distillation: the teachers' term by hand, and its properties."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unchanged(trajectory: Trajectory) -> Trajectory:
 
 
 def folder(seed: int = 1, batch: BatchConfig = BATCH, **options) -> ModelTeacher:
-  """A teacher with other weights than the policy."""
+  """A teacher whose weights differ from the policy's."""
   return ModelTeacher(CFG, init_params(CFG, seed), batch, ONE_DEVICE, **options)
 
 
@@ -44,7 +44,7 @@ def flat() -> list[Trajectory]:
 
 
 def as_sampled(t: Trajectory) -> Trajectory:
-  """A trajectory whose policy text is cut into spans, as that of a rollout."""
+  """The trajectory with its policy text cut into spans, as in a rollout."""
   segments = []
   for s in t.segments:
     if s.author == Author.POLICY:
@@ -55,7 +55,7 @@ def as_sampled(t: Trajectory) -> Trajectory:
 
 
 def test_a_case_by_hand():
-  """Student .5, .25, observation, .8; teacher .125, .5, -, .4."""
+  """Probabilities: student .5, .25, observation, .8; teacher .125, .5, -, .4."""
   t = Trajectory(
     "t",
     [
@@ -71,7 +71,7 @@ def test_a_case_by_hand():
   np.testing.assert_allclose(term / COEF, [-1.386294, 0.693147, -0.693147], atol=1e-6)
   assert figures["teacher_kl"] == pytest.approx(0.462098, abs=1e-6)
   assert figures["teacher_share"] == 1
-  # Of the answer alone, by role.
+  # By role: only the answer.
   config = DistillationConfig(roles={"answer": "x"})
   (term,), figures = Teachers(config, scorers, unchanged).terms([t], None)
   np.testing.assert_allclose(term, [0, 0, -0.693147], atol=1e-6)
@@ -119,12 +119,12 @@ def test_teachers_by_role_then_family():
 
 
 def test_a_teacher_reads_the_grammar_over_its_own_vocabulary(tokenizer):
-  """Forced tokens cost neither model anything, and padded rows are never allowed."""
+  """Forced tokens cost neither model anything; padded vocabulary is never allowed."""
   constraint = compile_constraint(toy.VARIANT, tokenizer, CFG.vocab_size)
   params = init_params(CFG, 1)
   free = ModelTeacher(CFG, params, BATCH, ONE_DEVICE)
   masked = ModelTeacher(CFG, params, BATCH, ONE_DEVICE, constraint=constraint)
-  # The same model with rows that no id has.
+  # The same model with embedding rows for unused ids.
   wide = dataclasses.replace(CFG, vocab_size=CFG.vocab_size + 64)
   more = jax.random.normal(jax.random.key(0), (64, CFG.width))
   padded = {**params, "embed": jax.numpy.concatenate([params["embed"], more])}

@@ -1,4 +1,4 @@
-"""One step of RL: what moves, what stays, and against what it is measured."""
+"""One RL step: changed and unchanged parameters, the reference and the old policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = BatchConfig(rows=2, length=128)
 
 
 def groups() -> list[list[Trajectory]]:
-  """The toy scripts as two groups, sampled by the fresh policy itself, with rewards."""
+  """The toy scripts as two groups with rewards, sampled by the initial policy."""
   out = toy.trajectories()
   for t, own in zip(out, toy.logps_of(CFG, toy.params(layers=1), out), strict=True):
     logps = iter(own.tolist())
@@ -38,7 +38,7 @@ def groups() -> list[list[Trajectory]]:
 
 
 def build(lora: LoraConfig | None = None, lr: float = 0.003, teachers=None, **changes):
-  """An update of the toy model, its first state, what is frozen."""
+  """An update for the toy model, its initial state, and the frozen parameters."""
   shape = {k: changes.pop(k) for k in ("epochs", "minibatches") if k in changes}
   optim = OptimConfig(lr=lr, schedule="constant")
   update = PolicyUpdate(
@@ -72,7 +72,7 @@ def moved(a, b) -> bool:
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
 def test_the_reference_is_where_training_began(lora):
   update, state, frozen = build(lora, kl_coef=0.1)
-  # Below adapters there is a copy already.
+  # With adapters the frozen base is the reference already.
   assert (frozen["reference"] is None) == (lora is not None)
   kls = []
   for step in range(3):
@@ -91,15 +91,15 @@ def test_without_a_kl_nothing_is_copied():
 
 
 def test_a_kl_in_the_reward_pulls_back_to_the_reference():
-  """Rewards are equal: only the KL tells trajectories apart."""
+  """Rewards are equal; only the KL distinguishes trajectories."""
   update, state, frozen = build(**preset("rloo")["loss"] | {"kl_coef": 5.0})
   even = groups()
   for t in (t for group in even for t in group):
     t.reward = 0.5
-  # The sampler was the reference, up to the last digit: there is nothing to pull back.
+  # Sampler and reference agree up to the last digit: nothing to pull back.
   state, values = update(state, frozen, even)
   assert values["grad_norm"] < 1e-3
-  for s in even[0][0].segments:  # drifted: likelier than the reference finds it
+  for s in even[0][0].segments:  # drifted: likelier than under the reference
     s.logps = [x + 0.1 for x in s.logps]
   _, values = update(state, frozen, even)
   assert values["grad_norm"] > 0.01
@@ -118,7 +118,7 @@ def test_a_critic_learns_returns_and_leaves_the_policy_alone(lora):
   for _ in range(8):
     state, values = update(state, frozen, groups())
     log.append(values)
-  # At first every value is 0, and the loss that of the returns themselves.
+  # At first every value is 0, so the loss is half the mean square of the returns.
   counts = [sum(len(s.logps) for s in t.segments) for g in groups() for t in g]
   square = np.average(np.array([1.0, 0.0, 0.25, 0.75]) ** 2 / 2, weights=counts)
   assert log[0]["value"] == 0
@@ -138,7 +138,7 @@ def test_on_policy_the_first_update_has_ratio_one_and_later_ones_have_not():
   state, values = update(state, frozen, groups())
   assert int(state.step) == 1
   assert abs(values["ratio"] - 1) > 1e-3 and values["clipped"] > 0
-  assert values["logp_diff"] < 1e-5  # the first update's: sampler against learner
+  assert values["logp_diff"] < 1e-5  # sampler vs. learner before the first update
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_a_failure_of_infrastructure_is_no_row_and_no_group_is_no_update():
   failed = copy.deepcopy(with_failure[0][0])
   failed.reward = None
   with_failure[0].append(failed)
-  assert np.isnan(rewards_of(with_failure)).sum() == 2  # and one that is not there
+  assert np.isnan(rewards_of(with_failure)).sum() == 2  # and one padding entry
   outcomes = []
   update, state, frozen = build()
   for played in (groups(), with_failure):

@@ -1,4 +1,4 @@
-"""Ours and Hugging Face's over the same tokens, for tests that compare the two."""
+"""Logits of our models and of Hugging Face's over the same tokens, to compare them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.rollout import sampler
 from tests.model.models import logits
 
-# Of the largest logit; both sides compute in float32.
+# Relative to the largest logit; both sides compute in float32.
 TOLERANCE = 2e-5
 
 
 def rows(packed: list[list[np.ndarray]], length: int) -> batching.Batch:
-  """Rows of several sequences each, padded on the right."""
+  """A batch of rows that pack several sequences each, padded on the right."""
   out = batching.empty(len(packed), length)
   for r, members in enumerate(packed):
     at = 0
@@ -25,13 +25,13 @@ def rows(packed: list[list[np.ndarray]], length: int) -> batching.Batch:
       end = at + len(ids)
       out.tokens_BT[r, at:end], out.segment_BT[r, at:end] = ids, number
       out.position_BT[r, at:end] = np.arange(len(ids))
-      out.loss_mask_BT[r, at + 1 : end] = 1.0  # a first token is given
+      out.loss_mask_BT[r, at + 1 : end] = 1.0  # nothing predicts the first token
       at = end
   return out
 
 
 def ours(cfg: ModelConfig, params, batch: batching.Batch) -> list[np.ndarray]:
-  """The logits of every sequence of a batch, in order."""
+  """Our logits for each sequence of a batch, in order."""
   out = logits(cfg, params, batch.tokens_BT, batch.position_BT, batch.segment_BT)
   out_BTV, found = np.asarray(out), []
   for row, segment_T in zip(out_BTV, batch.segment_BT, strict=True):
@@ -40,7 +40,7 @@ def ours(cfg: ModelConfig, params, batch: batching.Batch) -> list[np.ndarray]:
 
 
 def theirs(model, ids: list[np.ndarray]) -> list[np.ndarray]:
-  """The logits of sequences in one batch, padded on the right and masked."""
+  """Hugging Face's logits for sequences in one batch, right-padded and masked."""
   batch = rows([[x] for x in ids], max(map(len, ids)))
   mask = torch.tensor(batch.segment_BT)
   with torch.no_grad():
@@ -50,19 +50,19 @@ def theirs(model, ids: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def rms(x: np.ndarray) -> float:
-  """The root of the mean square."""
+  """The root mean square."""
   return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
 def greedy(
   cfg: ModelConfig, params, prompts: list[np.ndarray], new: int
 ) -> list[list[int]]:
-  """What the sampler draws at temperature 0, one slot for each prompt."""
+  """The sampler's tokens at temperature 0, with one slot per prompt."""
   B, longest = len(prompts), max(map(len, prompts))
   batch = rows([[ids] for ids in prompts], longest)
   last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
   (params,) = decode_params.decoding_views(cfg, params)
-  table_BC = np.arange(B, dtype=np.int32)[:, None]  # a page for each
+  table_BC = np.arange(B, dtype=np.int32)[:, None]  # one page per prompt
   cache = sampler.prefill(
     cfg,
     params,
@@ -83,7 +83,7 @@ def greedy(
     active_B=np.ones(B, bool),
     grammar_B=np.zeros(B, np.int32),
   )
-  nothing = np.zeros((1, 1), np.int32)  # one state, which no token stops
+  nothing = np.zeros((1, 1), np.int32)  # one grammar state, and no stop token
   tables = sampler.Tables(np.zeros(cfg.vocab_size, np.int32), nothing, nothing)
   free_BW = np.full((B, new), -1, np.int32)
   out = sampler.window(cfg, params, cache, table_BC, state, tables, free_BW)[2]

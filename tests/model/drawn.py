@@ -1,6 +1,6 @@
 """A config.json for a seed: sizes, family, rotary scaling.
 
-In the layout that transformers 4 writes, or that of transformers 5.
+The layout is transformers 4's or transformers 5's.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import random
 from typing import Any
 
 VOCABULARY = 131
-_FIRST_LLAMA = 14  # the seeds before are of Qwen2 and Qwen3
+_FIRST_LLAMA = 14  # earlier seeds give Qwen2 and Qwen3
 
 
 def draw(seed: int) -> dict[str, Any]:
-  """A config.json: a function of the seed."""
+  """Returns a config.json, a function of the seed alone."""
   rng = random.Random(seed)
   family = "llama" if seed >= _FIRST_LLAMA else rng.choice(["qwen2", "qwen3"])
   heads, kv_heads = rng.choice([(3, 1), (5, 1), (6, 3), (7, 7), (4, 2), (3, 3)])
@@ -63,7 +63,7 @@ def _draw_rotary(rng: random.Random, llama3: bool) -> dict[str, Any]:
       rope["truncate"] = rng.random() < 0.3
     if rng.random() < 0.5:
       rope["attention_factor"] = rng.choice([0.7, 1.3])
-    if rng.random() < 0.7:  # the ramp then lies inside so few dimensions
+    if rng.random() < 0.7:  # keeps the ramp inside these few dimensions
       rope |= {"beta_fast": 0.5, "beta_slow": 0.05}
   kind = "llama3" if llama3 else "yarn" if rope else "default"
   match rng.choice(["type", "rope_type", "rope_parameters"]):
@@ -76,7 +76,7 @@ def _draw_rotary(rng: random.Random, llama3: bool) -> dict[str, Any]:
 
 
 def _draw_layer_types(rng: random.Random, layers: int) -> dict[str, Any]:
-  """Fields of sliding-window attention, all with it off."""
+  """Sliding-window fields; none of them turns it on."""
   off = {"use_sliding_window": False, "sliding_window": rng.choice([1, 7, 30])}
   match rng.choice(["none", "off", "max_window_layers", "layer_types"]):
     case "none":
@@ -93,7 +93,7 @@ CONFIGS = {seed: draw(seed) for seed in range(2, _FIRST_LLAMA + 6)}
 
 
 def with_yarn() -> int:
-  """A seed of yarn and of layer types."""
+  """Returns a seed with both YaRN and layer types."""
   for seed, config in CONFIGS.items():
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("factor", 1) > 1 and "layer_types" in config:

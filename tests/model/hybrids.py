@@ -1,4 +1,4 @@
-"""Small hybrids with linear attention: ours, and drawn ones of Hugging Face's."""
+"""Small Hugging Face hybrids with linear attention, drawn by seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY = 131
 
 
 def draw(seed: int) -> dict[str, Any]:
-  """A config.json of a Qwen3.5 decoder: a function of the seed."""
+  """Returns a Qwen3.5 decoder's config.json, a function of the seed alone."""
   rng = random.Random(seed)
   heads, kv_heads = rng.choice([(3, 1), (4, 2), (6, 3), (4, 4)])
   key_heads, groups = rng.choice([(2, 1), (2, 2), (1, 3), (3, 2)])
@@ -42,7 +42,7 @@ def draw(seed: int) -> dict[str, Any]:
       "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0]),
     },
   }
-  # Every fourth, every other, or listed layers have full attention.
+  # Full attention in every fourth layer, every second layer, or listed layers.
   layout = rng.choice(["fourth", "second", "listed"])
   config["num_hidden_layers"] = {"fourth": 4, "second": 4, "listed": 3}[layout]
   if layout == "second":
@@ -50,14 +50,14 @@ def draw(seed: int) -> dict[str, Any]:
   if layout == "listed":
     kinds = ["full_attention", "linear_attention", "linear_attention"]
     config["layer_types"] = rng.sample(kinds, 3)
-  if rng.random() < 0.5:  # as published folders have them
+  if rng.random() < 0.5:  # as in published folders
     config["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
     config |= {"attn_output_gate": True, "mtp_num_hidden_layers": 1}
   return config
 
 
 def folder(path: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Any:
-  """Makes a model folder of this config; returns Hugging Face's model of it."""
+  """Writes a model folder with this config; returns Hugging Face's model."""
   path.mkdir(parents=True, exist_ok=True)
   (path / "config.json").write_text(json.dumps(config))
   model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
@@ -68,11 +68,11 @@ def folder(path: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Any:
 
 
 def fill(model: Any, seed: int = 0) -> None:
-  """Draws parameters of which every one matters.
+  """Draws parameters that all matter.
 
-  Decays are slow, as a memory needs: with the fast ones of a fresh model an output is
-  a multiple of q k alone, and where that is near 0 the norm after it magnifies its
-  rounding (docs/models-and-meshes.md has the figures).
+  Decays are slow, as a memory needs: with a fresh model's fast decays an output is only
+  a multiple of q k, and if that is near 0 the norm after it magnifies its rounding
+  (docs/models-and-meshes.md has the figures).
   """
   rng = np.random.default_rng(seed)
   with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Toy models of every family, and what tests of their folders share."""
+"""Toy models of every family, and helpers for testing their folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LLAMA = dataclasses.replace(QWEN3, qk_norm=False)
 
 
 def params_of(cfg: ModelConfig):
-  """Parameters of which no two arrays are alike."""
+  """Random parameters; no two arrays are equal."""
   rng = np.random.default_rng(0)
   return jax.tree.map(
     lambda s: rng.normal(size=s.shape).astype(s.dtype), transformer.param_shapes(cfg)
@@ -30,14 +30,14 @@ def params_of(cfg: ModelConfig):
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits(cfg: ModelConfig, params, tokens_BT, position_BT, segment_BT) -> jax.Array:
-  """Of packed rows."""
+  """Logits of packed rows."""
   model = Transformer(cfg)
   hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
   return model.apply({"params": params}, hidden, method="logits")
 
 
 def assert_identical(a, b) -> None:
-  """Two trees have the same structure, dtypes and numbers."""
+  """Asserts that two trees have the same structure, dtypes and values."""
   assert jax.tree.structure(a) == jax.tree.structure(b)
   for (path, x), y in zip(
     jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
@@ -47,6 +47,6 @@ def assert_identical(a, b) -> None:
 
 
 def difference(a, b) -> float:
-  """The largest difference of two arrays, relative to the largest entry of b."""
+  """The largest difference between two arrays, relative to the largest entry of b."""
   assert a.shape == b.shape
   return float(np.abs(np.asarray(a) - b).max() / np.abs(b).max())

@@ -1,9 +1,9 @@
-"""Runs the laws of sharding on 8 virtual devices, of one process or two; see the tests.
+"""Runs the sharding tests' cases on 8 virtual devices, in one process or two.
 
   python tests/model/on_a_mesh.py OUT.json CASES [COORDINATOR PROCESSES PROCESS]
 
-CASES is a name in `CASES`. Writes figures, not verdicts: tests say what they must be.
-In float64 (see `toy.use_float64`) a sum's order does not count, and a mistake does.
+CASES is a key of `CASES`. Writes figures, not verdicts: test_sharding.py checks them.
+In float64 (see `toy.use_float64`) a sum's order does not matter, and a mistake does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ HYBRID = {
 }
 ADAPTERS = lora.LoraConfig(rank=4)
 _MIXED = "context2_fsdp2_tensor2"
-# case: (changed fields, adapters, meshes); the others must equal the first mesh.
+# case: (changed fields, adapters, meshes); every mesh must equal the first.
 CASES = {
   "some": {
     "plain": ({}, None, ("one", "fsdp8", _MIXED)),
@@ -85,7 +85,7 @@ CASES = {
 
 
 def batches() -> list[batching.Batch]:
-  """Two micro-batches of packed rows with weights."""
+  """Two micro-batches of packed rows with loss masks."""
   rng = np.random.default_rng(0)
   out = []
   for _ in range(2):
@@ -94,7 +94,7 @@ def batches() -> list[batching.Batch]:
     for row in range(ROWS):
       at = 0
       for number, n in enumerate((*rng.integers(5, 30, 2), 100), 1):
-        end = min(at + int(n), LENGTH - row)  # the last places are padding
+        end = min(at + int(n), LENGTH - row)  # padding at the end
         batch.segment_BT[row, at:end] = number
         batch.position_BT[row, at:end] = np.arange(end - at)
         at = end
@@ -104,10 +104,10 @@ def batches() -> list[batching.Batch]:
 
 
 class Together:
-  """A jitted function that no process runs before all have compiled it.
+  """A jitted function that runs only after all processes have compiled it.
 
-  Otherwise one waits in its first collective for another's compiler, and a CPU's
-  collectives wait for 30 s at most.
+  Otherwise one process waits in its first collective while another compiles, and CPU
+  collectives wait for at most 30 s.
   """
 
   def __init__(self, jitted):
@@ -123,11 +123,11 @@ class Together:
 
 
 def gather_without_reduce_scatter() -> None:
-  """Has `jax.lax.all_gather` go back by a sum over all, of which each takes its part.
+  """Replaces the backward pass of `jax.lax.all_gather` with a `psum` and a slice.
 
-  Between processes of CPUs JAX's own way back, `psum_scatter`, is wrong now and then
-  (github.com/jax-ml/jax/issues/40830): of 620 runs of the two updates below two had a
-  wrong second gradient.
+  Between CPU processes JAX's own backward pass, `psum_scatter`, is sometimes wrong
+  (github.com/jax-ml/jax/issues/40830): of 620 runs with the two updates below, two
+  had a wrong second gradient.
   """
   gather = jax.lax.all_gather
 
@@ -148,7 +148,7 @@ def gather_without_reduce_scatter() -> None:
 
 
 def wait_for_all() -> None:
-  """Returns once every process has called this: each leaves a file beside OUT."""
+  """Returns once every process has called this; each creates a file beside OUT."""
   for process in range(PROCESSES):
     here = pathlib.Path(f"{sys.argv[1]}.{process}")
     if process == jax.process_index():
@@ -158,7 +158,7 @@ def wait_for_all() -> None:
 
 
 def whole(tree):
-  """Every array on this host."""
+  """Fetches every array to this host."""
 
   def fetch(x: jax.Array) -> np.ndarray:
     if not x.is_fully_addressable:
@@ -171,7 +171,7 @@ def whole(tree):
 def trained(
   partitioner: Partitioner, adapters: lora.LoraConfig | None, changes
 ) -> dict:
-  """Loss, gradient norm and parameters after two updates, and one array's parts."""
+  """Runs two updates; returns losses, gradient norms, parameters and shard shapes."""
   cfg = dataclasses.replace(MODEL, **changes)
   params, frozen = lora.split(
     cfg, transformer.init_params(cfg, 0, partitioner), adapters, 1, partitioner
@@ -183,7 +183,7 @@ def trained(
     return log_probs.nll(logp_BT, batch.loss_mask_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=0.01), 4)
-  # Nor does it change anything where the moments lie between steps.
+  # Keeping the moments on the host between steps must change nothing either.
   offload = partitioner is not ONE_DEVICE and cfg.scan
   learner = Learner(loss, optimizer, partitioner, offload)
   if PROCESSES > 1 and partitioner is not ONE_DEVICE:
@@ -191,7 +191,7 @@ def trained(
   state = init_state(params, optimizer, partitioner, offload)
   micro = batches()
   tokens = sum(float(b.loss_mask_BT.sum()) for b in micro)
-  own_B = partitioner.rows(ROWS)  # a process steps with its own rows alone
+  own_B = partitioner.rows(ROWS)  # each process steps with its own rows only
   micro = [jax.tree.map(lambda x: x[own_B], batch) for batch in micro]
   values = []
   for _ in range(2):
@@ -210,7 +210,7 @@ def trained(
 
 
 def difference(a, b) -> float:
-  """The largest difference of two trees, relative to each array's largest entry."""
+  """The largest difference between trees, relative to each array's largest entry."""
   pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
   return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
 
@@ -227,7 +227,7 @@ def main() -> None:
     expected = None
     for mesh in meshes:
       partitioner = make_partitioner(MESHES[mesh]) if MESHES[mesh] else ONE_DEVICE
-      if mesh == "fsdp8_gathered_twice":  # as over 64 chips of a TPU
+      if mesh == "fsdp8_gathered_twice":  # as over 64 TPU chips
         moving._GATHERED_OVER["cpu"] = (4, 2)
         split = partitioner.sharding("D")
         assert len(moving._stages(split, partitioner.sharding("."))) == 2

@@ -1,10 +1,10 @@
-"""What is published of models: parameters, and config.json as folders have it."""
+"""Published facts about models: parameter counts and config.json files."""
 
 from __future__ import annotations
 
-# As the model cards and the weights on the Hugging Face Hub have them; of Qwen3's tied
-# models without the second copy of the embedding that is stored there. Qwen3.5's are
-# transformers' counts of a decoder of the variant's sizes: no folder was at hand.
+# From the model cards and the weights on the Hugging Face Hub. Qwen3's tied models are
+# counted without the second copy of the embedding stored there. Qwen3.5's counts come
+# from transformers, for a decoder with the variant's sizes: no folder was at hand.
 PARAMETERS = {
   "qwen2.5-0.5b": 494_032_768,
   "qwen2.5-1.5b": 1_543_714_304,
@@ -31,7 +31,7 @@ PARAMETERS = {
   "llama3.2-3b": 3_212_749_824,
 }
 
-# The fields that the published folders have, all of them.
+# All fields in the published folders.
 _QWEN25 = {
   "architectures": ["Qwen2ForCausalLM"],
   "attention_dropout": 0.0,

@@ -1,10 +1,10 @@
-"""Loads a model and says what memory that took; see test_memory.py.
+"""Loads a model and prints how much memory that took; see test_memory.py.
 
   python tests/model/read_in_memory.py FOLDER
 
-Prints bytes: of the parameters, of the largest of them, and by how much the process's
-own memory (RssAnon of /proc/self/status, looked at every millisecond) grew at most. Of
-a file that is mapped no page counts: the system takes those back when it needs them.
+Prints bytes: all parameters, the largest one, and the maximum growth of the process's
+own memory (RssAnon in /proc/self/status, read every millisecond). Pages of a mapped
+file do not count: the system takes them back when it needs them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from coa_jax.model.hf.io import load_model
 
 
 def own_memory() -> int:
-  """RssAnon, in bytes."""
+  """Returns RssAnon in bytes."""
   with open("/proc/self/status", encoding="ascii") as f:
     (line,) = (line for line in f if line.startswith("RssAnon:"))
   return int(line.split()[1]) * 1024
 
 
 def main(folder: str) -> None:
-  """Loads, and looks on."""
-  jnp.zeros(8).block_until_ready()  # the devices' own start
+  """Loads the model while a thread watches the memory."""
+  jnp.zeros(8).block_until_ready()  # starts the devices before measuring
   begin, most, over = own_memory(), [], threading.Event()
 
   def watch() -> None:

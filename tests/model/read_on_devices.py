@@ -1,10 +1,10 @@
-"""Loads a model with every array's reads counted; see test_weights.py.
+"""Loads a model and counts the reads of every array; see test_weights.py.
 
   python tests/model/read_on_devices.py FOLDER
 
-Prints, for unrolled and for scanned layers, on one device and on a mesh of all, the
-entries that each read of each array gave. Fails where values or places of the
-parameters are not as they should be.
+Prints the number of entries in each read of each array, for unrolled and for scanned
+layers, on one device and on a mesh of all devices. Fails if the parameters have wrong
+values or shardings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READ: dict[str, list[int]] = {}
 
 
 class Counted(StoredArray):
-  """An array of a file that notes how many entries each read of it gives."""
+  """A file's array; it records the number of entries in each read."""
 
   def __init__(self, file: str, name: str, array: Any):
     """As `StoredArray`."""
@@ -40,7 +40,7 @@ class Counted(StoredArray):
 
 
 def main(folder: str) -> None:
-  """Loads unrolled and scanned, on one device and on all."""
+  """Loads unrolled and scanned layers, on one device and on all."""
   weights.StoredArray = Counted
   mesh = make_partitioner(MeshConfig(tensor=2, fsdp=4))
   cases = []

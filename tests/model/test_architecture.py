@@ -1,4 +1,4 @@
-"""Sizes of the published models, and config.json in both directions."""
+"""Published model sizes; reading and writing config.json."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LLAMA_ROPE = PUBLISHED["llama3.2-1b"]["rope_scaling"]
 @pytest.mark.parametrize(
   ("name", "changes", "rope"),
   [
-    # As the READMEs of Qwen2.5 and Qwen3 write it.
+    # As in the READMEs of Qwen2.5 and Qwen3.
     (
       "qwen2.5-7b",
       {"rope_scaling": {"type": "yarn", **LONGER}},
@@ -75,14 +75,14 @@ LLAMA_ROPE = PUBLISHED["llama3.2-1b"]["rope_scaling"]
       {"rope_scaling": {"rope_type": "yarn", **LONGER}},
       {"yarn": Yarn(4.0, 32_768)},
     ),
-    # transformers 5 writes one field for all of it.
+    # transformers 5 writes all of it in one field.
     (
       "qwen3-8b",
       {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **LONGER}},
       {"yarn": Yarn(4.0, 32_768)},
     ),
     ("llama3.2-1b", {"rope_parameters": {**LLAMA_ROPE, "rope_theta": 5e5}}, {}),
-    # What is left out comes from the positions that the file states.
+    # Missing values come from the file's max_position_embeddings.
     (
       "qwen3-8b",
       {"rope_scaling": {"rope_type": "yarn", **LONGER, "factor": None}},
@@ -134,14 +134,14 @@ def test_config_json_of_a_llama_reads_back():
     config = written(changed)
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert from_hf_config(config) == changed
-  # What a llama's config.json leaves out.
+  # Defaults for fields missing in a Llama's config.json.
   del config["num_key_value_heads"], config["head_dim"]
   cfg = from_hf_config(config)
   assert (cfg.kv_heads, cfg.head_dim) == (LLAMA.heads, LLAMA.width // LLAMA.heads)
 
 
 def written(cfg: ModelConfig) -> dict[str, Any]:
-  """What a config.json of an architecture holds."""
+  """The content of an architecture's config.json."""
   return json.loads(json.dumps(to_hf_config(cfg)))
 
 
@@ -159,7 +159,7 @@ def test_the_positions_that_a_config_states_are_those_of_yarn():
     {"sliding_window": 8, "max_window_layers": 1},
     {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
     {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
-    {"use_sliding_window": True, "sliding_window": 8},  # transformers: 28 layers
+    {"use_sliding_window": True, "sliding_window": 8},  # transformers' default: 28
     {"use_sliding_window": True, "sliding_window": 8, "layer_types": [FULL] * 4},
     {"layer_types": None},
   ],
@@ -233,7 +233,7 @@ def test_key_value_heads_that_are_left_out_are_as_many_as_transformers_takes():
       )
       for field in ("factor", "low_freq_factor", "high_freq_factor")
     ),
-    # Where no kinds of layers are listed; a size that is left out is 4096.
+    # Without `layer_types`; a missing `sliding_window` means 4096.
     *(
       (
         {"use_sliding_window": True, "max_window_layers": 3, **size},
@@ -266,7 +266,7 @@ def test_fields_that_no_table_knows_are_ignored_with_one_warning(caplog):
   assert message.endswith(": 'another', 'future_field'")
 
 
-# Values that no model can have, at least one of each kind of value.
+# Impossible values, at least one of each kind.
 @pytest.mark.parametrize(
   ("field", "value"),
   [

@@ -1,4 +1,4 @@
-"""Attention over packed rows against its definition, and which kernel it takes."""
+"""Attention over packed rows against its definition, and the choice of kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def heads(seed: int, B: int, T: int, N: int, K: int, H: int):
 
 
 def by_definition(q_BTNH, k_BTKH, v_BTKH, mask_BTS) -> np.ndarray:
-  """Every head on its own, in float64; query head n reads kv head n // (N // K)."""
+  """Each head separately, in float64; query head n reads kv head n // (N // K)."""
   q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BTKH, v_BTKH))
   B, _, N, H = q.shape
   out = np.zeros_like(q)
@@ -155,15 +155,15 @@ def test_a_kernel_that_can_not_run_is_refused(
 def test_auto_is_the_platforms_kernel_in_the_program(
   where: str, T: int, calls: set[str], monkeypatch
 ):
-  """As docs/internals.md has it; lowered for the platform, without a device."""
+  """As docs/internals.md documents it; lowered for a platform without its device."""
   monkeypatch.setattr(attention.Partitioner, "devices", [device(where)])
-  # Asks the driver for its version.
+  # The original asks the driver for its version.
   monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
   x = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)
   segment = jax.ShapeDtypeStruct((1, T), jnp.int32)
   names = ["__gpu$xla.gpu.triton", "tpu_custom_call", "__cudnn$fmhaScaleBiasSoftmax"]
   export = jax.export.export(
-    # A function of its own: what jit has traced for another platform is kept.
+    # A new function each time: jit would reuse a trace for another platform.
     jax.jit(lambda *x: attention.attend_packed(*x)),
     platforms=[{"gpu": "cuda"}.get(where, where)],
     disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(n) for n in names],

@@ -1,4 +1,4 @@
-"""The cache of keys and values, in pages, against the definition of attention."""
+"""The paged key-value cache against the definition of attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(K: int, H: int, layers: int = 1) -> ModelConfig:
 
 
 def table(rows: int, blocks: int, pages: int = 0, seed: int = 0) -> np.ndarray:
-  """Pages for rows, in no order, among more that nobody has."""
+  """A page table for rows: random pages, among others that stay free."""
   pages = pages or rows * blocks + 3
   order = np.random.default_rng(seed).permutation(pages)
   return order[: rows * blocks].reshape(rows, blocks).astype(np.int32)
@@ -38,13 +38,13 @@ def filled(
   pages: int = 0,
   dtype: str = "float32",
 ) -> KVCache:
-  """A cache of one layer that holds these, the rest of it noise."""
+  """A cache with these keys and values in its one layer; the rest is noise."""
   B, S, K, H = k_BSKH.shape
   cfg = dataclasses.replace(model(K, H), dtype=dtype)
   empty = KVCache.empty(cfg, pages or int(table_BC.max()) + 1, P)
   rng = np.random.default_rng(1)
   noise = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), empty)
-  if noise.layout == "joined":  # nothing but zeros is ever written past a head
+  if noise.layout == "joined":  # the padding after a head is always zero
     noise = jax.tree.map(lambda x: x.at[..., H:].set(0.0), noise)
   place_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
   write = noise.write(RowPages(jnp.asarray(table_BC)), place_BS, place_BS >= 0)
@@ -53,7 +53,7 @@ def filled(
 
 @jax.jit
 def attend(cache: KVCache, table_BC, q_BTNH, position_BT) -> jax.Array:
-  """What several tokens of each row read."""
+  """Attention outputs for several tokens of each row."""
   nothing = jnp.zeros(position_BT.shape, bool)
   write = cache.write(RowPages(table_BC), position_BT, nothing)
   return cache.attend(0, q_BTNH, write)
@@ -61,7 +61,7 @@ def attend(cache: KVCache, table_BC, q_BTNH, position_BT) -> jax.Array:
 
 @jax.jit
 def decode(cache: KVCache, table_BC, q_B1NH, position_B) -> jax.Array:
-  """What one token of each row reads."""
+  """Attention outputs for one token of each row."""
   rows = cache.decoding_rows(table_BC, position_B >= 0)
   nothing = jnp.zeros((len(position_B), 1), bool)
   write = cache.write(rows, position_B[:, None], nothing)
@@ -80,40 +80,40 @@ def test_each_query_head_reads_its_kv_head_up_to_its_own_place(P, K):
   behind_BTS = np.asarray(position_BT)[:, :, None] - np.arange(6)
   expected = by_definition(q, k, v, behind_BTS >= 0)
   np.testing.assert_allclose(out, expected, atol=2e-6)
-  for t in range(6):  # one token of each row, where the pages lie
+  for t in range(6):  # one token per row, which reads pages in place
     one = decode(cache, pages, q[:, t : t + 1], position_BT[:, t])
     np.testing.assert_allclose(one, expected[:, t : t + 1], atol=2e-6)
 
 
 @pytest.mark.parametrize("P", [64, 256])
 def test_paged_is_dense_bit_for_bit(P: int):
-  """Whichever pages rows have, in whatever pool, and whoever else reads."""
+  """Independent of page numbers, pool size and other readers."""
   q, k, v = heads(3, 8, 1024, 4, 2, 16)
   q = q[:, :1]
   position_B = jnp.asarray(np.random.default_rng(0).integers(0, 1024, 8))
   blocks = 1024 // P
-  # Dense: row after row, and nothing else.
+  # Dense: each row's pages in order, and no free pages.
   rows = np.arange(8 * blocks, dtype=np.int32).reshape(8, blocks)
   expected = decode(filled(k, v, P, rows), rows, q, position_B)
   for seed, more in enumerate((0, 1, 50)):
     pages = table(8, blocks, 8 * blocks + more, seed)
     cache = filled(k, v, P, pages, 8 * blocks + more)
     np.testing.assert_array_equal(decode(cache, pages, q, position_B), expected)
-  # Pages that no token reads need not be there; more may be.
+  # Unread blocks need no page, and the table may be wider.
   needed_B = np.asarray(position_B) // P + 1
   few = np.where(np.arange(blocks) < needed_B[:, None], pages, -1)
   wide = np.pad(few, ((0, 0), (0, 5)), constant_values=-1)
   np.testing.assert_array_equal(decode(cache, wide, q, position_B), expected)
-  # Rows that do not read leave the others alone.
+  # Rows that do not read do not change the others.
   some_B = jnp.where(jnp.arange(8) % 3 > 0, position_B, -1)
   out = decode(cache, wide, q, some_B)
   np.testing.assert_array_equal(out[some_B >= 0], expected[some_B >= 0])
 
 
 def by_block(q_BTNH, k_BSKH, v_BSKH, position_BT, P: int) -> np.ndarray:
-  """Attention with the keys of all blocks at once, each step a program of its own.
+  """Attention over all blocks' keys at once, with one program per step.
 
-  Within one program XLA would make a single product of all blocks' sums.
+  In a single program XLA would compute the sums of all blocks as one product.
   """
   B, S, K, H = k_BSKH.shape
   k_BKCHP = k_BSKH.reshape(B, S // P, P, K, H).transpose(0, 3, 1, 4, 2)
@@ -133,12 +133,12 @@ def by_block(q_BTNH, k_BSKH, v_BSKH, position_BT, P: int) -> np.ndarray:
 def test_long_rows_are_read_block_after_block_and_their_number_changes_no_bit(
   layout: str, monkeypatch
 ):
-  """What a long cache is extended by has the bits of dense attention by blocks."""
-  monkeypatch.setattr(paged, "SHORT", 128)  # even the shortest is read by blocks
+  """Extending a long cache is bit-identical to dense attention by blocks."""
+  monkeypatch.setattr(paged, "SHORT", 128)  # even the shortest row is read by blocks
   monkeypatch.setattr(caching, "_layout", lambda *_: layout)
   q, k, v = heads(7, 3, 2048, 4, 2, 16)
   q = q[:, :64]
-  for first in (0, 130, 400):  # in the first block, over an edge, in the second
+  for first in (0, 130, 400):  # 0 and 130: in the first block; 400: in the second
     position_BT = first + jnp.arange(64) + jnp.array([[0], [3], [-first]])
     outs = []
     for S in (256, 512, 1024, 2048):
@@ -162,7 +162,7 @@ def test_what_is_extended_takes_memory_that_the_length_does_not_change():
     table_BC = jax.ShapeDtypeStruct((4, S // 256), jnp.int32)
     compiled = attend.lower(cache, table_BC, q_BTNH, position_BT).compile()
     bytes_of.append(compiled.memory_analysis().temp_size_in_bytes)
-  # Scores with all places would be 512 MiB and more.
+  # Scores over all 16,384 places would take 512 MiB.
   assert abs(bytes_of[0] - bytes_of[1]) < 2**16 and bytes_of[0] < 2**26
 
 
@@ -208,7 +208,7 @@ def test_pages_are_copied_grown_and_kept_on_the_host():
   cache = filled(k, v, 8, pages)
   position_BT = jnp.broadcast_to(jnp.arange(40), (2, 40))
   before = attend(cache, pages, q, position_BT)
-  # A row's pages onto others, which were free; what points past the last is dropped.
+  # Copies a row's pages to free pages; a target past the last page is dropped.
   more = cache.grow(30)
   assert more.pages == 30 and all(x.is_deleted() for x in jax.tree.leaves(cache))
   other = np.array([[20, 25, 21, 27, 29]])
@@ -218,7 +218,7 @@ def test_pages_are_copied_grown_and_kept_on_the_host():
     attend(cache, other, q[:1], position_BT[:1]), before[:1]
   )
   np.testing.assert_array_equal(attend(cache, pages, q, position_BT), before)
-  # To the host and back onto yet others; nothing else is changed.
+  # Moves pages to the host and back to other pages; the rest is unchanged.
   held = cache.to_host(pages[1].tolist())
   back = np.array([[23, 22, 28, 24, 26]])
   cache = cache.from_host(back[0].tolist(), held)
@@ -235,12 +235,12 @@ def test_pages_of_short_rows_are_no_larger_than_they():
 @pytest.mark.slow
 @pytest.mark.parametrize("H", [128, 64])
 def test_a_tpus_kernel_is_given_what_its_reference_reads(H: int, monkeypatch):
-  """The kernel itself runs on a TPU only: here its library's own reference."""
+  """The kernel runs only on a TPU, so its library's reference runs instead."""
   q, k, v = heads(8, 3, 96, 4, 2, H)
   monkeypatch.setattr(caching, "_layout", lambda *_: "joined")
   pages = table(3, 3)
   cache = filled(k, v, 32, pages)
-  assert cache.layers[0][0].shape[3] == 128  # a smaller head is filled up
+  assert cache.layers[0][0].shape[3] == 128  # smaller heads are padded
   given = []
 
   def reference(*args, num_kv_pages_per_block, num_queries_per_block, **options):
@@ -274,14 +274,14 @@ def test_a_tpus_kernel_is_given_what_its_reference_reads(H: int, monkeypatch):
   ],
 )
 def test_a_gpus_kernel_gives_tokens_what_the_definition_does(P, T, G, monkeypatch):
-  """Interpreted; rows that begin anywhere, and one that reads nothing."""
+  """Interpreted; rows start at different places, and one reads nothing."""
   q, k, v = (x.astype(jnp.bfloat16) for x in heads(9, 4, 512, 2 * G, 2, 64))
   q = q[:, :T]
   monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
   for name in ("attend_pages", "attend_tokens"):
     interpreted = functools.partial(getattr(triton, name), interpret=True)
     monkeypatch.setattr(triton, name, interpreted)
-  monkeypatch.setattr(paged, "attend", None)  # nothing else is asked
+  monkeypatch.setattr(paged, "attend", None)  # fails if the XLA path runs
   pages = table(4, 512 // P)
   cache = filled(k, v, P, pages, dtype="bfloat16")
   position_BT = jnp.array([0, 300, 0, 512 - T])[:, None] + jnp.arange(T)
@@ -301,7 +301,7 @@ def test_a_gpus_kernel_gives_tokens_what_the_definition_does(P, T, G, monkeypatc
 @pytest.mark.usefixtures("gpu_described")
 @pytest.mark.parametrize("T", [1, 32])
 def test_on_a_gpu_pages_are_read_by_a_kernel(T, monkeypatch):
-  """Lowered without a GPU, in bfloat16."""
+  """Lowered for CUDA without a GPU, in bfloat16."""
   monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
   cfg = dataclasses.replace(model(2, 64), dtype="bfloat16")
   cache = jax.eval_shape(lambda: KVCache.empty(cfg, 100, 256))

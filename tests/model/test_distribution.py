@@ -1,4 +1,4 @@
-"""The one sampling distribution of sampler and learner."""
+"""The sampling distribution that sampler and learner share."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_samples_follow_the_distribution():
 
 @pytest.mark.parametrize("V", [63, 64, 200])
 def test_a_draw_inverts_the_cumulative_distribution(V: int, monkeypatch):
-  """For every u the first token whose cumulative probability exceeds it."""
+  """Each u gives the first token with a cumulative probability above u."""
   rng = np.random.default_rng(V)
   p = rng.dirichlet(np.full(V, 0.05)) * (rng.random(V) < 0.7)
-  p[-3:] = 0  # so that rounding has somewhere impossible to go
+  p[-3:] = 0  # impossible tokens that rounding could reach
   p /= p.sum()
   u = np.array([0.0, 0.25, 0.5, 0.999, np.nextafter(np.float32(1), np.float32(0))])
   u = np.concatenate([u, rng.random(200)]).astype(np.float32)
@@ -69,7 +69,7 @@ def test_a_draw_inverts_the_cumulative_distribution(V: int, monkeypatch):
   token_B = np.asarray(distribution.sample(logp_BV, jnp.asarray(u), jnp.ones(len(u))))
   assert (p[token_B] > 0).all()
   upto = np.cumsum(p)
-  near = np.abs(upto[None] - u[:, None]).min(1) < 1e-5  # where rounding may decide
+  near = np.abs(upto[None] - u[:, None]).min(1) < 1e-5  # rounding may decide these
   expected = np.minimum((upto[None] <= u[:, None]).sum(1), np.flatnonzero(p)[-1])
   np.testing.assert_array_equal(token_B[~near], expected[~near])
   assert (~near).sum() > 100
@@ -108,7 +108,7 @@ def test_a_row_may_have_a_top_p_of_its_own(changes: dict):
     alone = distribution.Truncation(**changes, top_p=top_p)
     expected = distribution.log_probs(logits[i : i + 1], 0.7, alone)[0]
     np.testing.assert_allclose(np.exp(out[i]), np.exp(expected), atol=1e-6)
-  # A row without one has the very log-probs that it has where no row asks.
+  # A row without top_p is bit-identical to a batch in which no row has one.
   free = distribution.log_probs(logits, 0.7, others, top_p=jnp.ones(4))
   np.testing.assert_array_equal(out[1], free[1])
 
@@ -118,7 +118,7 @@ def test_a_row_may_have_a_top_p_of_its_own(changes: dict):
 @pytest.mark.parametrize("changes", [{}, {"top_k": 4}, {"top_p": 0.8}])
 @pytest.mark.parametrize("limited", [False, True])
 def test_taken_tokens_have_the_log_probs_of_the_whole_distribution(t, changes, limited):
-  """Value, gradient and entropy; what is drawn has a probability."""
+  """Compares values, gradients and entropies."""
   rng = np.random.default_rng(5)
   logits = jnp.asarray(rng.normal(size=(3, 4, 11)) * 3, jnp.float32)
   cut = distribution.Truncation(**changes)
@@ -148,7 +148,7 @@ def test_taken_tokens_have_the_log_probs_of_the_whole_distribution(t, changes, l
 
 
 def adversarial(V: int) -> dict[str, np.ndarray]:
-  """Log-probs, unnormalized: ties, impossible tokens, nearly one token, all alike."""
+  """Unnormalized log-probs: ties, impossible tokens, one dominant token, all equal."""
   rng = np.random.default_rng(V)
   rows = {
     "random": rng.normal(size=V) * 3,
@@ -166,9 +166,9 @@ def adversarial(V: int) -> dict[str, np.ndarray]:
 
 
 def truncated(logp_V: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, float]:
-  """Probabilities by definition, of equally likely tokens all or none.
+  """Truncated probabilities by definition; equally likely tokens stay or go together.
 
-  Also how near `top_p` is to where it would leave others.
+  Also returns the distance from `top_p` to the nearest limit with another result.
   """
   p_V = np.exp(logp_V.astype(np.float64))
   if top_k:
@@ -183,7 +183,7 @@ def truncated(logp_V: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray,
 @pytest.mark.slow
 @pytest.mark.parametrize("V", [2, 64, 1000])
 def test_truncation_leaves_what_its_definition_says(V: int):
-  """By a sort, with sums in float64."""
+  """The definition sorts, and sums in float64."""
   rows = adversarial(V)
   logits = np.stack(list(rows.values())).astype(np.float32) / 2
   logp = np.asarray(distribution.log_probs(jnp.asarray(logits), 0.5))
@@ -195,14 +195,14 @@ def test_truncation_leaves_what_its_definition_says(V: int):
     out = np.exp(distribution.log_probs(jnp.asarray(logits), 0.5, cut))
     for name, found, own in zip(rows, out, logp, strict=True):
       expected, border = truncated(own, min(top_k, V), top_p)
-      if top_p == 1 or border > 1e-5:  # else rounding may decide
+      if top_p == 1 or border > 1e-5:  # otherwise rounding may decide
         np.testing.assert_allclose(found, expected, atol=2e-6, err_msg=name)
         compared += 1
   assert compared > 60
 
 
 def test_a_mass_that_is_reached_exactly_is_enough():
-  """Sums of powers of two are exact: the mass before the third token is top_p."""
+  """Sums of powers of two are exact, so the mass before a token can equal top_p."""
   logp = jnp.log(jnp.array([0.125, 0.5, 0.25, 0.125]))
   weight = jnp.array([0.125, 0.5, 0.25, 0.125])
   for limit, kept in ((0.5, 1), (0.5000001, 2), (0.75, 2), (0.7500001, 4), (1.0, 4)):
@@ -227,7 +227,7 @@ def test_neither_sampler_nor_learner_sorts():
 
   for f in (lambda x: distribution.log_probs(x, 1.0, cut), jax.grad(learner)):
     text = jax.jit(f).lower(logits).as_text()
-    assert "while" in text  # the search, in place of
+    assert "while" in text  # the search that replaces a sort
     assert "sort" not in text
     assert "top_k" not in text
 

@@ -1,4 +1,4 @@
-"""The model's arithmetic, against what XLA counts in the compiled program."""
+"""The model's FLOP count against XLA's count for the compiled program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CFG = ModelConfig(
 
 @pytest.mark.slow
 def test_a_forward_pass_of_one_segment_is_what_xla_counts():
-  B, T = 2, 64  # one block: a loop over blocks would be counted once
+  B, T = 2, 64  # one block: XLA counts the body of a loop once
   params = transformer.init_params(CFG, 0)
   ids = jnp.ones((B, T), jnp.int32)
 
@@ -29,10 +29,10 @@ def test_a_forward_pass_of_one_segment_is_what_xla_counts():
     )
 
   counted = jax.jit(forward).lower(params).compile().cost_analysis()["flops"]
-  # XLA multiplies the masked half of the scores too.
+  # XLA also counts the masked half of the scores.
   masked = B * 4 * CFG.layers * CFG.heads * CFG.head_dim * T * (T - 1) // 2
   expected = flops.train_flops(CFG, [T] * B) / 3 + masked
-  # Norms, rotations and softmax come on top.
+  # XLA also counts norms, rotations and softmax.
   assert expected < counted < 1.1 * expected
 
 

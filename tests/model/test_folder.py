@@ -1,4 +1,4 @@
-"""A model folder that can not be used is refused before its weights are read."""
+"""An unusable model folder is refused before its weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`generate` and `vllm serve` stop after the answer, as an exported folder comes."""
+"""An exported folder makes `generate` and `vllm serve` stop after the answer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ QUESTION = "2 + 3"
 
 
 def answering(written: list[int]):
-  """Parameters of a model that writes these ids, each after the one before, for ever.
+  """Parameters for a model that repeats these ids in order, without end.
 
-  After every other id it writes the first.
+  After any other id it writes the first one.
   """
   params = jax.tree.map(
     lambda x: np.zeros(x.shape, x.dtype), transformer.param_shapes(CFG)
-  )  # so that layers add nothing to an embedding
+  )  # zeros: layers add nothing to an embedding
   params["final_norm"][:] = 1
   params["embed"][:, 0] = 1
   for place, i in enumerate(written[:-1], 1):
@@ -47,7 +47,7 @@ def answering(written: list[int]):
 
 
 def exported(folder: pathlib.Path, tokenizer, like: str = "") -> list[int]:
-  """Writes a model folder; returns the ids of the answer that it writes for ever."""
+  """Writes a model folder; returns the ids of the answer that the model repeats."""
   ids = list(dict.fromkeys(tokenizer.encode("<answer> 5")))
   ids.append(tokenizer.end_id)
   save_model(folder, CFG, answering(ids), tokenizer, like)
@@ -55,7 +55,7 @@ def exported(folder: pathlib.Path, tokenizer, like: str = "") -> list[int]:
 
 
 def generated(folder: pathlib.Path, prompt: list[int]) -> list[int]:
-  """What transformers' `generate` adds, asked for nothing but more tokens."""
+  """The tokens added by transformers' `generate`, with no option but their maximum."""
   torch = pytest.importorskip("torch")
   from transformers import AutoModelForCausalLM
 

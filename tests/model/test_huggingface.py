@@ -1,6 +1,6 @@
-"""Hugging Face's Qwen2, Qwen3 and Llama compute what ours computes, both ways.
+"""Parity with Hugging Face's Qwen2, Qwen3 and Llama, in both directions.
 
-Both sides read the same folder, whose config.json is drawn (drawn.py).
+Both sides read the same folder with a drawn config.json (drawn.py).
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-# Of the largest entry of each gradient.
+# Relative to the largest entry of each gradient.
 GRADIENT_TOLERANCE = 1e-5
-# Tokens of the sequences; together they fill a row of PACKED but for 2.
+# Sequence lengths; together they fill a row of PACKED tokens except 2.
 LENGTHS, PACKED = (100, 61, 37), 200
 
 
 def folder(path: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Any:
-  """Makes a model folder that says this; returns Hugging Face's model of it."""
+  """Writes a model folder with this config; returns Hugging Face's model."""
   written = json.dumps(config)
   (path / "config.json").write_text(written)
   model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
   rng = np.random.default_rng(seed)
   with torch.no_grad():
     for name, p in model.named_parameters():
-      # Inputs of every matrix have about unit size, so that positions matter.
+      # Every matrix's inputs have about unit size, so that positions matter.
       std = p.shape[-1] ** -0.5 if p.ndim == 2 and "embed" not in name else 0.3
       mean = 1.0 if "norm" in name else 0.0
       p.copy_(torch.tensor(rng.normal(mean, std, p.shape)))
   model.save_pretrained(path)
-  (path / "config.json").write_text(written)  # transformers wrote its own
+  (path / "config.json").write_text(written)  # save_pretrained wrote its own
   return model.eval()
 
 
@@ -128,7 +128,7 @@ def test_there_and_back_is_identical_to_the_bit(tmp_path, seed: int, dtype: str)
   for name, x in before.items():
     assert x.dtype == after[name].dtype and x.shape == after[name].shape
     assert x.tobytes() == after[name].tobytes(), name
-  # What transformers understands is the same as well.
+  # transformers reads the same configuration from both.
   a, b = (AutoConfig.from_pretrained(p).to_dict() for p in (first, second))
   for field in (
     "_name_or_path",
@@ -163,11 +163,11 @@ def test_gradients_are_the_same(tmp_path, seed: int, scan: bool):
     return log_probs.nll(logp_BT, batch.loss_mask_BT) / batch.loss_mask_BT.sum()
 
   loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params)
-  # Theirs in float64: in float32 their own error is as large as ours, 6e-6 of a key
-  # bias, whose gradient is what is left of terms that cancel.
+  # Theirs in float64: in float32 their error is as large as ours, 6e-6 for a key bias,
+  # since its gradient is the small remainder of cancelling terms.
   expected, exact = their_gradient(model.double(), ids)
   np.testing.assert_allclose(loss, expected, rtol=1e-6)
-  # A gradient is shaped as parameters are, so it is written as they are.
+  # A gradient has the parameters' shapes, so save_model can write it.
   save_model(tmp_path / "gradient", cfg, gradient)
   found = load_file(tmp_path / "gradient" / "model.safetensors")
   assert set(found) == set(exact)
@@ -178,7 +178,7 @@ def test_gradients_are_the_same(tmp_path, seed: int, scan: bool):
 
 
 def their_gradient(model, ids: list[np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
-  """The mean loss of given sequences and its gradient, as torch computes them."""
+  """The sequences' mean loss and its gradient, computed by torch."""
   batch = rows([[x] for x in ids], max(map(len, ids)))
   tokens, segment = torch.tensor(batch.tokens_BT), torch.tensor(batch.segment_BT)
   logp = model(tokens, attention_mask=segment).logits[:, :-1].log_softmax(-1)
@@ -212,12 +212,12 @@ def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
   ids = sequences()
   mine = np.concatenate(ours(cfg, params, rows([ids], PACKED)))
   other = np.concatenate(theirs(model, ids))
-  exact = np.concatenate(theirs(model.float(), ids))  # of the same rounded weights
+  exact = np.concatenate(theirs(model.float(), ids))  # the same rounded weights
   error, accepted = rms(mine - exact), rms(other - exact)
   size = rms(exact)
   print(f"of the logits' size: {error / size:.2e}, theirs {accepted / size:.2e}")
-  # Two computations in bfloat16 agree no better than each agrees with float32, so ours
-  # may err about as much as theirs; one entry of 26,000 may be off further.
+  # Two bfloat16 computations agree no better than each agrees with float32, so our
+  # error may be about as large as theirs; one of 26,000 entries may be further off.
   assert 0 < error <= 1.2 * accepted
   assert np.abs(mine - exact).max() <= 2 * np.abs(other - exact).max()
 
@@ -268,7 +268,7 @@ def test_a_folder_of_ours_is_whole_to_transformers(tmp_path, changes, name: str)
   text = "<think>caf\u00e9 12</think>"
   assert found.encode(text) == tokenizer.encode(text)
   assert tokenizer.hf.eos_token_id in model.generation_config.eos_token_id
-  # In several files, written over the one; and back.
+  # Several files replace the single file, and the reverse.
   other = jax.tree.map(lambda x: x + 1, params)
   for shard_bytes, saved in ((20_000, other), (10**9, params)):
     save_model(tmp_path, cfg, saved, tokenizer, shard_bytes=shard_bytes)
@@ -284,7 +284,7 @@ def test_at_a_published_size_logits_are_the_same(tmp_path):
   rng = np.random.default_rng(0)
 
   def vary(x: jax.Array) -> jax.Array:
-    """Norms and biases start as ones and zeros, which would show less."""
+    """Adds noise to norms and biases: ones and zeros would hide errors."""
     small = x.ndim == 1 or (x.ndim == 2 and x.shape[-1] == cfg.head_dim)
     return x + 0.3 * rng.normal(size=x.shape).astype(np.float32) if small else x
 

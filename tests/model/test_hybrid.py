@@ -1,4 +1,4 @@
-"""Hybrids with linear attention equal Hugging Face's Qwen3.5; laws of their own.
+"""Hybrids with linear attention: parity with Hugging Face's Qwen3.5, and our own laws.
 
 budget: a family's parity, its rule, its laws and its refusals, over the same models.
 """
@@ -45,7 +45,7 @@ transformers.utils.logging.set_verbosity_error()
 
 SEEDS = range(12)
 LENGTHS, PACKED = (150, 61, 37), 256
-# Of the largest entry of each gradient.
+# Relative to the largest entry of each gradient.
 GRADIENT_TOLERANCE = 2e-5
 
 
@@ -55,13 +55,13 @@ def sequences(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[np.ndar
 
 
 def each(model, ids: list[np.ndarray]) -> list[np.ndarray]:
-  """Their logits of sequences without padding."""
+  """Hugging Face's logits for each sequence alone, without padding."""
   return [theirs(model, [x])[0] for x in ids]
 
 
 @contextlib.contextmanager
 def in_float64(model) -> Iterator[None]:
-  """Computes in float64, casts to float32 within the model too."""
+  """Runs the model in float64, including its internal casts to float32."""
   model.double()
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(torch, "float32", torch.float64)
@@ -70,7 +70,7 @@ def in_float64(model) -> Iterator[None]:
 
 
 def exact(model, ids: list[np.ndarray]) -> list[np.ndarray]:
-  """Their logits in float64."""
+  """Hugging Face's logits in float64."""
   out = []
   with in_float64(model), torch.no_grad():
     for x in ids:
@@ -79,7 +79,7 @@ def exact(model, ids: list[np.ndarray]) -> list[np.ndarray]:
   return out
 
 
-# ---- Hugging Face's.
+# ---- Parity with Hugging Face.
 
 
 def test_the_draw_has_everything():
@@ -193,7 +193,7 @@ def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
 def test_a_decoder_beside_a_vision_tower_is_read_and_written_alone(
   tmp_path, dtype: str, caplog
 ):
-  """Both kinds of folders give the same arrays, and ours has their bytes."""
+  """Our export equals transformers' export of the decoder, array for array."""
   text = hybrids.draw(1)
   vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
   vision["out_hidden_size"] = text["hidden_size"]
@@ -213,7 +213,7 @@ def test_a_decoder_beside_a_vision_tower_is_read_and_written_alone(
   assert "vision tower" in caplog.text
   save_model(tmp_path / "ours", cfg, params, like=tmp_path / "whole")
   read = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "whole")
-  # A model that was read writes the names that it was read by.
+  # A loaded model saves its loaded weight names, so copy to a fresh model.
   alone = transformers.Qwen3_5ForCausalLM(config.text_config)
   alone.load_state_dict(read.state_dict())
   alone.to(getattr(torch, dtype)).save_pretrained(tmp_path / "alone")
@@ -283,7 +283,7 @@ def test_ties_that_disagree_are_refused():
     from_hf_config(config)
 
 
-# ---- The rule.
+# ---- The delta rule.
 
 
 def tokens_of(B: int, T: int, seed: int = 0, Y=2, G=2, M=16, U=8) -> Tokens:
@@ -328,7 +328,7 @@ def test_chunks_steps_and_theirs_agree(T: int):
 
 
 def test_equal_keys_written_at_full_strength_stay_exact():
-  """The worst case of the chunk's system: every token replaces the last one's value."""
+  """The worst case for a chunk's linear system: each token replaces the last value."""
   tokens = tokens_of(1, 128)
   tokens = tokens._replace(
     k_BTYM=np.broadcast_to(tokens.k_BTYM[:, :1], tokens.k_BTYM.shape),
@@ -378,7 +378,7 @@ CFG = ModelConfig(
 
 @functools.cache
 def params_of(cfg: ModelConfig = CFG):
-  """Parameters of which every one matters; slow decays (see hybrids.fill)."""
+  """Parameters that all matter, with slow decays (see hybrids.fill)."""
   rng = np.random.default_rng(0)
 
   def drawn(path, shape: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -409,7 +409,7 @@ def logits_of(cfg, params, ids: np.ndarray, segment_BT: np.ndarray) -> np.ndarra
 
 @pytest.mark.slow
 def test_a_token_depends_on_its_segment_up_to_itself():
-  """By bits: of each other token, the logits are unchanged."""
+  """The logits of all other tokens are bit-identical."""
   rng = np.random.default_rng(0)
   ids = rng.integers(0, 97, (1, 90)).astype(np.int32)
   segment_BT = np.repeat([1, 2, 3], [30, 40, 20])[None]
@@ -451,7 +451,7 @@ def test_scanned_is_unrolled(remat: str):
 
 @pytest.mark.slow
 def test_prefill_in_pieces_is_at_once_and_keeps_other_slots():
-  """States and last inputs too; rows may go to any slots."""
+  """States and last inputs are equal too; rows may use any slots."""
   ids = np.random.default_rng(0).integers(0, 97, (2, 150)).astype(np.int32)
   table_RC = np.array([[2], [0]], np.int32)
   slots = np.array([2, 0], np.int32)
@@ -508,7 +508,7 @@ def test_adapters_of_every_projection_are_pefts(tmp_path):
   merged = logits_of(CFG, lora.merge(params, adapters, config), ids, one)
   assert difference(joined, expected) <= TOLERANCE
   assert difference(merged, expected) <= TOLERANCE
-  # Stacked layers have the same adapters and the same folder.
+  # Stacked layers give the same adapters and the same folder.
   stacked = dataclasses.replace(CFG, scan=True)
   for tree in (params, adapters):
     again = transformer.stack(tree, CFG.layers, 2)

@@ -1,6 +1,6 @@
-"""Attention by blocks and the GPU's kernel for long rows, beside plain attention.
+"""Blockwise attention and the GPU's kernel for long rows, against plain attention.
 
-The GPU's is interpreted, and lowered for CUDA. The TPU's is in test_splash.py.
+The GPU's kernel is interpreted, and lowered for CUDA. The TPU's: test_splash.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coa_jax.model.kernels import blockwise, triton
 
 
 def packed(T: int, S: int, K: int = 2, H: int = 32, dtype=jnp.float32):
-  """Queries of the last T of S places, keys, values, segments; two rows."""
+  """Two rows: queries at the last T of S places, keys, values, segments."""
   keys = jax.random.split(jax.random.key(T), 3)
   q = jax.random.normal(keys[0], (2, T, 2 * K, H), dtype)
   k, v = (jax.random.normal(key, (2, S, K, H), dtype) for key in keys[1:])
@@ -27,7 +27,7 @@ def packed(T: int, S: int, K: int = 2, H: int = 32, dtype=jnp.float32):
 
 
 def plain(q, k, v, segment_BS):
-  """All scores at once."""
+  """Attention with all scores at once."""
   mask_BTS = attention._visible(segment_BS, q.shape[1])
   return jax.nn.dot_product_attention(q, k, v, mask=mask_BTS[:, None])
 
@@ -47,7 +47,7 @@ def interpreted(q, k, v, segment_BS):
     (by_blocks, 1, 1),
     (by_blocks, 128, 128),
     (functools.partial(by_blocks, block=16), 70, 70),
-    (by_blocks, 130, 300),  # the queries are the last of more places
+    (by_blocks, 130, 300),  # queries at the last T of S places
     (functools.partial(by_blocks, block=16), 64, 200),
     (interpreted, 256, 256),
     (interpreted, 128, 256),
@@ -95,7 +95,7 @@ def test_half_precision_keeps_sums_in_float32():
 @pytest.mark.usefixtures("gpu_described")
 @pytest.mark.parametrize(("kept", "forward"), [("", 2), (attention.OUT, 1)])
 def test_a_gpus_kernels_make_no_array_of_queries_by_keys(kept: str, forward: int):
-  """Two scanned layers; a kept output spares the second forward kernel."""
+  """Two scanned layers; a saved output avoids the second forward kernel."""
   q, k, v, segment = packed(256, 256, dtype=jnp.bfloat16)
   policy = jax.checkpoint_policies.save_only_these_names(kept)
 

@@ -1,4 +1,4 @@
-"""Adapters: joined = merged, scanned = unrolled, and nothing else is trained."""
+"""Adapters: joined = merged, scanned = unrolled, and only they are trained."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.model.lora import LoraConfig
 from coa_jax.protocol.trajectory import write_jsonl
 
-# Heads that are no divisor of the width, so that no two shapes are alike.
+# The heads do not divide the width, so that no two shapes are equal.
 CFG = dataclasses.replace(
   toy.MODEL, heads=6, kv_heads=3, head_dim=10, attention_bias=True, qk_norm=False
 )
 SCANNED = dataclasses.replace(CFG, scan=True)
-# The rank is neither the number of layers nor a size.
+# The rank differs from the number of layers.
 ALL = LoraConfig(rank=3, alpha=5.0)
 SOME = LoraConfig(rank=3, alpha=5.0, matrices=("q", "o", "down"))
 CONFIGS = pytest.mark.parametrize("config", [ALL, SOME], ids=["all", "some"])
@@ -53,7 +53,7 @@ def params(cfg: ModelConfig = CFG):
 
 
 def trained(config: LoraConfig = ALL, cfg: ModelConfig = CFG):
-  """Adapters as after training: both halves drawn."""
+  """Adapters as after training: both halves are random."""
   if cfg.scan:
     unrolled = trained(config, dataclasses.replace(cfg, scan=False))
     return transformer.stack(unrolled, cfg.layers)
@@ -192,7 +192,7 @@ def test_an_adapter_folder_has_the_names_and_shapes_of_peft(tmp_path, cfg: Model
   assert config["target_modules"] == ["down_proj", "o_proj", "q_proj"]
   assert (config["r"], config["lora_alpha"]) == (3, 5.0)
   assert config["base_model_name_or_path"] == "base"
-  # B A of the file is the product that is merged, in the file's layout.
+  # The file's B @ A is the merged product, in the file's layout.
   file = "model.layers.1.self_attn.o_proj"
   a, b = (found[f"base_model.model.{file}.lora_{x}.weight"] for x in "AB")
   folders = [tmp_path / x for x in ("base", "merged")]
@@ -241,7 +241,7 @@ def test_impossible_adapters_are_refused(changes, message: str):
 
 @pytest.fixture
 def journey(tmp_path) -> ml_collections.ConfigDict:
-  """A run of SFT on a model folder, a few steps long."""
+  """The config of a short SFT run on a model folder."""
   toy.save_policy(str(tmp_path / "base"), toy.params())
   write_jsonl(tmp_path / "data.jsonl", toy.trajectories() * 2)
   return ml_collections.ConfigDict(

@@ -1,4 +1,4 @@
-"""Sizes that the devices can not hold are refused before anything is allocated."""
+"""Sizes too large for the devices are refused before anything is allocated."""
 
 from __future__ import annotations
 

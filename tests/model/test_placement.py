@@ -1,7 +1,7 @@
-"""Teams of devices are of one host, on every kind of slice; slices share data alone.
+"""A team of devices is within one host, on every kind of slice; slices share only data.
 
-Slices are made by hand, so that nothing but JAX's mesh making is asked; where libtpu is
-installed its own descriptions of them are compared, and used.
+The tests build slices by hand, so they need only JAX's mesh making. If libtpu is
+installed, they compare its own descriptions with these, and use them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.experimental import mesh_utils, topologies
 from coa_jax.model.placement import device_grid, num_split, team_sizes
 from coa_jax.model.sharding import MeshConfig, make_partitioner, make_partitioners
 
-# Kind of device and cores a chip, by generation. A host of any has 2 x 2 chips.
+# Device kind and cores per chip, by generation. Every host has 2 x 2 chips.
 KINDS = {
   "v5e": ("TPU v5 lite", 1),
   "v5p": ("TPU v5", 1),
@@ -33,7 +33,7 @@ SLICES = (
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """As much of a TPU device as mesh making looks at."""
+  """The attributes of a TPU device that mesh making reads."""
 
   id: int
   coords: tuple[int, int, int]
@@ -45,7 +45,7 @@ class Chip:
 
 
 def chips(slice_name: str, slices: int = 1) -> list[Chip]:
-  """The devices of slices, host after host."""
+  """The slices' devices, host by host."""
   generation, _, shape = slice_name.partition(":")
   kind, cores = KINDS[generation]
   x, y, z = (*map(int, shape.split("x")), 1)[:3]
@@ -62,13 +62,13 @@ def chips(slice_name: str, slices: int = 1) -> list[Chip]:
 
 
 def split_by_jax(sizes: tuple[int, ...], devices: list) -> int:
-  """The teams that JAX's own placement puts on several hosts."""
+  """Counts the teams that JAX's own placement splits between hosts."""
   grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   return num_split(grid, sizes[-1])
 
 
 def test_a_slice_whose_programs_leave_no_chip_out_refuses_to():
-  """Else the compiler ends in an error of its own, minutes later."""
+  """Otherwise the compiler fails minutes later with its own error."""
   for name in ("v5e:4x4", "v6e:8x8"):
     devices = chips(name)
     half = len(devices) // 2
@@ -99,12 +99,12 @@ def test_a_team_that_a_host_can_hold_is_of_one_host(name: str):
 
 
 def test_where_hosts_are_blocks_their_devices_lie_alike():
-  """JAX has a first host of v5e and v6e in another order than the others."""
+  """JAX orders the first host of v5e and v6e differently from the others."""
   for name in SLICES:
     devices = chips(name)
     sizes = (1, len(devices) // 4, 1, 4)
     if not split_by_jax(sizes, devices):
-      continue  # then they are as JAX has them
+      continue  # then JAX's own grid is kept
     grid = device_grid(sizes, devices, 4)
     teams = np.array([[(*d.coords, d.core_on_chip) for d in t] for t in grid[0, :, 0]])
     within = teams - teams[:, :1]
@@ -112,7 +112,7 @@ def test_where_hosts_are_blocks_their_devices_lie_alike():
 
 
 def test_a_part_of_every_host_is_a_mesh():
-  """As `mesh.rollout` leaves it to the learner; of most JAX makes none."""
+  """The learner's devices with `mesh.rollout`; for most of them JAX makes no mesh."""
   for name in SLICES:
     part = []
     for _, host in itertools.groupby(chips(name), key=lambda d: d.process_index):
@@ -124,7 +124,7 @@ def test_a_part_of_every_host_is_a_mesh():
 
 
 def test_jax_would_split_teams_between_hosts():
-  """Else nothing above is shown. A mesh that JAX places well stays as it was."""
+  """Otherwise the tests above prove nothing. A mesh that JAX places well is kept."""
   assert split_by_jax((1, 4, 1, 4), chips("v6e:4x4")) == 4
   assert split_by_jax((1, 16, 1, 4), chips("v5p:4x4x4")) == 16
   assert split_by_jax((1, 32, 1, 4), chips("tpu7x:4x4x4")) == 32
@@ -139,7 +139,7 @@ def test_jax_would_split_teams_between_hosts():
 def test_a_team_that_no_host_can_hold_is_told_from_those_that_fit():
   grid = device_grid((1, 2, 1, 8), chips("v6e:4x4"), 8)
   assert num_split(grid, 8) == 2 and team_sizes(grid) == [1, 2, 4]
-  # What learns so can decode otherwise.
+  # Training may split matrices 8 ways while decoding splits them 4 ways.
   grid = device_grid((1, 2, 1, 8), chips("v6e:4x4"), 4)
   assert num_split(grid, 8) == 2 and not num_split(grid, 4)
 
@@ -170,7 +170,7 @@ def test_devices_of_a_cpu_stay_in_their_order():
 )
 @pytest.mark.parametrize("name", SLICES)
 def test_real_slices_are_as_the_made_ones(name: str, monkeypatch):
-  # It asks a metadata server otherwise, which is only on Google's machines.
+  # Otherwise libtpu asks a metadata server, which only Google's machines have.
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   topology = topologies.get_topology_desc(name, platform="tpu")
@@ -180,7 +180,7 @@ def test_real_slices_are_as_the_made_ones(name: str, monkeypatch):
   for place, device in real.items():
     assert device.device_kind == made[place].device_kind
     assert device.process_index == made[place].process_index
-  # Both trained with 1 and 2 ways, and decoded with all that a host can hold.
+  # Training splits 1 and 2 ways; decoding 1 way, 2 ways, and over a whole host.
   hosts = len({d.process_index for d in topology.devices})
   local = len(topology.devices) // hosts
   for tensor, decoded in itertools.product((1, 2), (1, 2, local)):

@@ -24,12 +24,12 @@ CFG = toy.MODEL
 T = 12
 TOKENS = np.random.default_rng(0).integers(0, CFG.vocab_size, (3, T)).astype(np.int32)
 POSITION = np.broadcast_to(np.arange(T, dtype=np.int32), TOKENS.shape)
-# Both families at once: biases and QK-norm, an output matrix of its own.
+# Both families at once: biases, QK-norm and an untied output matrix.
 FULL = {"attention_bias": True, "tie_embeddings": False}
 
 
 def params_of(cfg: ModelConfig, seed: int = 0):
-  """Parameters without zeros or ones, so that every one of them counts."""
+  """Parameters without zeros or ones, so that all of them matter."""
   fresh = transformer.init_params(cfg, seed)
   leaves, tree = jax.tree.flatten(fresh)
   rng = np.random.default_rng(seed)
@@ -40,7 +40,7 @@ def params_of(cfg: ModelConfig, seed: int = 0):
 @functools.partial(jax.jit, static_argnums=0)
 def cached_logits(cfg: ModelConfig, params, cache, tokens_BT, position_BT, valid_BT):
   model = Transformer(cfg)
-  table_BC = jnp.arange(len(tokens_BT))[:, None]  # a page for each row
+  table_BC = jnp.arange(len(tokens_BT))[:, None]  # one page per row
   hidden, cache = model.apply(
     {"params": params},
     tokens_BT,
@@ -54,10 +54,10 @@ def cached_logits(cfg: ModelConfig, params, cache, tokens_BT, position_BT, valid
 
 @functools.cache
 def influence(scan: bool):
-  """A jitted function of segments: |d logits at t / d embedding at s| for all t, s."""
+  """Jitted |d logits at t / d embedding at s| for all t, s, given segments."""
   cfg = dataclasses.replace(CFG, vocab_size=8, tie_embeddings=False, scan=scan)
   params = params_of(cfg)
-  # Token s stands at place s only, so a row of the embedding is the input at s.
+  # Token s is at place s only, so row s of the embedding is the input at s.
   tokens_1T = jnp.arange(8)[None]
 
   @jax.jit
@@ -85,7 +85,7 @@ def test_a_token_depends_on_nothing_outside_its_segment():
   position_1T = jnp.array([[0, 1, 2, 0, 1, 0, 0, 0]])
   reach_TS = np.asarray(influence(False)(segment_1T, position_1T)) != 0
   same_TS = np.equal.outer(*[np.asarray(segment_1T)[0]] * 2)
-  real = slice(0, 6)  # padding may read padding; nothing else may
+  real = slice(0, 6)  # only padding may read padding
   np.testing.assert_array_equal(reach_TS[real, real], np.tril(same_TS)[real, real])
   assert not reach_TS[real, 6:].any() and not reach_TS[6:, real].any()
 
@@ -129,7 +129,7 @@ def test_cached_is_uncached_and_pieces_are_the_whole():
   np.testing.assert_allclose(jnp.concatenate(out, 1), whole, atol=1e-5)
   for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(full), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
-  # In pieces padded on the right, each row at a length of its own.
+  # In pieces padded on the right, with a different length per row.
   cache = KVCache.empty(cfg, 3, T + 4)
   done = np.zeros(3, int)
   for counts in ([5, 2, 1], [0, 5, 4], [5, 5, 5], [2, 0, 2]):
@@ -137,7 +137,7 @@ def test_cached_is_uncached_and_pieces_are_the_whole():
     position = done[:, None] + step
     valid = step < np.array(counts)[:, None]
     tokens = np.take_along_axis(TOKENS, np.minimum(position, T - 1), axis=1)
-    tokens = np.where(valid, tokens, 7)  # whatever stands in the padding
+    tokens = np.where(valid, tokens, 7)  # the padding's token does not matter
     piece, cache = cached_logits(cfg, params, cache, tokens, position, valid)
     for row, n in enumerate(counts):
       expected = whole[row, done[row] : done[row] + n]
@@ -192,11 +192,11 @@ def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
   [
     ("full", "q k v qk av o gate up"),
     ("attention", "q k v o gate up"),
-    ("dots", "qk av"),  # a product for each head is none of a matrix
+    ("dots", "qk av"),  # `dots` keeps no product with a batch axis
   ],
 )
 def test_what_the_backward_pass_computes_again(remat: str, products: str):
-  """The last product of a layer needs none of it: only its inputs count."""
+  """A layer's last product is not recomputed: its gradient needs only its inputs."""
   params = params_of(CFG)
 
   def count(remat: str) -> int:
@@ -236,7 +236,7 @@ OTHERS = {
   "layer_kinds": ("attention", "delta"),
   "delta": DeltaNet(key_heads=2, value_heads=2),
 }
-# Two fields that a model has together.
+# Two fields that are valid only together.
 HYBRID = {"layer_kinds": ("delta", "attention"), "delta": DeltaNet(1, 2)}
 
 
@@ -244,7 +244,7 @@ HYBRID = {"layer_kinds": ("delta", "attention"), "delta": DeltaNet(1, 2)}
 def program(**changes) -> str:
   """The traced program of the learner's log-probs and their gradient."""
   cfg = dataclasses.replace(CFG, **changes)
-  # A length that every attention kernel takes.
+  # Every attention kernel accepts this length.
   batch = jax.tree.map(jnp.asarray, batching.empty(1, 128))
 
   def loss(params):
@@ -258,7 +258,7 @@ def program(**changes) -> str:
 FIELDS = {f.name for f in dataclasses.fields(ModelConfig)}
 
 
-# Of a decoder alone: tests/rollout/test_half_precision.py.
+# product_dtype changes decoding only: tests/rollout/test_half_precision.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("field", sorted(FIELDS - {"product_dtype"}))
 def test_every_field_changes_the_program(field: str):
@@ -267,7 +267,7 @@ def test_every_field_changes_the_program(field: str):
 
 
 def test_a_value_that_a_field_already_has_changes_nothing():
-  """Or the test above would show nothing."""
+  """Otherwise the test above would prove nothing."""
   program.cache_clear()
   before = program()
   program.cache_clear()

@@ -1,4 +1,4 @@
-"""Rotary frequencies against exact ones, computed with 50 digits."""
+"""Rotary frequencies against exact values, computed with 50 digits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from transformers import AutoConfig  # noqa: E402
 from transformers.models.qwen3 import modeling_qwen3  # noqa: E402
 
-# Head sizes of published models, and some whose 1 / H is no power of two.
+# Head sizes of published models; for 80 and 96, 1 / H is not a power of two.
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 THETAS = (1e3, 1e4, 12_345.6, 1e6, 5e6)
 SCALINGS = (
@@ -54,7 +54,7 @@ def exact(cfg: ModelConfig) -> list[mpmath.mpf]:
 
 
 def llama3_slowing(frequency: mpmath.mpf, rope: Llama3Rope) -> mpmath.mpf:
-  """By its wavelength, in the three cases of Llama 3.1's reference code."""
+  """The factor by wavelength, in the three cases of Llama 3.1's reference code."""
   wavelength = 2 * mpmath.pi / frequency
   if wavelength < mpmath.mpf(rope.positions) / rope.high_freq_factor:
     return mpmath.mpf(1)
@@ -84,4 +84,4 @@ def test_each_frequency_is_as_near_to_the_exact_one_as_hugging_faces(scaling):
       ours = errors(found, truth)
       assert found.dtype == np.float32
       assert (ours <= errors(theirs.inv_freq.numpy(), truth)).all(), (head_dim, theta)
-      assert ours.max() <= 2**-24  # half of the last of a float32's 24 bits
+      assert ours.max() <= 2**-24  # half of the last of float32's 24 bits

@@ -1,4 +1,4 @@
-"""What a model folder says when it is written, and what is not written at all."""
+"""The content of a saved model folder, and models that are not saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coa_jax.model.hf.io import load_model, save_model
 
 
 def test_parameters_of_another_architecture_are_not_saved(tmp_path):
-  """All that differs is listed, and nothing is written."""
+  """The error lists every difference, and nothing is written."""
   params = params_of(dataclasses.replace(QWEN3, ff=72))
   del params["layer_0"]["q"]
   params["extra"] = np.ones(3, np.float32)

@@ -1,4 +1,4 @@
-"""Laws of the mesh: sharded = one device, two processes = one; misfits are named."""
+"""Laws of the mesh: sharded = one device, two processes = one; errors name misfits."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ SCRIPT = pathlib.Path(__file__).with_name("on_a_mesh.py")
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> list[dict]:
-  """What `on_a_mesh.py` measures with 8 virtual devices in one process, and in two.
+  """The figures of `on_a_mesh.py` on 8 virtual devices, in one process and in two.
 
-  One after the other: the two wait for each other's collectives for seconds only, and a
-  third at work beside them lets one fall behind.
+  The runs are sequential: two processes wait only seconds for each other's collectives,
+  and a third busy process can delay one of them too long.
   """
   folder, address = tmp_path_factory.mktemp("mesh"), free_address()
   outs = folder / "one.json", folder / "two.json"
@@ -50,12 +50,12 @@ def both(tmp_path_factory) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def figures(both) -> dict:
-  """Those of one process."""
+  """The figures of one process."""
   return both[0]
 
 
 def measured(tmp_path_factory, cases: str) -> dict:
-  """Those of other cases, in one process."""
+  """The figures of other cases, in one process."""
   out = tmp_path_factory.mktemp("mesh") / "out.json"
   outputs([SCRIPT, out, cases])
   return json.loads(out.read_text())
@@ -72,9 +72,9 @@ def soaked(tmp_path_factory) -> dict:
 
 
 def assert_equal(case: dict) -> None:
-  """Losses and gradients of two updates, and the parameters after them."""
+  """Compares losses and gradient norms of two updates, and the final parameters."""
   np.testing.assert_allclose(case["values"], case["expected"], rtol=1e-12)
-  # Adam divides a gradient by its own size, so rounding shows where both are small.
+  # Adam divides a gradient by its own size, which magnifies rounding in small ones.
   assert case["difference"] < 1e-9
 
 
@@ -116,7 +116,7 @@ def test_sharded_adapters_are_those_of_one_device(more: dict):
 
 @pytest.mark.slow
 def test_parameters_and_optimizer_state_are_split(figures: dict):
-  """layer_0/q is [32, 4, 8], down [64, 32], the embedding [384, 32]."""
+  """Shapes: layer_0/q [32, 4, 8], down [64, 32], the embedding [384, 32]."""
   fsdp = figures["plain/fsdp8"]
   assert fsdp["parts"]["layer_0/q"] == [4, 4, 8]
   assert fsdp["parts"]["layer_0/down"] == [64, 4]
@@ -127,7 +127,7 @@ def test_parameters_and_optimizer_state_are_split(figures: dict):
   assert mixed["parts"]["embed"] == [192, 8]
   stacked = figures["scan/context2_fsdp2_tensor2"]
   assert stacked["parts"]["layers/q"] == [2, 8, 2, 8]
-  # Both moments of every parameter, and the counters, live on all devices.
+  # Both moments of every parameter, and the counters, are on all devices.
   assert fsdp["opt_state"] >= 2 * len(fsdp["parts"])
   assert figures["plain/one"]["opt_state"] == 0
 
@@ -143,7 +143,7 @@ def test_two_processes_are_one(both):
 
 
 def abstract(**sizes: int) -> Partitioner:
-  """A partitioner over devices that are not there: `check` needs none."""
+  """A partitioner over an abstract mesh: `check` needs no real devices."""
   shape = tuple(sizes.get(axis, 1) for axis in AXES)
   return Partitioner(AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
 
@@ -162,7 +162,7 @@ def test_every_axis_that_does_not_divide_is_named():
   ):
     assert fault in message
   assert "T=100" not in message and "model.ff" not in message
-  # Key-value heads that are few stay whole where the table says so.
+  # A few key-value heads may stay whole, with these rules.
   abstract(tensor=4).replacing({"K": (), "N": ()}).check(variant("qwen2.5-1.5b").axes)
 
 
@@ -171,7 +171,7 @@ def test_a_row_in_zigzag_is_equal_work_for_all_devices(row_devices: int):
   T = 24
   row_BT = np.stack([np.arange(T), np.arange(T)[::-1]])
   dealt_BT = moving.zigzag(row_BT, row_devices)
-  # A causal query at place t sees t + 1 places.
+  # A causal query at place t reads t + 1 places.
   seen = (dealt_BT[0] + 1).reshape(row_devices, -1).sum(axis=1)
   assert set(seen) == {T * (T + 1) // 2 // row_devices}
   np.testing.assert_array_equal(moving.straight(dealt_BT, row_devices), row_BT)
@@ -192,7 +192,7 @@ def test_rows_of_linear_attention_are_not_split():
 
 
 def constraints_of(jaxpr) -> collections.Counter:
-  """Counts (shape, dtype, partition) that a traced program asks for."""
+  """Counts a traced program's sharding constraints by (shape, dtype, partition)."""
   out = collections.Counter()
   for equation in jaxpr.eqns:
     if equation.primitive.name == "sharding_constraint":
@@ -205,9 +205,9 @@ def constraints_of(jaxpr) -> collections.Counter:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_matrices_are_gathered_in_half_precision_and_gradients_are_not(tied: bool):
-  """Adapters and the embedding too; a gradient is split as what it is of.
+  """Includes adapters and the embedding; a gradient is split like its parameter.
 
-  But the output matrix, which is never whole: it is split by the vocabulary.
+  The output matrix is never gathered: it is split by the vocabulary.
   """
   mesh = abstract(fsdp=2, tensor=2)
   cfg = dataclasses.replace(
@@ -228,14 +228,14 @@ def test_matrices_are_gathered_in_half_precision_and_gradients_are_not(tied: boo
     letters = sharding.letters_of(path)
     if sharding.name_of(path) == "head":
       by_vocabulary = PartitionSpec(None, ("fsdp", "context", "tensor"))
-      # Before it moves, when it has, and its gradient.
+      # Before and after it moves, and its gradient.
       assert said[x.shape, "bfloat16", by_vocabulary] >= 3
     elif "D" in letters:
       split += 1
       whole = mesh.spec(letters.replace("D", "."))
       assert said[x.shape, "bfloat16", whole], path
       assert not said[x.shape, "float32", whole], path
-      # Before it is gathered, and its gradient.
+      # The parameter before the gather, and its gradient.
       assert said[x.shape, "bfloat16", mesh.spec(letters)] >= 2, path
   assert split == 1 + 7 + 7  # the embedding or head, matrices, adapters
 
@@ -251,11 +251,11 @@ def test_tokens_between_matrices_are_split_over_tensor_and_so_are_their_gradient
 
   said = constraints_of(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
   hidden = ((2, 8, cfg.width), "bfloat16")
-  # Split after the embedding and two products of each layer, whole before two others
-  # and the head; gradients the other way round.
+  # Split after the embedding and two products per layer, whole before two others and
+  # the head; gradients in the opposite direction.
   moves = 1 + 2 * cfg.layers + 2 * cfg.layers + 1
   assert said[*hidden, mesh.spec("BR.")] == moves
-  # And their gradient as it comes back from logits, which are split by the vocabulary.
+  # One more: the gradient from the logits, which are split by the vocabulary.
   assert said[*hidden, mesh.spec("BT.")] == moves + 1
   by_vocabulary = PartitionSpec("data", None, None)
   assert said[*hidden, by_vocabulary] == 1
@@ -279,7 +279,7 @@ def test_rules_that_split_an_array_twice_over_one_axis_are_refused(rules, fault:
 
 
 def test_a_decoder_splits_matrices_over_tensor_alone():
-  """Whatever training's rules; so each replica holds a whole model."""
+  """Independent of training's rules, so each replica holds a whole model."""
   rules = {"T": (), "F": ("context", "tensor"), "V": ("context",)}
   trained = abstract(tensor=2, context=2, fsdp=2).replacing({**rules, "D": ("fsdp",)})
   trained.check(toy.MODEL.axes)
@@ -293,7 +293,7 @@ def test_a_decoder_splits_matrices_over_tensor_alone():
 
 
 def test_a_parameter_without_a_place_in_the_table_is_noticed():
-  """Every parameter's letters fit its shape, stacked or not, for both families."""
+  """Every parameter's letters fit its shape, stacked or not, in both families."""
   for scan in (False, True):
     for changes in ({}, {"attention_bias": True, "tie_embeddings": False}):
       cfg = dataclasses.replace(toy.MODEL, scan=scan, **changes)
@@ -348,7 +348,7 @@ def test_a_mesh_of_more_devices_than_there_are_says_so():
   assert make_partitioner(MeshConfig(), jax.devices()[:1]).devices == jax.devices()[:1]
   with pytest.raises(ValueError, match=r"rollout.tensor=2 does not divide the 1 dev"):
     make_partitioner(MeshConfig(), jax.devices()[:1], rollout_tensor=2)
-  # On one of eight: as if there were no others.
+  # With one of eight devices, the others are ignored.
   assert make_partitioner(MeshConfig(devices=1), jax.devices() * 8).mesh.size == 1
 
 

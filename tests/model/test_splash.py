@@ -1,4 +1,4 @@
-"""The TPU's attention kernel, interpreted, beside plain attention."""
+"""The TPU's attention kernel, interpreted, against plain attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coa_jax.model.kernels import blockwise, splash
 
 
 def packed(T: int, H: int):
-  """Queries of the last T of 512 places, keys, values, cotangents, segments."""
+  """Queries at the last T of 512 places, keys, values, cotangents, segments."""
   keys = jax.random.split(jax.random.key(0), 4)
   q = jax.random.normal(keys[0], (1, T, 2, H))
   k, v = (jax.random.normal(key, (1, 512, 1, H)) for key in keys[1:3])
@@ -30,7 +30,7 @@ def interpreted(q, k, v, segment):
 @pytest.mark.slow
 @pytest.mark.parametrize(("T", "H"), [(256, 64), (512, 128)])
 def test_splash_is_the_same_attention(T: int, H: int, monkeypatch):
-  """The TPU's kernel, interpreted, with blocks that it does not visit."""
+  """The interpreted kernel skips some of the blocks."""
   monkeypatch.setattr(splash, "_BLOCK", 128)
   q, k, v, _, segment = packed(T, H)
   np.testing.assert_allclose(
@@ -50,7 +50,7 @@ def test_splash_is_the_same_attention(T: int, H: int, monkeypatch):
   ],
 )
 def test_splash_has_the_same_gradients(T: int, H: int, fused: int, monkeypatch):
-  # A block has at least 128 places, and half as many going back over large heads.
+  # A block has at least 128 places; the backward pass halves it for large heads.
   monkeypatch.setattr(splash, "_BLOCK", 128 if H <= 128 else 256)
   monkeypatch.setattr(splash, "_FUSED_UP_TO", fused)
   q, k, v, weight, segment = packed(T, H)
@@ -70,7 +70,7 @@ def test_splash_has_the_same_gradients(T: int, H: int, fused: int, monkeypatch):
 def test_the_forward_kernel_runs_once_where_its_name_is_kept(
   kept: str, forward: int, monkeypatch
 ):
-  """It runs once more where a checkpoint policy keeps another name."""
+  """It runs twice if the checkpoint policy saves another name."""
   monkeypatch.setattr(splash, "_BLOCK", 128)
   q, k, v, weight, segment = packed(512, 64)
   policy = jax.checkpoint_policies.save_only_these_names(kept)
@@ -86,7 +86,7 @@ def test_the_forward_kernel_runs_once_where_its_name_is_kept(
 
 @pytest.mark.parametrize(("T", "S"), [(512, 512), (256, 512)])
 def test_blocks_are_visited_that_hold_something_seen(T: int, S: int):
-  """Every one of those, and no other; by the mask of all places."""
+  """Exactly those blocks, according to the full mask."""
   rng = np.random.default_rng(0)
   for _ in range(20):
     segment_S = np.sort(rng.integers(0, rng.integers(1, 9), S))[::-1]
@@ -99,7 +99,7 @@ def test_blocks_are_visited_that_hold_something_seen(T: int, S: int):
 
 
 def test_other_segments_cost_no_visits():
-  """Eight trajectories of 4k in a row of 32k."""
+  """Eight 4k trajectories in a 32k row."""
   T = 32_768
   sizes = splash.block_sizes(T, T)
   alone, packed = (
@@ -111,7 +111,7 @@ def test_other_segments_cost_no_visits():
 
 
 def test_what_a_block_holds_is_fetched_once():
-  """Where nothing is visited, the block of the next visit is held already."""
+  """A step without a visit already holds the block of the next visit."""
   seen = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]], bool)
   fetched = splash._fetched(seen)
   assert fetched.tolist() == [[0, 0, 0, 0], [0, 1, 2, 2], [2, 2, 2, 2], [2, 2, 2, 3]]
@@ -120,7 +120,7 @@ def test_what_a_block_holds_is_fetched_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_spoilt_keys_of_other_segments_are_not_read(rows: int, monkeypatch):
-  """Rows have lists of blocks of their own: each has its first segment elsewhere."""
+  """Each row has its own block list: its first segment ends at another place."""
   monkeypatch.setattr(splash, "_BLOCK", 128)
   keys = jax.random.split(jax.random.key(1), 3)
   q, k, v = (jax.random.normal(key, (rows, 384, 1, 64)) for key in keys)

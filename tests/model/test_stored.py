@@ -1,4 +1,4 @@
-"""Weights that are no numbers are refused by file and array, and no others are."""
+"""NaN and infinite weights are refused by file and array; finite ones are not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_weight_may_be_as_large_as_its_dtype(tmp_path, dtype):
 def test_weights_have_the_mode_of_the_files_beside_them(tmp_path, umask):
   before = os.umask(umask)
   try:
-    for shard_bytes in (60_000, 10**9, 10**9):  # the last replaces a file
+    for shard_bytes in (60_000, 10**9, 10**9):  # the last one replaces a file
       save_model(tmp_path / "model", toy.MODEL, toy.params(), shard_bytes=shard_bytes)
     adapters = lora.init_adapters(toy.MODEL, LORA, 0)
     save_adapter(tmp_path / "adapter", toy.MODEL, adapters, LORA, "base")

@@ -1,4 +1,4 @@
-"""vLLM serves what is exported here, unchanged, and continues as the sampler does.
+"""vLLM serves our exported folder unchanged, and its log-probs match the learner's.
 
 Needs a real vLLM (`real_vllm`).
 """

@@ -1,4 +1,4 @@
-"""Model folders: exact round trips, errors that list everything that is wrong."""
+"""Model folders: exact round trips, and errors that list every fault."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def refused(folder: pathlib.Path, error: type[Exception] = ValueError) -> str:
-  """The words in which a folder is refused."""
+  """Returns the error message for a folder."""
   with pytest.raises(error) as e:
     load_model(folder)
   return str(e.value)
@@ -118,13 +118,13 @@ def test_each_device_reads_its_own_part_and_no_more(tmp_path):
       ways = 1
       if case["devices"] > 1:
         (ways,) = (n for kind, n in WAYS.items() if kind in name)
-      # A part that several devices hold may be read for each of them.
+      # A part on several devices may be read once per device.
       assert set(parts) == {sizes[name] // ways}, name
       assert ways <= len(parts) <= case["devices"], name
 
 
 def test_an_output_matrix_beside_tied_embeddings_must_be_the_embedding(tmp_path):
-  """transformers 5 computes with a stored one that differs, tied or not."""
+  """transformers 5 uses a stored matrix that differs, tied or not."""
   params = params_of(QWEN3)
   save_model(tmp_path, QWEN3, params)
   file = tmp_path / SINGLE
@@ -142,7 +142,7 @@ def test_an_output_matrix_beside_tied_embeddings_must_be_the_embedding(tmp_path)
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch) -> pathlib.Path:
-  """A model folder of which no array may be read."""
+  """A model folder; reading one of its arrays fails the test."""
   save_model(tmp_path, QWEN3, params_of(QWEN3))
 
   def read(*_):
@@ -220,7 +220,7 @@ def test_what_stands_in_place_of_the_weights_is_named(saved):
 
 def test_files_that_do_not_fit_their_index_are_named(saved):
   names = list(load_file(saved / SINGLE))
-  # Arrays that only the index knows.
+  # Arrays that are only in the index.
   write_index(saved, dict.fromkeys([*names, "extra.b", "extra.a"], SINGLE))
   message = f"{saved / SINGLE}: lacks extra.a, extra.b, which {INDEX} promises"
   assert refused(saved) == message
@@ -228,7 +228,7 @@ def test_files_that_do_not_fit_their_index_are_named(saved):
   (saved / "two.safetensors").write_bytes((saved / SINGLE).read_bytes())
   write_index(saved, dict.fromkeys(names, "two.safetensors"))
   assert refused(saved).startswith(f"{saved}: has {SINGLE} and {INDEX}, ")
-  # Files that are missing, all of them.
+  # All missing files are named.
   (saved / SINGLE).rename(saved / "one.safetensors")
   write_index(saved, {"a": "one.safetensors", "b": "2.safetensors", "c": "three"})
   message = f"{saved}/2.safetensors: the weights are missing (and three)"

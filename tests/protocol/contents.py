@@ -1,4 +1,4 @@
-"""A content for the spans of every role and tool, those that a change adds included."""
+"""Sample span contents for every role and tool, including newly added ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRADES = " ".join(f"{c} : Good" for c in roles.CRITERIA)
 
 
 def shortest_word(language: Language) -> str:
-  """The shortest word of a language, the first of several in the order of bytes."""
+  """The shortest word of a language; the first in byte order if there are several."""
   table = compile_language(language)
   words = collections.deque([(0, b"")])
   seen = {0}

@@ -19,7 +19,7 @@ TAGS = [t.encode() for t in UNIFIED.yield_tags]
 
 
 def run(table: Automaton, ids: list[int]) -> tuple[int, str] | None:
-  """The place of the first token that stops, and the tag it completes."""
+  """The first stopping token's index, and the tag that it completes."""
   state = 0
   for place, i in enumerate(ids):
     stop = table.stop_SC[state, table.class_V[i]]
@@ -30,7 +30,7 @@ def run(table: Automaton, ids: list[int]) -> tuple[int, str] | None:
 
 
 def first_stop(pieces: list[bytes], tags: list[bytes]) -> tuple[int, set[str]] | None:
-  """The same by searching the text after every token."""
+  """Like `run`, but searches the text after every token; returns all completed tags."""
   text = b""
   for place, piece in enumerate(pieces):
     before, text = len(text), text + piece
@@ -44,7 +44,7 @@ def first_stop(pieces: list[bytes], tags: list[bytes]) -> tuple[int, set[str]] |
   return None
 
 
-# Tags, beginnings and ends of tags, and noise: much of it nearly stops.
+# Tags, their parts, and noise: many texts nearly stop.
 _FRAGMENT = (
   st.sampled_from(TAGS)
   | st.builds(lambda t, n: t[:n], st.sampled_from(TAGS), st.integers(1, 9))

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: one prompt on every day, or one clear line."""
+"""Third-party chat templates: the same prompt every day, or a one-line error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 SAYS = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
-# Llama 3.2 asks whether it is told the day, or knows it.
+# Llama 3.2 takes the date from a variable or function if one is defined.
 LLAMA = (
   "{% if not date_string is defined %}{% if strftime_now is defined %}"
   "{% set date_string = strftime_now('%d %b %Y') %}{% else %}"
@@ -27,7 +27,7 @@ DATES = [
 
 
 def folder(path, template: str, **state) -> str:
-  """Writes a tokenizer folder with a template, and fields of its tokenizer.json."""
+  """Writes a tokenizer folder with this template and these tokenizer.json fields."""
   toy.stock_tokenizer().save(path)
   file = path / "tokenizer_config.json"
   if not (path / "chat_template.jinja").exists():
@@ -70,11 +70,11 @@ def test_a_prompt_is_as_transformers_writes_it(tmp_path):
 
 
 def test_a_tag_that_the_template_opens_is_the_policys(tmp_path):
-  """DeepSeek-R1 and QwQ prefill it; a reply would lack it and be malformed."""
+  """DeepSeek-R1 and QwQ prefill the tag; a reply without it would be malformed."""
   template = SAYS + "<|im_start|>assistant\n<think>\n"
   tokenizer = Tokenizer.load(folder(tmp_path, template))
   assert prompt(tokenizer).endswith("<|im_end|><|im_start|>assistant\n")
-  # One that is closed again leaves the reply whole.
+  # A tag that is closed again may stay: the reply is still complete.
   closed = SAYS + "<think>\n\n</think>\n\n"
   tokenizer.hf.chat_template = closed
   assert "</think>" in prompt(Tokenizer(tokenizer.hf))
@@ -205,11 +205,11 @@ def test_a_tokenizer_that_keeps_text_is_read(tmp_path, field, value):
 
 
 def without(path, *bytes_: str) -> str:
-  """A tokenizer folder whose vocabulary lacks bytes, as GPT-2's alphabet has them."""
+  """Writes a tokenizer folder without some bytes, given in GPT-2's alphabet."""
   written = folder(path, SAYS)
   state = json.loads((path / "tokenizer.json").read_text())
   vocab = state["model"]["vocab"]
-  for n, byte in enumerate(bytes_, 2):  # a piece that no merge makes has its id
+  for n, byte in enumerate(bytes_, 2):  # its id goes to an unreachable piece
     vocab["?" * n] = vocab.pop(byte)
   (path / "tokenizer.json").write_text(json.dumps(state))
   return written
@@ -221,14 +221,14 @@ def test_a_vocabulary_without_bytes_of_text_is_refused(tmp_path):
 
 
 def test_characters_that_no_token_spells_become_question_marks(tmp_path):
-  """SmolLM2's vocabulary lacks bytes of control characters and of empty planes."""
+  """SmolLM2's vocabulary lacks bytes of control characters and empty planes."""
   tokenizer = Tokenizer.load(without(tmp_path, "\u0104", "\u00f1", "\u00f2"))
   text = "a\x04b\U00040000\U000bffff\x05\U0003ffff\U000c0000\u00f1<think>\x04"
   spelt = "a?b??\x05\U0003ffff\U000c0000\u00f1<think>?"
   ids = tokenizer.encode(text)
   assert tokenizer.decode(ids) == spelt
   assert tokenizer.decode(tokenizer.encode_untrusted(text)) == spelt
-  # The text of a segment stays as it was, and its ids are this tokenizer's.
+  # A segment's text is unchanged, and its ids are valid for this tokenizer.
   written = Trajectory("t", [Segment(Author.POLICY, "", text)])
   tokenizer.encode_trajectory(written)
   assert written.segments[0].text == text and written.segments[0].ids == ids

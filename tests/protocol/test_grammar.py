@@ -1,4 +1,4 @@
-"""What the grammar allows is what the parser accepts, by byte and by token."""
+"""The grammar allows the texts that the parser accepts, by byte and by token."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OBSERVED = roles.wrap(roles.OBSERVATION, "what a tool said")
 
 @functools.cache
 def grammar(name: str) -> ByteGrammar:
-  """Of a variant, without the tool whose calls it allows in one form only."""
+  """A variant's grammar, without tools whose calls it allows in one form only."""
   variant = roles.get_variant(name)
   tools = [t for t in variant.tools if t not in ("visual_inspector", FUNCTION_TAG)]
   return compile_grammar(variant.with_tools(tools))
 
 
 def read(g: ByteGrammar, turns: list[bytes]) -> tuple[int, int]:
-  """The last state (-1 where a byte is not allowed) and how many bytes were read."""
+  """The last state (-1 if a byte is not allowed), and the number of bytes read."""
   state, done = 0, 0
   for nth, turn in enumerate(turns):
     if nth:
@@ -46,14 +46,14 @@ def read(g: ByteGrammar, turns: list[bytes]) -> tuple[int, int]:
 
 
 class Writer:
-  """Writes texts byte by byte: each byte is drawn from those that are allowed."""
+  """Writes texts byte by byte, drawing each one from the allowed bytes."""
 
   def __init__(self, g: ByteGrammar):
     self.g, self.distance_S = g, distances(g)
     self.draws: dict[int, tuple[list[int], list[int]]] = {}
 
   def draw(self, state: int, rng: random.Random) -> int:
-    """Draws a byte; those on the shortest way to an end often, or it would not end."""
+    """Draws a byte, usually one on a shortest path to an end: texts must end."""
     if state not in self.draws:
       able = np.flatnonzero(self.g.next_SX[state] >= 0)
       assert len(able), "a state that is no end and goes nowhere"
@@ -63,7 +63,7 @@ class Writer:
     return rng.choice(nearest if rng.random() < 0.8 else able)
 
   def write(self, rng: random.Random, limit: int = 4_000) -> list[str] | None:
-    """Returns the turns of a text; None if it grew longer than `limit` bytes."""
+    """Returns a text's turns; None if it grew longer than `limit` bytes."""
     g, turns, state = self.g, [bytearray()], 0
     for _ in range(limit):
       if g.ends_S[state]:
@@ -79,7 +79,7 @@ class Writer:
 
 
 def distances(g: ByteGrammar) -> np.ndarray:
-  """Bytes to the nearest end, from every state."""
+  """Minimum bytes to an end, for every state."""
   out = np.where(g.ends_S, 0, np.inf)
   after = np.concatenate([g.next_SX, g.resume_S[:, None]], axis=1)
   while True:
@@ -147,7 +147,7 @@ _PIECE = st.sampled_from(_SPANS) | st.sampled_from(
 @given(pieces=st.lists(_PIECE, max_size=9))
 @example([roles.wrap("think", "x"), roles.wrap("plan", "y"), roles.wrap("answer", "z")])
 def test_the_grammar_and_the_parser_agree(name: str, pieces: list[str]):
-  """On texts that are often nearly well-formed; observations follow calls."""
+  """On texts that are often nearly well-formed; every call has an observation."""
   g, variant = grammar(name), roles.get_variant(name)
   variant = variant.with_tools(
     [t for t in variant.tools if t not in ("visual_inspector", FUNCTION_TAG)]
@@ -161,7 +161,7 @@ def test_the_grammar_and_the_parser_agree(name: str, pieces: list[str]):
       turns.append("")
   state, _ = read(g, [t.encode() for t in turns])
   verdict = parser.parse(OBSERVED.join(turns), variant)
-  # After the answer the parser forgives white space, which decoding never reaches.
+  # The parser accepts white space after the answer; decoding stops before it.
   if verdict.ok and not turns[-1].endswith(">"):
     return
   assert (state >= 0 and bool(g.ends_S[state])) == verdict.ok, verdict.detail
@@ -186,7 +186,7 @@ def test_white_space_between_spans_has_a_bound(gaps: list[str]):
 
 
 def test_a_run_of_newlines_ends_and_a_tag_follows():
-  """Whatever a policy likes to write: after the last newline only a tag goes on."""
+  """After the last allowed newline only a tag may follow, for any policy."""
   for name in ("mhqa", "code"):
     g = grammar(name)
     state, done = read(g, [b"\n" * 1_000])
@@ -196,7 +196,7 @@ def test_a_run_of_newlines_ends_and_a_tag_follows():
 
 
 class Split:
-  """A tokenizer of a few pieces and all bytes; tags are ordinary text."""
+  """A tokenizer with all bytes and a few pieces; tags are ordinary text."""
 
   def __init__(self, pieces: list[bytes]):
     self.bytes_of = [bytes([b]) for b in range(256)] + pieces + [b"<|im_end|>", b""]
@@ -223,7 +223,7 @@ def test_tokens_are_allowed_where_their_bytes_are(cuts: set[int], seed: int):
   for n in range(len(ids) + 1):
     state, _ = read(g, [b"".join(pieces[:n])])
     assert states[n] == state
-  # Nothing else is allowed but what its bytes allow.
+  # A token is allowed exactly if its bytes are.
   states = np.unique(states)
   for token, spelt in enumerate(tokenizer.bytes_of):
     expected = states

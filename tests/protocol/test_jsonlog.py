@@ -1,4 +1,4 @@
-"""A log of JSON lines holds whole rows only, whatever ended its last writer."""
+"""A log of JSON lines holds only whole rows, however its last writer ended."""
 
 from __future__ import annotations
 

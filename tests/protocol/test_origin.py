@@ -1,4 +1,4 @@
-"""What a model folder says of its training, and how a run is compared with it."""
+"""The training record in a model folder, and its comparison with a run."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_what_is_written_is_read(tmp_path):
 def test_a_run_in_another_dialect_is_told_by_what(
   tmp_path, caplog, variant, tools, style, words
 ):
-  # As copies in other formats were learnt, too, and one more dialect that is far off.
+  # Trained on copies in other formats too, and on another, very different dialect.
   varied = dataclasses.replace(TRAINED, tool_formats=("protocol", "varied"))
   other = Dialect("math", "other", ())
   ours = get_variant(variant).with_tools(tools)
-  warn_if_other(str(tmp_path), ours, style)  # without the file: no word
+  warn_if_other(str(tmp_path), ours, style)  # no file: no warning
   Origin((), 1, 0).write(tmp_path)
-  warn_if_other(str(tmp_path), ours, style)  # nor where the data told nothing
+  warn_if_other(str(tmp_path), ours, style)  # no dialect recorded: no warning
   assert not caplog.messages
   Origin((other, varied), 256, 0).write(tmp_path)
   warn_if_other(str(tmp_path), ours, style)
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named(tmp_path, text: str):
 
 
 def test_data_is_known_by_the_manifest_beside_it(tmp_path):
-  """Of `distill`, of `import_traces`, and of neither."""
+  """Manifests of `distill`, of `import_traces`, and of neither."""
 
   def manifest(name: str, about: str, *dialects: Dialect) -> None:
     rows = [dataclasses.asdict(d) for d in dialects]

@@ -1,4 +1,4 @@
-"""The paper's transition rules (arXiv 2508.13167) as the parser enforces them."""
+"""The parser enforces the paper's transition rules (arXiv 2508.13167)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WEB = ("web_search", "crawl_page")
 
 
 def web_like(tools: tuple[str, ...]) -> dict[str, set[str]]:
-  """What may follow what in the web agent, with these tools."""
+  """The web agent's transitions, with these tools."""
   calls = set(tools)
   return {
     "start": {"plan", *calls},
@@ -34,7 +34,7 @@ def web_like(tools: tuple[str, ...]) -> dict[str, set[str]]:
 
 PROGRAM = {
   "start": {"plan"},
-  "plan": {"code"},  # and an answer, but not before a call
+  "plan": {"code"},  # an answer too, but only after a call
   "code": {"reflection"},
   "reflection": {"code", "answer"},
   "answer": set(),
@@ -52,7 +52,7 @@ TABLES = {
   "math": PROGRAM,
   "unified": web_like(TOOLS),
 }
-# Spans that need a think before them, and those that may have one.
+# NEEDS: spans that require a think before them; FREE: spans that allow one.
 NEEDS = {
   "web": {"plan", "reflection", "suggested_answer", "double_check", *_WEB},
   "mhqa": {"plan", "wiki_search", "reflection", "answer"},
@@ -64,7 +64,7 @@ FREE = {
   "web": {"answer"},
   "unified": {"reflection", "suggested_answer", "double_check", "answer"},
 }
-# A shortest way to each state.
+# A shortest path to each state.
 WAYS = {
   "start": "",
   "plan": "plan",
@@ -76,7 +76,7 @@ WAYS = {
 
 
 def way(name: str, last: str) -> list[str]:
-  """Spans that lead a variant from its start to `last`, `last` included."""
+  """Spans from a variant's start to `last`, inclusive."""
   tools = roles.get_variant(name).tools
   if last in tools:
     return ["plan", last]
@@ -87,7 +87,7 @@ def way(name: str, last: str) -> list[str]:
 
 
 def render(name: str, spans: list[str], **content: str) -> str:
-  """Spans with the thinks and the observations that the variant asks for."""
+  """Renders spans with the thinks and observations required by the variant."""
   out = ""
   for span in spans:
     out += wrap("think", "t") if span in NEEDS[name] else ""
@@ -110,7 +110,7 @@ def test_what_may_follow_what(name: str, last: str, after: str):
   variant = roles.get_variant(name)
   before = render(name, way(name, last))
   assert parse(before, variant, complete=False).ok
-  # A failing score, where work is to follow it.
+  # A failing score if more work follows.
   score = "4" if after == "answer" else "2"
   text = render(name, [*way(name, last), after], double_check=score)
   result = parse(text, variant, complete=False)
@@ -150,7 +150,7 @@ def test_a_poor_grade_forces_a_new_plan():
     result = parse(before + render("web", [after]), web, complete=False)
     assert result.verdict == ParseVerdict.ILLEGAL_TRANSITION
     assert "poor grade" in result.detail
-  # In the dialects without obligatory grades, a written one counts all the same.
+  # In dialects with optional grades, a written grade counts too.
   unified = roles.get_variant("unified")
   text = render("unified", ["plan", "code", "reflection", "code"], reflection=POOR)
   assert parse(text, unified, complete=False).verdict == ParseVerdict.ILLEGAL_TRANSITION
@@ -287,7 +287,7 @@ _SPACE = st.sampled_from(["", "", " ", "\n", "\n\n", "\t \x0b\r"])
 
 @st.composite
 def well_formed(draw) -> tuple[str, roles.Variant, list[str]]:
-  """A legal prefix of a random variant, and its observations before escaping."""
+  """A legal text prefix, its random variant, and its unescaped observations."""
   variant = draw(st.sampled_from(list(roles.VARIANTS.values())))
   text, pages = draw(_SPACE), []
   for _ in range(draw(st.integers(0, 14))):

@@ -1,4 +1,4 @@
-"""The prompt tells the whole protocol."""
+"""The prompt explains the whole protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The combinators against Python's own regular expressions."""
+"""The regular-language combinators, compared with Python's `re`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAIRS = {
 
 
 def accepts(table: ByteTable, word: bytes) -> bool:
-  """Whether the table reads the whole word and may end there."""
+  """Whether the table accepts the whole word."""
   state = 0
   for b in word:
     state = table.next_SX[state, b]
@@ -67,7 +67,7 @@ def test_words_are_found_where_they_end(words: list[str], read: str):
 @given(word=st.text("abcA", max_size=8))
 def test_a_smaller_table_reads_the_same(pattern: str, word: str):
   table = regular.compile_language(PAIRS[pattern])
-  # Twice the same table in one: half of the states are told apart from no other.
+  # The same table twice in one: every state has an equivalent.
   S = len(table.accepts_S)
   shifted = np.where(table.next_SX >= 0, table.next_SX + S, -1)
   accepts_S = np.concatenate([table.accepts_S] * 2)

@@ -1,4 +1,4 @@
-"""Variants, scores and grades, the form of code calls, escaping."""
+"""Variants, scores, grades, code calls and escaping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coa_jax.protocol import roles, tool_bodies
 
 TAGS = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
-# Text made of what escaping is about, and of anything.
+# Tags, escapes and their parts, mixed with any other text.
 _PIECES = [
   *("<answer>", "</answer>", "</observation>", "<observation>", "<think>", "<b>"),
   *("&lt;answer>", "&amp;lt;answer>", "&amp;amp;lt;/code>", "&lt;/observation>"),
@@ -164,7 +164,7 @@ AGENTS = (roles.PLAN, roles.REFLECTION, roles.SUGGESTED_ANSWER, roles.DOUBLE_CHE
 
 @given(st.data())
 def test_what_is_left_of_a_trajectory_obeys_the_variant_without_those_agents(data):
-  """A walk through the transitions, the spans of some agents cut out of it."""
+  """A random walk through the transitions, without some agents' spans."""
   variant = roles.VARIANTS[data.draw(st.sampled_from(["web", "mhqa", "unified"]))]
   gone = data.draw(st.sets(st.sampled_from([r for r in AGENTS if r in variant.roles])))
   if roles.SUGGESTED_ANSWER in gone and roles.DOUBLE_CHECK in variant.roles:

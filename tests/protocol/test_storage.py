@@ -1,4 +1,4 @@
-"""Trajectories through files: what is read is what was written."""
+"""Trajectories in files: written rows are read back unchanged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, suffix, written):
   lines = (json.dumps(t.to_json()) for t in written)
   assert write_lines(path, lines) == len(written)
   read = read_trajectories(path)
-  assert read == written and repr(read) == repr(written)  # enums are enums again
+  assert read == written and repr(read) == repr(written)  # enums are restored
   if suffix == "jsonl":
     assert write_jsonl(path, written) == len(written)
     assert read_trajectories(path) == written
@@ -79,7 +79,7 @@ def test_more_rows_than_a_group(tmp_path):
 
 
 def write_array_record(path, rows) -> None:
-  """As TensorFlow Datasets and others write it."""
+  """Writes an ArrayRecord file as TensorFlow Datasets and others do."""
   from array_record.python.array_record_module import ArrayRecordWriter
 
   writer = ArrayRecordWriter(str(path), "group_size:1")

@@ -1,4 +1,4 @@
-"""Token ids of tags: those that exist stay, whatever tool is added."""
+"""Token ids of tags: a new tool does not change existing ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import toy
 from coa_jax.protocol import roles, tokenizer_training, tokens
 from coa_jax.protocol.tools import SPECS, TagIds, ToolSpec
 
-# Tags before the bytes, in the order of their ids.
+# Tags with ids before the bytes, in this order.
 FIRST = (
   *("think", "plan", "reflection", "suggested_answer", "double_check", "answer"),
   *("wiki_search", "web_search", "crawl_page", "code", "visual_inspector"),
@@ -20,7 +20,7 @@ README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_the_ids_of_tags_are_what_they_always_were():
-  """Models that exist were trained with them."""
+  """Existing models were trained with these ids."""
   tok = toy.tokenizer()
   tags = [f(n) for n in FIRST for f in (roles.open_tag, roles.close_tag)]
   assert [tok.bytes_of[i].decode() for i in range(3, 3 + len(tags))] == tags

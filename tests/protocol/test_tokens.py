@@ -1,4 +1,4 @@
-"""Text to ids with authorship, for both kinds of tokenizer."""
+"""Encoding by author, for both kinds of tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize(
 )
 CONTROL = (tokens.PAD, tokens.IM_START, tokens.IM_END)
 NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
-# `tool` is spelt as text, whatever the tokenizer.
+# Every tokenizer spells `tool` as text.
 TAGS = tuple(f(n) for n in NAMES for f in (roles.open_tag, roles.close_tag))
 OWN_TAGS = tuple(t for t in TAGS if t.strip("</>") != FUNCTION_TAG)
 HOSTILE = st.lists(
@@ -35,7 +35,7 @@ HOSTILE = st.lists(
 
 
 def control_ids(tok: Tokenizer) -> set[int]:
-  """Ids that a tokenizer holds beside its bytes and merges."""
+  """The ids of added tokens, besides bytes and merges."""
   added = tok.hf.backend_tokenizer.get_added_tokens_decoder()
   return set(added)
 
@@ -69,7 +69,7 @@ def test_own_tags_are_one_token_each_and_stock_ones_are_text():
     assert {bytes([b]) for b in range(256)} <= set(tok.bytes_of)
   assert all(len(own.encode(tag)) == 1 for tag in OWN_TAGS)
   assert all(len(stock.encode(tag)) > 1 for tag in TAGS)
-  # What the stock-like tokenizer is here for.
+  # The reason for a stock tokenizer: tokens that straddle tags.
   assert {b"><", b"></", b"e><"} <= set(stock.bytes_of)
 
 
@@ -83,7 +83,7 @@ def test_control_tokens_in_trusted_text_count(tok: Tokenizer):
 @BOTH
 @given(data=st.data())
 def test_any_ids_decode_to_their_bytes(tok: Tokenizer, data):
-  # An embedding has more rows than the tokenizer has ids; those stand for nothing.
+  # An embedding has more rows than the tokenizer has ids; the others have no text.
   ids = data.draw(st.lists(st.integers(0, tok.vocab_size + 9)))
   raw = b"".join(tok.bytes_of[i] for i in ids if i < tok.vocab_size)
   assert tok.decode(ids) == raw.decode("utf-8", "replace")
@@ -115,7 +115,7 @@ def test_saved_and_loaded_is_the_same(tok: Tokenizer, tmp_path):
 def test_what_is_written_is_read_by_transformers_4_too(
   tmp_path, written_class, kept: str
 ):
-  """It has no TokenizersBackend, and takes `extra_special_tokens` for a table."""
+  """Version 4 lacks TokenizersBackend, and reads `extra_special_tokens` as a dict."""
   first, second = tmp_path / "first", tmp_path / "second"
   toy.tokenizer().save(first)
   file = first / "tokenizer_config.json"
@@ -249,8 +249,8 @@ def test_tool_text_of_any_shape_is_encoded_whole(tok: Tokenizer, text: str):
 
 
 MARKER = re.compile(r"\n\.\.\.\[(\d+) characters cut\]\.\.\.\n")
-# Words, digits, letters of two to four bytes, white space in runs, tags and parts of
-# them; never the marker.
+# Words, digits, characters of two to four bytes, runs of white space, tags and their
+# parts; never the marker.
 OUTPUT = st.lists(
   st.sampled_from(
     ("swer", "think ", " " * 9, "1234567", *CONTROL, *TAGS, "&lt;", "x</")
@@ -280,7 +280,7 @@ def test_a_long_observation_keeps_head_and_tail_within_its_tokens(
   assert text.startswith(head) and text.endswith(tail)
   assert int(gone) == len(text) - len(head) - len(tail) > 0
   assert abs(len(head) - len(tail)) <= 1
-  # The room is used: one character more is at most a tag's bytes.
+  # The limit is used: one more character takes at most a tag's bytes.
   assert len(observation.ids) > limit - 32
   assert tok.decode(observation.ids) == observation.text
 
@@ -317,7 +317,7 @@ def test_ids_of_another_tokenizer_are_refused():
 
 
 def test_what_a_folder_truncates_and_pads_to_is_not_done(tmp_path):
-  """Hugging Face saves both with the tokenizer, and loads both."""
+  """Hugging Face saves and loads both settings with the tokenizer."""
   plain = toy.stock_tokenizer()
   plain.save(tmp_path)
   model = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -331,7 +331,7 @@ def test_what_a_folder_truncates_and_pads_to_is_not_done(tmp_path):
 
 
 def test_ids_of_a_tokenizer_that_normalizes_are_its_own(tmp_path):
-  """Qwen's composes characters (NFC), so ids spell another text than they were of."""
+  """Qwen's tokenizer composes characters (NFC): its ids decode to another text."""
   toy.stock_tokenizer().save(tmp_path)
   model = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
   model.normalizer = tokenizers.normalizers.NFC()

@@ -1,4 +1,4 @@
-"""Tool naming: what is written is read back."""
+"""Tool naming: every format reads back its own calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FORMATS = [(tag, each) for tag, spec in SPECS.items() for each in spec.choices.f
 
 
 def meaning(tag: str, body: str):
-  """What a body asks for, however it is laid out."""
+  """A tool body's request, independent of its layout."""
   if tag == "code":
     return tool_bodies.parse_code(body)
   if tag == "visual_inspector":

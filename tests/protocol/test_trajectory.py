@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines: exact round trip, errors that name their place."""
+"""Trajectories as JSON lines: exact round trip, and errors with their location."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from coa_jax.protocol.trajectory import (
 
 
 def full() -> Trajectory:
-  """A trajectory in which every field differs from its default."""
+  """A trajectory with no field at its default."""
   return Trajectory(
     task_id="t1",
     segments=[

@@ -1,4 +1,4 @@
-"""Fixtures that tests of reports share."""
+"""Fixtures shared by the report tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
-  """A clock that stands still until it is moved: clock[0] += seconds."""
+  """A stopped clock; tests advance it by clock[0] += seconds."""
   now = [100.0]
   monkeypatch.setattr(time, "monotonic", lambda: now[0])
   return now

@@ -1,4 +1,4 @@
-"""Trajectories to report on: small, hand-made, one of them hostile."""
+"""Small hand-made trajectories for reports, including hostile ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = [
 
 
 def attempt(task: str, right: bool, status: Status = Status.ENDED, **usage):
-  """A run's usage, which is all that cost reads."""
+  """An attempt with only status, answer reward and usage: enough for `cost`."""
   parts = {"answer": float(right)}
   return Trajectory(task, status=status, reward_parts=parts, usage=Usage(**usage))
 
@@ -54,7 +54,7 @@ def trajectory(
   observation: str = "Paris is the capital of France.",
   **meta,
 ) -> Trajectory:
-  """One search, then an answer; `answer=None` ends before it."""
+  """One search, then an answer; with `answer=None` it ends before the answer."""
   written = [
     (roles.THINK, "I need facts."),
     (roles.PLAN, "1. search 2. answer"),
@@ -101,7 +101,7 @@ def trajectory(
 
 
 def hostile_everywhere(text: str) -> Trajectory:
-  """A trajectory in which every field that can hold text holds `text`."""
+  """A trajectory with `text` in every text field."""
   t = trajectory(text, observation=text, answer=text, family=text, model=text)
   t.meta["question"] = text
   t.meta["answers"] = [text]

@@ -1,4 +1,4 @@
-"""Cards of models and data sets: read back, against the run's own files."""
+"""Cards of models and data sets, read back and compared with the run's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOSTILE = "models/`a`\n---\nlicense: mit\n# [x](http://y) <b>"
 
 
 def write_run(folder: pathlib.Path, config: dict, results: dict | None = None):
-  """A run's files, as far as cards read them."""
+  """Writes the run's files that cards read."""
   (folder / "model").mkdir(parents=True)
   (folder / "config.json").write_text(json.dumps({"config": config, "inputs": {}}))
   (folder / "model" / "coa.json").write_text('{"seed": 3}')
@@ -50,13 +50,13 @@ def test_a_models_card_has_the_runs_facts(tmp_path):
 
 def test_what_is_unknown_is_left_out(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  # The results are of the last step, not of an earlier checkpoint.
+  # The results belong to the last step, not to an earlier checkpoint.
   write_run(tmp_path / "run", {"data": {}}, {"steps": 5, "loss": 0.25})
   write_model_cards("run", "run", "", 4)
   front, sections, text = read_card(tmp_path / "run" / "model")
   assert not {"license", "base_model"} & set(front) and "Figures" not in sections
   assert front["tags"][-1] == "sft" and "from random weights" in text
-  # A name of the Hub's form may stand in the front matter.
+  # The front matter may contain a name in the Hub's form.
   (tmp_path / "org" / "base").mkdir(parents=True)
   (tmp_path / "run" / "config.json").write_text('{"config": {"init": "org/base"}}')
   write_model_cards("run", "run", "org/base", 4)
@@ -84,7 +84,7 @@ def test_a_users_card_is_kept(change, tmp_path):
   write_model_cards(*arguments, 1)
   assert card.read_bytes() == first  # the same facts, the same bytes
   write_model_cards(*arguments, 2)
-  assert card.read_bytes() != first  # ours follows the run
+  assert card.read_bytes() != first  # our own card is updated
   if change == "edit":
     card.write_bytes(first.replace(b"by SFT", b"by me"))
   elif change == "other":

@@ -1,4 +1,4 @@
-"""The cost comparison, by hand."""
+"""The cost comparison, with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_by_hand():
   assert out["reduction_per_solved"] == pytest.approx(1 - 300 / 1500)
   assert out["reduction_per_solved_cache"] == pytest.approx(1 - 300 / 750)
   assert (out["tasks"], out["left_out"]) == (2, 0)
-  # Accuracy: 1 of the team, 0.5 of the model; a draws a task twice, or both.
+  # Accuracy: the team's 1, the model's 0.5; a resample has one task twice, or both.
   assert multi["ci95"]["solved"] == scores.wilson(2, 2)
   assert single["ci95"]["solved"] == scores.wilson(1, 2)
   assert multi["ci95"]["total"] == [1000, 2000]
@@ -46,7 +46,7 @@ def test_instructions_count_once_a_task_on_the_models_side():
   out = cost.cost(MULTI, SINGLE, instructions=300)
   assert out["reduction_no_cache"] == pytest.approx(0.9)
   assert out["reduction_instructed"] == pytest.approx(1 - (150 + 300) / 1500)
-  # 2 tasks of 450 tokens for 1 that is solved.
+  # 2 tasks with 450 tokens each, 1 of them solved.
   assert out["reduction_per_solved_instructed"] == pytest.approx(1 - 900 / 1500)
   # task a alone: 1 - 500 / 1000; task b alone: 1 - 400 / 2000
   assert out["ci95"]["reduction_instructed"] == pytest.approx([0.5, 0.8])

@@ -1,4 +1,4 @@
-"""Faults of a config that the first attempts show."""
+"""Config faults revealed by a run's first attempts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_attempts_without_calls_are_reported_once():
   assert found(silent, calling) == []
   assert found(silent, tools=()) == []
   down = attempt("5", "5", calls=False)
-  down[1].status = Status.INFRASTRUCTURE  # says nothing of the policy
+  down[1].status = Status.INFRASTRUCTURE  # says nothing about the policy
   assert found(down) == []
 
 
@@ -62,4 +62,4 @@ def test_exact_match_of_sentences_is_reported(answer, gold, right, reported):
     assert "reward.graders={'qa': 'judge'}" in lines[0] and "\n" not in lines[0]
   assert found(one, exact=False) == []
   short = attempt("1901", "1901", right=1.0)
-  assert found(one, short) == []  # of half of them it says nothing
+  assert found(one, short) == []  # half of the attempts are too few

@@ -1,4 +1,4 @@
-"""The one table of metrics: what it says is the docs page, and the dashboards' tags."""
+"""The table of metrics is the source of the docs page and the dashboards' tags."""
 
 from __future__ import annotations
 

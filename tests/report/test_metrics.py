@@ -36,7 +36,7 @@ def test_a_resumed_stage_has_no_duplicates_and_leaves_others_alone(tmp_path, clo
   with Metrics(str(tmp_path), "rl", total=5) as log:
     log.log(4, {"reward": 1})
   with open(path, "a") as f:
-    f.write('{"stage": "rl", "st')  # killed while it wrote
+    f.write('{"stage": "rl", "st')  # killed while writing
   with Metrics(str(tmp_path), "sft", total=5) as log:
     assert steps(path, "sft") == [1, 2, 3, 4]  # nothing is lost before the first log
     clock[0] += 1
@@ -46,11 +46,11 @@ def test_a_resumed_stage_has_no_duplicates_and_leaves_others_alone(tmp_path, clo
   assert [(r["step"], r["loss"], r["seconds"]) for r in rows] == [
     (1, 1, 1),
     (2, 2, 2),
-    (3, -3, 3),  # the clock goes on from the last line before
+    (3, -3, 3),  # the clock continues from the previous line
     (4, -4, 3),
   ]
   assert steps(path, "rl") == [4]
-  assert read_metrics(tmp_path, "sft") == rows  # the workdir will do
+  assert read_metrics(tmp_path, "sft") == rows  # a workdir works, too
 
 
 def test_a_process_that_joins_a_run_has_the_log_of_the_first(tmp_path):
@@ -62,13 +62,13 @@ def test_a_process_that_joins_a_run_has_the_log_of_the_first(tmp_path):
   rows = read_metrics(first, "sft")
   assert resume_log(own, "sft", 3, first) == rows[:3]
   assert read_metrics(own, "sft") == rows[:3]
-  # It was away when steps were made again.
+  # It was absent while steps were repeated.
   with Metrics(own, "sft", total=5) as log:
     log.log(3, {"loss": -3})
     log.log(5, {"loss": -5})
   assert resume_log(own, "sft", 4, first) == rows == read_metrics(own, "sft")
   assert resume_log(first, "sft", 3, first) == rows[:3]
-  assert read_metrics(first, "sft") == rows  # until it logs the next
+  assert read_metrics(first, "sft") == rows  # until its next line
 
 
 def test_not_a_number_becomes_null_and_is_counted(tmp_path, capsys):

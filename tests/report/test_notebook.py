@@ -1,4 +1,4 @@
-"""What a notebook shows is the trajectory, inert, and no page of its own."""
+"""Notebook output: trajectories in inert frames, and figures as pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coa_jax.report import notebook, plots
 
 
 def made(text: str) -> tuple[Trajectory, object]:
-  """A trajectory of a question, a thought and an observation, with its tokenizer."""
+  """A trajectory (question, thought, observation) and its tokenizer."""
   segments = [
     Segment(Author.PROMPT, "question", "What is 6 * 7?"),
     Segment(Author.POLICY, "think", text),
@@ -37,7 +37,7 @@ def test_every_token_is_shown_once_with_what_is_known_of_it():
   tokens = re.findall(r'<i title="id (\d+)(, probability 0\.368)?">', page)
   ids = [(str(i), bool(s.logps)) for s in trajectory.segments for i in s.ids]
   assert [(i, bool(known)) for i, known in tokens] == ids
-  # What was given to the model has no ground.
+  # Tokens given to the model have no background.
   assert page.count(' given"') == 2
   assert re.search(r'<p class="r-think">', page)
 

@@ -1,4 +1,4 @@
-"""Seconds by phase: they add up, and are shown in a line, a table and a picture."""
+"""Seconds by phase: they add up, and appear in a line, a table and a picture."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_phases_add_up_to_the_wall_time_whatever_is_lapped(clock):
     "learn_tokens_per_second": 50.0,
   }
   clock[0] += 3
-  measured.lap("save")  # after a step's line: the next step's
+  measured.lap("save")  # after a step's line: counts for the next step
   assert measured.flush() == {"seconds_save": 3.0, "seconds_other": 0.0}
   assert measured.flush() == {"seconds_other": 0.0}
 
@@ -80,7 +80,7 @@ def test_metrics_show_the_phases_at_the_end(tmp_path, capsys):
 def test_a_picture_stacks_the_phases_of_every_step():
   for count in (3, 70):
     rows = [{**ROWS[0], "step": i} for i in range(count)]
-    rows[1] = {"step": 1}  # of an older run
+    rows[1] = {"step": 1}  # from an older run
     svg = plots.to_svg(plots.phase_areas(rows))
     assert "decode" in svg and "learn" in svg and "seconds of a step" in svg
     assert "other" not in svg  # it took no time

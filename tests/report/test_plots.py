@@ -32,7 +32,7 @@ def lengths(after: int) -> Figure:
   return plots.filter_statistics(before, left)
 
 
-# One of each kind.
+# One figure of each kind.
 FIGURES = {
   "curves": lambda: plots.curves(ROWS, PANELS),
   "bars": bars,
@@ -81,7 +81,7 @@ def test_a_funnel_tells_its_counts_and_most_frequent_reasons():
 
 
 def test_pyplot_is_never_imported(tmp_path):
-  """By nothing that the interpreter of `forked` imports: every stage and report."""
+  """Not by the interpreter of `forked`, which imports every stage and report."""
   program = tmp_path / "program.py"
   program.write_text("import sys; print('matplotlib.pyplot' in sys.modules)")
   assert forked.run(str(program)).stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""Steps are traced as asked, whatever ends them, and what ran stands in the trace."""
+"""Requested steps are traced, however they end, and the trace names their work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def steps_of(events: list[dict]) -> list[int]:
   return sorted(numbers)
 
 
-# Steps, what is asked for and how it goes -> the steps in the trace.
+# Case -> (steps, profile, other arguments of `run`, steps in the trace).
 RUNS = {
   "asked for": (range(1, 7), (3, 5), {}, [3, 4]),
   "counted from zero, as metrics are not": (range(6), (3, 5), {"offset": 1}, [3, 4]),

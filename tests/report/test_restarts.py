@@ -1,4 +1,4 @@
-"""Goodput over restarts, and the line that says what has changed."""
+"""Goodput over restarts, and the line about changed devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPILE = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture
 def clocks(monkeypatch) -> list[float]:
-  """Seconds that both of Python's clocks show."""
+  """The seconds shown by both of Python's clocks."""
   now = [1000.0]
   monkeypatch.setattr(time, "time", lambda: now[0])
   monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -25,7 +25,7 @@ def test_useful_seconds_by_wall_time_over_two_lives(clocks):
   with Goodput([], 990.0, 4) as goodput:  # ten seconds to start
     clocks[0] += 6
     jax.monitoring.record_event_duration_secs(COMPILE, 4.0)
-    jax.monitoring.record_event_duration_secs(COMPILE, 3.0)  # within the other
+    jax.monitoring.record_event_duration_secs(COMPILE, 3.0)  # nested in the first
     jax.monitoring.record_event_duration_secs("/jax/other", 2.0)
     clocks[0] += 4
     first = goodput.after_step({"seconds_step": 9.0, "seconds_other": 1.0}, output=800)
@@ -36,7 +36,7 @@ def test_useful_seconds_by_wall_time_over_two_lives(clocks):
     second = goodput.after_step({"seconds_step": 10.0})
     assert second["goodput"] == pytest.approx(16 / 30)
     assert "output_tokens_per_second_per_chip" not in second
-  # --- Step 3 is lost, ten seconds of it, and made again after ten of starting.
+  # --- Ten seconds of step 3 are lost; it is repeated after ten seconds of starting.
   clocks[0] += 20
   with Goodput([{"seconds": 20.0, **second}], 990.0, 2) as goodput:
     clocks[0] += 10
@@ -44,7 +44,7 @@ def test_useful_seconds_by_wall_time_over_two_lives(clocks):
     assert third["useful_seconds"] == 26
     assert third["goodput"] == pytest.approx(26 / 60)
     assert third["devices"] == 2 and third["processes"] == 1
-  # --- Nobody listens any more; compiling before a step is not the step's.
+  # --- The listener is gone; compiling before a step does not count for it.
   jax.monitoring.record_event_duration_secs(COMPILE, 4.0)
   with Goodput([{"seconds": 20.0}], None, 1) as goodput:
     jax.monitoring.record_event_duration_secs(COMPILE, 5.0)
@@ -55,7 +55,7 @@ def test_useful_seconds_by_wall_time_over_two_lives(clocks):
 def test_other_devices_are_said(capsys):
   row = {"step": 6, "devices": 8.0, "processes": 2.0}
   say_what_changed([row], 8, 2)
-  say_what_changed([{"step": 6}], 8, 2)  # of an earlier version
+  say_what_changed([{"step": 6}], 8, 2)  # from an earlier version
   say_what_changed([], 8, 2)
   assert capsys.readouterr().err == ""
   say_what_changed([row], 4, 1)

@@ -56,7 +56,7 @@ def test_a_proportion_of_yes_and_no_has_wilsons_interval(right, tasks):
 
 
 def test_no_proportion_has_an_interval_without_width():
-  """Samples of a task are not independent: n is the number of tasks."""
+  """A task's samples are not independent, so n is the number of tasks."""
   low, high = scores.proportion_interval([0.0, 0.0, 0.0], [4, 9, 0])
   assert (low, high) == (0, scores.wilson(0, 2)[1]) and high > 0.5
   low, high = scores.proportion_interval([4.0, 9.0], [4, 9])
@@ -104,10 +104,10 @@ def votes(*answers, logps=None):
   ("answers", "logps", "chosen"),
   [
     (("Rome", "Paris", "the Paris"), None, 1),  # the majority
-    (("Rome", "Paris", "Oslo"), [-1, -0.1, -2], 1),  # of equals the likelier one
-    (("Rome", "Paris", "Oslo"), None, 0),  # then the first
-    (("Rome", "Rome", "Paris", "Paris", "Paris"), None, 0),  # three vote
-    ((None, None, "Paris"), None, 2),  # silence has no vote
+    (("Rome", "Paris", "Oslo"), [-1, -0.1, -2], 1),  # in a tie, the likelier one
+    (("Rome", "Paris", "Oslo"), None, 0),  # equally likely: the first
+    (("Rome", "Rome", "Paris", "Paris", "Paris"), None, 0),  # only three vote
+    ((None, None, "Paris"), None, 2),  # no answer, no vote
     ((None, None, None), None, 0),
   ],
 )
@@ -176,7 +176,7 @@ def test_summary_by_hand():
 
 
 def test_figures_need_no_more_than_what_processes_send():
-  """Text, tokens and calls stay where they were played."""
+  """Text, tokens and calls stay in the process that played them."""
   greedy = [samples.trajectory("a"), samples.trajectory("b", answer="Rome")]
   greedy[1].calls.append(ToolCall("code", "no fence"))
   sampled = [
@@ -223,6 +223,6 @@ def test_pass_and_vote_of_any_k():
   few = [samples.trajectory("few", right=True)]
   out = scores.summary([], [*attempts, *few], ks=(1, 3, 5, 8))
   assert out["pass1"] == pytest.approx((3 / 5 + 1) / 2) == out["pass1_sampled"]
-  assert (out["pass3"], out["best_of_3"]) == (1.0, 0.0)  # of "few" there are no three
+  assert (out["pass3"], out["best_of_3"]) == (1.0, 0.0)  # "few" has fewer than three
   assert (out["pass5"], out["best_of_5"]) == (1.0, 1.0)
   assert out["pass8"] is out["best_of_8"] is out["ci95"]["pass8"] is None

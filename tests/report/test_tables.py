@@ -49,7 +49,7 @@ def test_renderings_escape_what_would_be_markup():
 
 
 def printed(table: Table, width: int) -> str:
-  """What a terminal of this width shows."""
+  """The table in a terminal of this width."""
   console = rich.console.Console(width=width, record=True, file=io.StringIO())
   console.print(rich_table(table))
   return console.export_text()

@@ -1,4 +1,4 @@
-"""Event files and Weights & Biases say what metrics.jsonl says, and resume alike."""
+"""Event files and Weights & Biases match metrics.jsonl, also after a resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from coa_jax.runtime.config import ConfigError, read_config
 
 
 def events(path) -> list[Event]:
-  """The records of an event file: length, its checksum, event, its checksum."""
+  """An event file's records: length, its checksum, event, its checksum."""
   out, data = [], path.read_bytes()
   while data:
     (length,) = struct.unpack("<Q", data[:8])
@@ -37,7 +37,7 @@ def events(path) -> list[Event]:
 
 
 def scalars(workdir) -> dict[tuple[str, int], float]:
-  """What TensorBoard shows: a start at step n voids what was said of n on."""
+  """The scalars in TensorBoard: a start at step n voids earlier ones from n on."""
   out: dict[tuple[str, int], float] = {}
   for path in sorted(workdir.glob("events.out.tfevents.*")):
     for event in events(path):
@@ -69,7 +69,7 @@ def test_the_events_are_those_of_the_file_resumed_or_not(tmp_path):
   log(tmp_path / "rl", (4,), stage="rl")
   assert scalars(tmp_path) == of_the_file(tmp_path)
   assert scalars(tmp_path)["reward/dev", 2] == 1.0
-  log(tmp_path, (3,), sign=-1)  # within the second: a file of its own all the same
+  log(tmp_path, (3,), sign=-1)  # within the same second, but in a new file
   assert scalars(tmp_path) == of_the_file(tmp_path)
   assert scalars(tmp_path)["policy/loss", 3] == -3 and (
     "policy/loss",
@@ -81,7 +81,7 @@ def test_the_events_are_those_of_the_file_resumed_or_not(tmp_path):
 def test_a_step_is_on_disk_once_it_is_logged_and_nan_stays_nan(tmp_path):
   with Metrics(str(tmp_path), "sft", 2, tracked=LogConfig()) as metrics:
     metrics.log(1, {"loss": 2.0})
-    assert scalars(tmp_path) == {("policy/loss", 1): 2.0}  # nothing has been closed yet
+    assert scalars(tmp_path) == {("policy/loss", 1): 2.0}  # no file is closed yet
     metrics.log(2, {"loss": math.nan, "norm": math.inf})
   events = scalars(tmp_path)
   assert math.isnan(events["policy/loss", 2]) and events["policy/norm", 2] == math.inf
@@ -140,7 +140,7 @@ def test_wandb_offline_keeps_one_run_over_a_resumption(tmp_path, monkeypatch):
   run = (tmp_path / "wandb_id").read_text()
   files = list(tmp_path.glob(f"wandb/offline-run-*-{run}/run-{run}.wandb"))
   assert len(files) == 2
-  # A process of wandb's writes the files, at times after `finish` has returned.
+  # wandb's own process writes the files, sometimes after `finish` has returned.
   deadline = time.monotonic() + 30
   while time.monotonic() < deadline:
     if all(b"loss" in file.read_bytes() for file in files):
@@ -162,7 +162,7 @@ def test_the_last_step_can_be_scraped_while_the_stage_runs(tmp_path):
       assert f'coa_step{{stage="rl"}} {step}.0' in text
       tag = metric_names.tag("reward")
       assert f'coa_metric{{name="{tag}",stage="rl"}} {step / 4}' in text
-  with pytest.raises(urllib.error.URLError):  # nobody listens any more
+  with pytest.raises(urllib.error.URLError):  # the port is closed
     urllib.request.urlopen(page)
 
 

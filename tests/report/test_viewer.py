@@ -1,4 +1,4 @@
-"""The page is self-contained, offline, whole, and inert whatever a trajectory says."""
+"""The page is self-contained, offline, complete, and inert for any trajectory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MHQA = roles.get_variant("mhqa")
 
 
 class Tags(html.parser.HTMLParser):
-  """Collects what a browser would make elements of."""
+  """Collects the elements that a browser would create."""
 
   def __init__(self, text: str):
     super().__init__()
@@ -43,7 +43,7 @@ class Tags(html.parser.HTMLParser):
 
 
 def write(tmp_path, trajectories, title="A <title>", **options) -> str:
-  """The page of these trajectories, read as variant mhqa."""
+  """Writes a page of trajectories in variant mhqa; returns its text."""
   path = tmp_path / "out" / "page.html"
   options = {"variant": MHQA, **options}
   count = write_page(path, title, {"": trajectories}, **options)
@@ -53,12 +53,12 @@ def write(tmp_path, trajectories, title="A <title>", **options) -> str:
 
 
 def data_of(page: str) -> dict:
-  """What the page's script parses."""
+  """The JSON data for the page's script."""
   return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
 def rows_of(tmp_path, trajectories, **options) -> list[dict]:
-  """The data of each trajectory of a page."""
+  """A page's data, one row per trajectory."""
   return data_of(write(tmp_path, trajectories, **options))["rows"]
 
 
@@ -97,7 +97,7 @@ def test_the_policy_forbids_the_network_and_every_other_script(tmp_path):
     "default-src 'none'; style-src 'unsafe-inline'; "
     f"script-src 'sha256-{script_hash}'; "
   )
-  # The policy must stand before anything that could load.
+  # The policy must come before any element that loads something.
   assert [t for t, _ in tags[:4]] == ["html", "head", "meta", "meta"]
   for tag, attrs in tags:
     assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form")
@@ -109,7 +109,7 @@ def test_the_policy_forbids_the_network_and_every_other_script(tmp_path):
   assert scripts == [{"type": "application/json", "id": "data"}, {}]
   assert "@import" not in page
   assert not re.search(r"url\((?!#)", page)
-  # Data becomes text nodes: the script has no way to make markup or code of it.
+  # Data becomes text nodes: the script cannot turn it into markup or code.
   for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval("):
     assert word not in script
 
@@ -130,7 +130,7 @@ def test_blocks_follow_the_parser_and_keep_authors():
   assert [b.author for b in shown].count(Author.TOOL) == 1
   assert shown[4].content == "<answer>Rome</answer>"
   assert sum(len(b.segments) for b in shown) == len(t.segments) - 1
-  # Without a dialect its segments are its blocks, and here they are the same.
+  # Without a dialect the segments are the blocks: here the same result.
   assert blocks(t, None) == shown
 
 
@@ -222,7 +222,7 @@ def test_a_task_that_was_drawn_twice_has_two_groups(tmp_path):
   drawn = ["a", "b", "a"]
   ts = [samples.trajectory(task, k) for task in drawn for k in (1, 0)]
   assert [row["group"] for row in rows_of(tmp_path, ts)] == [0, 0, 1, 1, 2, 2]
-  # Samples of one file are no group with those of another.
+  # Samples from different files are not one group.
   page = tmp_path / "p.html"
   assert write_page(page, "T", {"x": ts[:1], "y": ts[:1]}) == 2
   assert [row["group"] for row in data_of(page.read_text())["rows"]] == [0, 1]
@@ -244,7 +244,7 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
   assert write_page(page, "T", open_files(both)) == 2
   files = {row["file"] for row in data_of(page.read_text())["rows"]}
   assert files == {"step_000000.jsonl", "step_000001.jsonl"}
-  # What evaluation leaves: trajectories beside other lines.
+  # An evaluation's folder: trajectories next to other JSON lines.
   evaluated = tmp_path / "eval"
   evaluated.mkdir()
   (evaluated / "metrics.jsonl").write_text('{"stage": "evaluate"}\n')
@@ -254,7 +254,7 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
   write_jsonl(evaluated / "greedy.jsonl", [samples.trajectory()])
   greedy = str(evaluated / "greedy.jsonl")
   assert find_files([str(evaluated)]) == [greedy]
-  other = evaluated / "process_1" / "greedy.jsonl"  # several processes played
+  other = evaluated / "process_1" / "greedy.jsonl"  # a second process played, too
   write_jsonl(other, [samples.trajectory()])
   assert find_files([str(evaluated)]) == [greedy, str(other)]
   assert list(open_files([greedy])) == ["greedy.jsonl"]

@@ -1,9 +1,9 @@
-"""The viewer in a real browser: driven as a user would, with hostile data in it.
+"""The viewer in a real browser, driven like a user, with hostile data.
 
 Needs playwright (`pip install playwright`) and Chromium (`apt-get install chromium`, or
-`playwright install chromium`); skips without. .ci/run installs both.
+`playwright install chromium`); skipped without them. .ci/run installs both.
 
-budget: all that a user does with one page.
+budget: all actions of a user on one page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coa_jax.report.tables import Table
 
 @pytest.fixture
 def visit(chromium, tmp_path):
-  """Opens a page of trajectories; afterwards nothing was logged and nothing fetched."""
+  """Opens a page of trajectories, which must log and fetch nothing."""
   file = tmp_path / "page.html"
   contexts, events = [], []
 
@@ -38,7 +38,7 @@ def visit(chromium, tmp_path):
     page.on("console", lambda m: events.append(("console", m.text)))
     page.on("pageerror", lambda e: events.append(("error", str(e))))
     page.on("dialog", lambda d: events.append(("dialog", d.message)))
-    # A reload asks for the page itself again.
+    # A reload requests the page itself again.
     page.on("request", lambda r: r.url.split("#")[0] == file.as_uri() or report(r))
     page.goto(file.as_uri())
     return page
@@ -53,7 +53,7 @@ SIZE = {"width": 1400, "height": 900}
 
 
 def tasks(n: int = 300) -> list:
-  """Trajectories of 50 tasks, each drawn twice with 3 samples; a quarter is wrong."""
+  """Trajectories for 50 tasks, each drawn twice with 3 samples; a quarter is wrong."""
   ts = []
   for i in range(n):
     t = samples.trajectory(f"t{i // 3 % 50}", i % 3, right=i % 4 != 0, observation=TEXT)
@@ -68,7 +68,7 @@ TEXT = "Paris. </script><script>alert(1)</script>"
 
 
 def listed(page) -> tuple[int, str]:
-  """How many rows the list has drawn, and what the count says."""
+  """The number of drawn rows, and the text of the count."""
   return page.locator("#list .row").count(), page.locator("#count").inner_text()
 
 
@@ -95,7 +95,7 @@ def test_filter_search_and_sort(visit):
     page.get_by_label(label, exact=True).select_option(label=value)
     assert listed(page)[1].startswith(expected), label
     page.get_by_label(label, exact=True).select_option("")
-  # One value of all is no choice.
+  # A field with one value for all has no control.
   for label in ("status", "model", "file"):
     assert page.get_by_label(label, exact=True).count() == 0
   page.get_by_label("order").select_option("lowest reward first")
@@ -112,7 +112,7 @@ def test_what_is_searched_for_is_marked_and_jumped_to(visit):
   total = marks.count()
   assert total > 3 and set(marks.all_inner_texts()) == {"Paris"}
   status = page.locator(".jumps span")
-  # It begins at the chosen sample, goes on, and comes around.
+  # It begins at the chosen sample, continues, and wraps around.
   first = status.inner_text()
   assert page.locator(".sample.chosen mark.at").count() == 1
   for _ in range(total):
@@ -167,7 +167,7 @@ def test_the_address_keeps_filters_and_the_chosen_trajectory(visit):
   page.evaluate("link => location.hash = new URL(link).hash", link)
   page.locator("#count", has_text="15 of 30").wait_for()
   assert seen() == before
-  # What no control knows is as if left out; an anchor of the page is no state.
+  # Values unknown to a control are ignored.
   page.evaluate("location.hash = '#/order=nonsense&family=nobody&open=nothing'")
   page.locator("#count", has_text="30 of 30").wait_for()
   assert listed(page)[0] == 30
@@ -182,7 +182,7 @@ def test_the_list_is_grouped_and_says_each_groups_mean(visit):
   assert page.locator("#list .heading .sub").first.inner_text().endswith("mean 1.000")
   page.get_by_label("order").select_option("longest first")
   assert page.locator("#list .heading").count() == 0
-  # Histograms of what is listed, before those of all.
+  # Histograms of the listed rows, in front of those of all rows.
   charts = page.locator("#charts svg")
   assert charts.count() == 2
   assert charts.first.get_attribute("aria-label") == "histogram of reward, from 0 to 1"
@@ -383,7 +383,7 @@ def test_on_a_narrow_screen_nothing_sticks_out(visit):
   assert page.evaluate("document.documentElement.scrollWidth") <= 390
   page.locator(".row").nth(1).click()
   assert page.locator(".sample.chosen").is_visible()
-  # What is chosen below the list comes into sight.
+  # The chosen trajectory, below the list, scrolls into view.
   assert page.locator("#detail .question").bounding_box()["y"] < 400
   page.wait_for_url("**#/*open=*")
   page.reload()
@@ -401,14 +401,14 @@ def check_controls(page, width: int) -> None:
   page.set_viewport_size({"width": width, "height": 800})
   boxes = [c.bounding_box() for c in page.locator("#bar select, #bar input").all()]
   assert len(boxes) > 8 and len({b["height"] for b in boxes}) == 1
-  # A row's controls begin at one height, a column's at one side, and none is cut off.
+  # Controls are aligned in rows and columns, and none is cut off.
   rows = {b["y"] for b in boxes}
   columns = {b["x"] for b in boxes}
   assert (len(rows) - 1) * len(columns) <= len(boxes)  # all rows but the last are full
   assert all(b["x"] + b["width"] <= width for b in boxes)
   for control in page.locator("#bar select, #bar input").all():
     assert control.evaluate("e => e.labels[0].innerText")
-  # None moves when a search has hits to jump to.
+  # No control moves when the buttons for a search's hits appear.
   page.get_by_label("find text").fill("Paris")
   assert page.locator(".jumps").is_visible()
   after = [c.bounding_box() for c in page.locator("#bar select, #bar input").all()]
@@ -418,7 +418,7 @@ def check_controls(page, width: int) -> None:
 def test_keys_go_through_the_list_to_its_ends(visit):
   page = visit(tasks(300))
   rows = page.locator("#list")
-  rows.press("End")  # beyond what was drawn
+  rows.press("End")  # beyond the drawn rows
   selected = page.locator(".row[aria-selected=true]")
   assert selected.get_attribute("data-i") == "299" and listed(page)[0] == 300
   rows.press("PageUp")

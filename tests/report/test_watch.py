@@ -26,7 +26,7 @@ HEALTHY = {
   "removed_mass": 0.01,
   "infrastructure_share": 0.0,
 }
-# Metric -> its value once it went wrong.
+# Metric -> its value in a failing run.
 WRONG = {
   "entropy": 1e-5,
   "entropy_plan": 1e-4,
@@ -51,7 +51,7 @@ Series = list[dict[str, float]]
 
 
 def warnings_of(config: WatchConfig, series: Series) -> list[tuple[int, str]]:
-  """(step, line) of every warning of a series."""
+  """(step, line) for every warning in a series."""
   out, watch = [], HealthMonitor(config)
   for step, values in enumerate(series, 1):
     watch.update(step, values, lambda line, step=step: out.append((step, line)))
@@ -67,7 +67,7 @@ def test_every_rule_has_a_case_and_a_limit():
 
 def test_a_healthy_run_is_left_alone():
   assert warnings_of(WatchConfig(stop=True), [HEALTHY] * 50) == []
-  # Some noise beyond every limit, never `patience` steps in a row, is no collapse.
+  # Noise beyond the limits for fewer than `patience` steps in a row is no collapse.
   wrong = HEALTHY | WRONG
   series = [HEALTHY] * 5 + [wrong, wrong, wrong, wrong, HEALTHY] * 5
   assert warnings_of(WatchConfig(stop=True), series) == []
@@ -94,7 +94,7 @@ def test_each_collapse_is_named_once_with_its_limit_and_a_remedy(metric):
 @pytest.mark.parametrize("name", ["grad_norm", "entropy", "entropy_plan", "value_loss"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_ends_the_run_before_it_is_saved(stop, name, bad):
-  """Whatever `stop` says: it would take the place of every good checkpoint."""
+  """Even without `stop`: such checkpoints would replace every good one."""
   watch, lines = HealthMonitor(WatchConfig(stop=stop)), []
   watch.update(1, HEALTHY, lines.append)
   with pytest.raises(CollapsedError, match=rf"step 2 \(not saved.*{name} is {bad}"):
@@ -104,7 +104,7 @@ def test_what_is_not_finite_ends_the_run_before_it_is_saved(stop, name, bad):
 
 
 def ending(watch: HealthMonitor, series: Series, first: int) -> str:
-  """Steps from `first` on, until the watch ends them: the reason, or ""."""
+  """Watches steps from `first` on; returns the reason for its stop, or ""."""
   try:
     for step, values in enumerate(series[first:], first + 1):
       watch.update(step, values, lambda line: None)
@@ -119,21 +119,21 @@ def ending(watch: HealthMonitor, series: Series, first: int) -> str:
 def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
   tmp_path, metric, lives
 ):
-  """Baselines and counts are those of the whole run, however short its lives are."""
+  """Baselines and counts cover the whole run, even with frequent restarts."""
   wrong = HEALTHY | {metric: WRONG[metric], "reward": math.nan}
   series = [HEALTHY] * 6 + [wrong] * 6
   config = WatchConfig(stop=True)
   expected = ending(HealthMonitor(config), series, 0)
   assert "stopped at step 11 (saved)" in expected
   workdir = str(tmp_path)
-  with Metrics(workdir, "rl", len(series)) as log:  # also of steps never saved
+  with Metrics(workdir, "rl", len(series)) as log:  # also for steps never saved
     for step, values in enumerate(series, 1):
       log.log(step, values)
   for first in range(0, 11, lives):  # at 0 there is nothing to replay
     watch = HealthMonitor(config)
     watch.replay(workdir, "rl", first)
     assert not watch.ends and ending(watch, series, first) == expected
-  # The checkpoint of the last step was written: it does not go on unless it is told to.
+  # The last step was saved: the run continues only without `stop` or without the limit.
   with pytest.raises(CollapsedError) as again:
     HealthMonitor(config).replay(workdir, "rl", 11)
   assert str(again.value) == expected
@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
 
 
 def test_what_compares_sampler_and_learner_is_not_watched_off_policy():
-  """Tokens of older policies differ from the learner's: that is no disagreement."""
+  """Older policies sampled the tokens, so a difference is not a fault."""
   wrong = HEALTHY | {"logp_diff_share": 0.9, "ratio_outlier_share": 0.9}
   assert len(warnings_of(WatchConfig(), [wrong] * 9)) == 2
   assert warnings_of(WatchConfig(stop=True), [wrong | {"staleness": 0.0}] * 9) == []
@@ -156,7 +156,7 @@ def test_a_run_without_tools_is_not_blamed_for_asking_none():
 
 
 def test_steps_that_lack_a_metric_or_have_no_mean_of_it_count_for_nothing():
-  """A step without an update has no entropy, one without a grade no reward."""
+  """Without an update a step has no entropy; without a grade it has no reward."""
   wrong = HEALTHY | {"entropy": 1e-5}
   without = {k: v for k, v in HEALTHY.items() if k != "entropy"}
   series = [wrong, without, {**without, "reward": math.nan}, wrong]

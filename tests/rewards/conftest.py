@@ -1,4 +1,4 @@
-"""The grader of programs."""
+"""A fixture that grades programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.backend import BACKEND
 
 @pytest.fixture(scope="session")
 def grader():
-  """Gives 1.0 for all tests passed."""
+  """Rewards 1.0 if all tests pass, and 0.0 otherwise."""
   service = CodeGrader(CodeConfig(sandbox=BACKEND, test_s=30.0))
   yield service
   service.close()

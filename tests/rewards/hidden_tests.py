@@ -1,4 +1,4 @@
-"""Hidden tests as a task has them, and how a program meets them."""
+"""Code tasks with hidden tests, and the outcome of a program on them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def task(tests: dict | None) -> Task:
 
 
 def outcome(grader: CodeGrader, tests: dict, program: str) -> tuple[float, str]:
-  """The reward of a program, and what is on record of it."""
+  """A program's reward and its recorded outcome."""
   graded = grader.grade(task(tests), program)
   return graded.answer, graded.record["outcome"]

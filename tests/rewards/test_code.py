@@ -1,4 +1,4 @@
-"""Hidden tests of every released form, on real programs in the real sandbox."""
+"""Hidden tests in every released form, on real programs in the real sandbox."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def partial():
-  """As `grader`, but it rewards the share of tests passed."""
+  """Like `grader`, but rewards the fraction of passed tests."""
   service = CodeGrader(CodeConfig(sandbox=BACKEND, partial=True, test_s=30.0))
   yield service
   service.close()
@@ -69,7 +69,7 @@ def test_every_released_form_passes_what_is_right_and_only_that(form, partial):
 
 
 def test_an_empty_program_passes_nothing(grader):
-  """Not even where the prefix or the prelude defines the name that is tested."""
+  """Even if the prefix or the prelude defines the tested name."""
   gcd = {"test_code": "assert gcd(4, 6) == 2", "entry_point": "gcd"}
   assert outcome(grader, gcd, "x = 1") == (0.0, "raised")
   assert outcome(grader, CHECK, "x = 1") == (0.0, "raised")
@@ -156,7 +156,7 @@ def test_limits_have_outcomes_of_their_own(partial):
   hasty.close()
   stops = ADD.replace("return", "import os\n  if a == 2: os._exit(3)\n  return")
   share, why = outcome(partial, CHECK, stops)
-  assert (share, why) == (0.5, "raised")  # the turns after it are still tested
+  assert (share, why) == (0.5, "raised")  # later iterations still run
   hungry = "x = bytearray(4 << 30)\n" + PRINTS
   assert outcome(partial, STDIN, hungry) == (0.0, "memory")
   flood = "print('5' * 30_000_000)"
@@ -164,10 +164,10 @@ def test_limits_have_outcomes_of_their_own(partial):
 
 
 class DownSandbox:
-  """A sandbox whose service does not come up.
+  """A sandbox whose service does not start.
 
   Attributes:
-    runs: how many were tried.
+    runs: number of attempts.
   """
 
   def __init__(self, **_):
@@ -214,7 +214,7 @@ def test_no_result_makes_a_test_vanish(source, vanishes, right, grader):
 
 
 def test_the_tests_have_their_own_time():
-  """A program that has nearly used up its own is right all the same."""
+  """A program that has nearly used up its own time still passes."""
   tests = {"functional": "import time\nx = f(3)\ntime.sleep(1)\nassert x == 3"}
   slow = "import time\ntime.sleep(1)\ndef f(n): return n"
   service = CodeGrader(CodeConfig(sandbox=BACKEND, total_s=1.6))
@@ -238,10 +238,10 @@ def add(a, b):
 
 @pytest.mark.parametrize("kind", ["set", "dict"])
 def test_what_a_program_says_it_returned_is_not_hashed_here(grader, kind, monkeypatch):
-  """Numbers of equal hashes in a set would hold the whole process up for minutes."""
+  """A set of numbers with equal hashes would block the whole process for minutes."""
   each = "k * (2**61 - 1)" if kind == "set" else "[k * (2**61 - 1), 0]"
   program = FORGED.replace("ROOT", f'{{"{kind}": [{each} for k in range(2_000)]}}')
-  monkeypatch.setattr(code.code_inside, "decode", None)  # that is for the jail
+  monkeypatch.setattr(code.code_inside, "decode", None)  # only the jail may decode
   assert outcome(grader, CALLS, program) == (0.0, "wrong")
   assert outcome(grader, CALLS, "def add(a, b): return {a + b}") == (0.0, "wrong")
   table = {"inputs": ["1"], "outputs": [{"1": [2]}], "fn_name": "f"}

@@ -1,4 +1,4 @@
-"""Programs that attack their own grading, and gain nothing by it."""
+"""Programs that attack their own grading, without success."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coa_jax.rewards.code.grader import CodeConfig, CodeGrader
 from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
 
-SECRET = 8675309  # expected by every attacked test; nothing may find it
+SECRET = 8675309  # the expected value in every attacked test; no program may find it
 pytestmark = needs_jail
 
 
@@ -95,7 +95,7 @@ def test_an_attack_gains_nothing(attack, form, grader):
 
 
 def test_the_search_does_find_what_a_program_is_given(grader):
-  """So that it found nothing above says something."""
+  """The search works, so its failure above is meaningful."""
   visible = {"inputs": [[SECRET]], "outputs": [SECRET], "fn_name": "f"}
   assert outcome(grader, visible, ATTACKS["searches itself"]) == (1.0, "passed")
 
@@ -112,7 +112,7 @@ def test_the_same_forms_do_pass_an_honest_program(form, grader):
 
 
 def test_nothing_expected_is_ever_sent_beside_the_program(monkeypatch):
-  """The law behind the attacks: what a run is given holds one of the two."""
+  """Why attacks fail: no run receives both the program and the expected values."""
   sent = []
 
   class Recorder(Sandbox):

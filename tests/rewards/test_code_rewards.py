@@ -1,4 +1,4 @@
-"""Programs judged by hidden tests in the real jail: RL, evaluation, released rows."""
+"""Programs graded by hidden tests in the real jail: RL, evaluation, released rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 14
 RIGHT, WRONG = "print(int(input())*2)", "print(int(input())+2)"
 ROW = {
   "id": "twice",
-  "question": "2 + 3",  # what the toy's tokenizer knows; the tests say what is wanted
+  "question": "2 + 3",  # text that the toy tokenizer knows; the tests define the task
   "answers": ["a program"],
   "kind": "code",
   "meta": {"tests": {"stdin": ["2", "5"], "expected_output": ["4", "10"]}},
@@ -33,7 +33,7 @@ pytestmark = needs_jail
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
-  """A policy that writes one of two programs, and a task that only one of them does."""
+  """A policy that writes one of two programs, and a task that only one solves."""
   folder = tmp_path_factory.mktemp("coder")
   examples = [
     toy.written("2 + 3", (toy.code("print(2+3)"), "5", toy.end(p)), toy.tokenizer())
@@ -105,7 +105,7 @@ def test_evaluation_runs_hidden_tests_too(config, tmp_path):
   assert share < results["reward_parts"]["answer"] < 1
 
 
-# Solutions of the fixture's tasks, by id: (right, wrong).
+# Solutions for the fixture's tasks, by id: (right, wrong).
 SOLUTIONS = {
   "written-1": (
     """class Solution:

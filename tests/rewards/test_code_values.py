@@ -1,4 +1,4 @@
-"""What a program returns or prints beside what is expected, and what it may use."""
+"""Returned and printed values against expected ones; names that programs may use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUM = "def f(*x): return {}"
     ("[]", "[[]]", 0.0),
     ("{}", "[{}]", 0.0),
     ("[5]", "5", 0.0),
-    # Floats, also inside lists and objects; integers exactly.
+    # Floats approximately, also inside lists and objects; integers exactly.
     ("0.1 + 0.2", "0.3", 1.0),
     ("[1 / 3]", "[0.33333333333]", 1.0),
     ("[[1 / 3, 2], [3.0]]", "[[0.33333, 2], [3]]", 1.0),
@@ -43,7 +43,7 @@ SUM = "def f(*x): return {}"
     # In Python True is 1, for LiveCodeBench and for asserts too.
     ("1", "true", 1.0),
     ("[True]", "[1]", 1.0),
-    # Integers longer than a reader of JSON takes by default.
+    # Integers longer than a JSON reader accepts by default.
     ("7 ** 6000", "7" + "0" * 5070, 0.0),
     ("10 ** 5070", "1" + "0" * 5070, 1.0),
     ("[-(10 ** 5070)]", "[-1" + "0" * 5070 + "]", 1.0),

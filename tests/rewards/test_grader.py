@@ -1,4 +1,4 @@
-"""Who judges what: by source, by kind, by import path; and what a failure becomes."""
+"""Graders by source, by kind, by import path; and the handling of failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_f1_can_be_trained_on():
     assert graded(grader, "Paris, France").reward == pytest.approx(2 / 3)
     t = graded(grader, "Paris, France", evaluation=True)
     assert t.reward == 0.0 and t.reward_parts["f1"] == pytest.approx(2 / 3)
-    # Training looks at every part, evaluation at the first.
+    # Training reads every part, evaluation only the first.
     assert graded(grader, "Paris|Rome").reward == 0.5
     t = graded(grader, "Paris|Rome", evaluation=True)
     assert t.reward == t.reward_parts["f1"] == 1.0
@@ -73,9 +73,9 @@ def test_math_verify_bare_is_a_grader():
   ("function", "reward", "parts"),
   [
     ("plain", 1.0, {}),
-    ("length", 1.0, {"part_calls": 0}),  # the trajectory is at hand
+    ("length", 1.0, {"part_calls": 0}),  # it reads the trajectory
     ("numpys", 1.0, {"part_share": 0.5, "part_n": 2}),
-    # None of its parts passes for another number of the log.
+    # The prefix keeps its parts apart from other logged numbers.
     ("collides", 1.0, {"part_format": 0, "part_loss": 3}),
   ],
 )
@@ -93,7 +93,7 @@ def test_a_function_of_the_users_own(function, reward, parts):
   [("altas", "atlas"), ("Math", "math"), ("code", ""), ("gsm8k", ""), ("", "")],
 )
 def test_a_grader_that_judges_no_task_is_named(key, meant, caplog):
-  """It may be for tasks that are not played today; a misspelt one is refused."""
+  """An unused key only warns: its tasks may be absent. A misspelt one is refused."""
   tasks = [TASK, Task("2", "q", ("7",), Kind.MATH, source="sums")]
   with Grader(config(graders={"qa": "math", "sums": "qa", "atlas": "qa"})) as grader:
     grader.check(tasks, 100)

@@ -1,4 +1,4 @@
-"""Mathematical equivalence, and that no answer can stall or crash the grader."""
+"""Mathematical equivalence; no answer can stall or crash the grader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIRS = pathlib.Path(__file__).with_name("math_pairs.tsv")
 
 
 def pairs() -> list[list[str]]:
-  """Rows: prediction, gold, whether they are equal, math-verify's verdict, why."""
+  """Rows: prediction, gold, equal or not, math-verify's verdict, the reason."""
   _, *rows = PAIRS.read_text(encoding="utf-8").splitlines()
   return [row.split("\t") for row in rows]
 
@@ -42,7 +42,7 @@ def read(text: str) -> list:
 def test_what_math_verify_says_is_beside_each_pair_and_each_deviation_has_a_reason():
   rows = pairs()
   assert not [row for row in rows if row[2] != row[3] and len(row[4].split()) < 2]
-  # By whatever version is installed: one that judges otherwise needs another table.
+  # With the installed version: one with other verdicts needs another table.
   verdicts = {True: "yes", False: "no"}
   changed = []
   for row in rows:
@@ -52,7 +52,7 @@ def test_what_math_verify_says_is_beside_each_pair_and_each_deviation_has_a_reas
   assert not changed
 
 
-# Texts that math-verify finds a formula in without a box.
+# Texts with a formula that math-verify finds without a box.
 IN_PROSE = [
   ("The answer is $\\frac12$", "$0.5$"),
   ("so \\boxed{1} then \\boxed{2}", "\\boxed{2}"),
@@ -77,13 +77,13 @@ def test_the_bare_grader_is_math_verify():
     )
     equal = math_verify.verify(theirs, ours, timeout_seconds=None)
     assert math.math_verify_says(prediction, [gold]) == equal, (prediction, gold)
-  # Its verdicts stay its own after the other grader has compared.
+  # The two graders keep their own verdicts.
   assert math.math_verify_says("10^{-20}\\pi", ["10^{-20}"])
   assert not math.equivalent("10^{-20}\\pi", ["10^{-20}"])
 
 
 def kill_the_child() -> None:
-  """As the kernel might, where memory is short; there may be none yet."""
+  """Acts like the kernel when memory is short; there may be no child yet."""
   find = ["pgrep", "-P", str(os.getpid()), "-f", "math_inside"]
   for pid in subprocess.run(find, capture_output=True, text=True).stdout.split():
     os.kill(int(pid), signal.SIGKILL)
@@ -115,7 +115,7 @@ def test_several_values_in_one_answer_are_a_set_and_any_gold_answer_will_do():
     "\x00",
     "i^" * 300 + "i",
     "sin(" * 200,
-    "\ufdfa" * 900,  # one character that NFKC makes eighteen of
+    "\ufdfa" * 900,  # one character; NFKC turns it into eighteen
     "9^{9^{9}}+i",
     "10^{-10^{10}}+0.1",
   ],
@@ -139,7 +139,7 @@ def test_many_open_files_do_not_stop_the_grader():
   with contextlib.ExitStack() as stack:
     stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
     stack.callback(kill_the_child)
-    for _ in range(1100):  # so that the pipes of a new child are beyond 1023
+    for _ in range(1100):  # moves a new child's pipes beyond 1023
       stack.enter_context(open(os.devnull))
     kill_the_child()
     assert math.equivalent("\\sqrt{4}", ["2"])

@@ -1,4 +1,4 @@
-"""Numbers as people write them, and that hostile ones cost nothing."""
+"""Numbers as people write them; hostile ones cost no time."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ def test_formulas_inside_text_are_spelled_out():
   spelled = notation.spelled_out("x = 2 1/2 and 1\\,000")
   assert spelled == "x = \\frac{5}{2} and 1000"
   assert notation.spelled_out("\\frac 1 2") == "\\frac{1}{2}"
-  assert notation.spelled_out("1\\\\ 2") == "1\\\\ 2"  # rows of a matrix
+  assert notation.spelled_out("1\\\\ 2") == "1\\\\ 2"  # matrix rows

@@ -1,4 +1,4 @@
-"""Where the program is in an answer."""
+"""Extracts the program from an answer."""
 
 from __future__ import annotations
 

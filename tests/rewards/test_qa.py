@@ -1,4 +1,4 @@
-"""Where an answer stands in a text, and SQuAD's and the two readings of it."""
+"""Answer extraction, SQuAD's metrics, and the two readings of several answers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def test_normalize(text: str, expected: str):
 @pytest.mark.parametrize(
   ("prediction", "answers", "train", "evaluation"),
   [
-    # Training wants every part to be right, evaluation the first.
+    # Training requires every part to be right, evaluation only the first.
     ("Paris", ["Paris", "Lutetia"], 1, 1),
     ("Paris|Rome", ["Paris", "Lutetia"], 1 / 2, 1),
     ("Rome|Paris", ["Paris", "Lutetia"], 1 / 2, 0),
     ("Paris, France|Rome", ["Paris", "Rome"], 5 / 6, 2 / 3),
     ("the paris | Lutetia ", ["Paris", "Lutetia"], 1, 1),
     ("|Paris|", ["Paris", "Lutetia"], 1, 1),
-    # An answer that holds the separator matches as a whole.
+    # An answer with the separator inside matches as a whole.
     ("P(A|B)", ["x", "P(A|B)"], 1, 1),
     ("Paris | Rome", ["Paris|Rome"], 1, 1),
     ("P(A|C)", ["P(A|B)"], 1 / 2, 2 / 3),
     ("Pa|ris", ["Paris"], 0, 0),
-    # Nothing matches nothing.
+    # An empty answer matches nothing.
     ("", ["x"], 0, 0),
     (" | |", ["x"], 0, 0),
     ("the", ["a"], 0, 0),
@@ -73,15 +73,15 @@ def test_yes_and_no_are_whole_answers_as_in_hotpotqa(prediction, answer, f1):
 @pytest.mark.parametrize(
   ("prediction", "answers", "exact", "f1"),
   [
-    # Articles and punctuation are no tokens; words stay joined where a hyphen was.
+    # Articles and punctuation are not tokens; a hyphenated word is one token.
     ("The well-known U.S. poet", ["wellknown us poet"], True, 1.0),
     ("an apple", ["the Apple!"], True, 1.0),
-    # 1 of 3 words against 1 of 1, and 2 of 3 against 2 of 2: the best answer counts.
+    # 1/3 words against 1/1, and 2/3 against 2/2: the best answer counts.
     ("Denver Broncos team", ["Denver", "Denver Broncos"], False, 4 / 5),
-    # A word counts as often as both sides have it: 2 of 3, and 2 of 2.
+    # A word counts as often as both sides contain it: 2/3, and 2/2.
     ("new new new", ["new new"], False, 4 / 5),
     ("1,234", ["1234"], True, 1.0),
-    # 2 of 3 predicted words are right, 2 of 4 gold words are found.
+    # 2/3 predicted words are right, 2/4 gold words are found.
     ("red green blue", ["red green white black"], False, 4 / 7),
     ("cat", ["dog", "the cat"], True, 1.0),
     ("", ["dog"], False, 0.0),
@@ -120,7 +120,7 @@ def test_the_last_closed_answer_counts_and_observations_cannot_write_one():
 @pytest.mark.parametrize(
   ("prediction", "gold", "right"),
   [
-    # Texts that normalise to nothing are told apart.
+    # Texts that normalise to nothing are still distinguished.
     ("A", "A", True),
     ("(a).", "A", True),
     ("the", "A", False),
@@ -129,7 +129,7 @@ def test_the_last_closed_answer_counts_and_observations_cannot_write_one():
     ("+", "-", False),
     ("", "A", False),
     ("|", "|", True),
-    # Characters that look the same are the same.
+    # Characters that look the same are equal.
     ("Beyonce\u0301", "Beyonc\u00e9", True),
     ("\uff11\uff19\uff13\uff19", "1939", True),
     ("\uff21\uff22\uff23", "abc", True),
@@ -163,7 +163,7 @@ def test_an_answer_is_right_or_wrong_in_every_reading(prediction, gold, right):
     ("yes", ["False"], False),
     ("no", ["True"], False),
     ("true", ["True"], True),
-    # Among other answers `True` is a title; yes and no are no words of a gold answer.
+    # Among other answers `True` is a title; yes and no never match part of an answer.
     ("yes", ["True", "True (song)"], False),
     ("true", ["yes"], False),
     ("yes", ["a true story"], False),

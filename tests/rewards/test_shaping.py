@@ -1,4 +1,4 @@
-"""The terms of a reward: each alone by hand, and together their sum."""
+"""Reward terms: each one by hand, and their sum."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_base_joins_answer_and_format(config, by_hand, answer, text):
   [(0, 0), (7168, 0), (7169, -1 / 1024), (7680, -0.5), (8192, -1), (9999, -1)],
 )
 def test_overlong_is_daps_soft_punishment_in_tokens(tokens, penalty):
-  """The points of afm.md 4.4 (M = 8192, buffer M / 8); the prompt does not count."""
+  """Points from afm.md 4.4 (M = 8192, buffer M / 8); the prompt does not count."""
   config = OverlongConfig(limit=8192, buffer=1024)
   term = shaping.overlong(config, trajectory_of(tokens=tokens))
   assert term == pytest.approx(penalty)
@@ -67,7 +67,7 @@ def test_repetition_of_whole_spans():
   assert term(spans=[think, ("plan", "<plan> x </plan>", [])]) == 0
   assert term(spans=[think, think]) == -0.5
   check = ("double_check", "<double_check> 4 </double_check>", [])
-  assert term(spans=[check, check]) == 0  # the same score twice is no repetition
+  assert term(spans=[check, check]) == 0  # the same score twice is not a repetition
 
 
 def test_tool_cost():

@@ -1,4 +1,4 @@
-"""What several files of this folder start from."""
+"""Fixtures shared by the rollout tests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from scripted_vllm import ScriptedVllm
 
 @pytest.fixture(scope="session")
 def novice() -> dict:
-  """A policy between untrained and trained: it calls tools, and errs in many ways."""
+  """A half-trained policy: it calls tools and makes many kinds of mistakes."""
   return toy.train(toy.trajectories(), 60, CFG).params
 
 
 @pytest.fixture
 def server(tokenizer) -> Iterator[ScriptedVllm]:
-  """A scripted vLLM over the toy tokenizer."""
+  """A scripted vLLM server with the toy tokenizer."""
   with ScriptedVllm(tokenizer) as state:
     yield state

@@ -1,4 +1,4 @@
-"""Toy tasks played on our own sampler, as several test files do it."""
+"""Helpers to play toy tasks on our own sampler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = RolloutConfig(
 def engine(
   model: ModelConfig = CFG, partitioner: Partitioner = ONE_DEVICE, **changes
 ) -> ReplicaPool:
-  """An engine; changes are of CONFIG."""
+  """Makes an engine; `changes` override CONFIG."""
   automaton = compile_stops(toy.VARIANT, toy.tokenizer(), model.vocab_size)
   return ReplicaPool(
     model, automaton, dataclasses.replace(CONFIG, **changes), partitioner
@@ -42,7 +42,7 @@ def engine(
 
 
 def toy_worker(model: ModelConfig = CFG, config: RolloutConfig = CONFIG, **options):
-  """A `RolloutWorker` of the toy's tools."""
+  """Makes a `RolloutWorker` with the toy tools."""
   return make_worker(model, toy.tokenizer(), config, toy.TOOLS, **options)
 
 
@@ -53,7 +53,7 @@ def play(
   on: Engine | None = None,
   **fields,
 ) -> dict[int, Trajectory]:
-  """Plays sequences in this order; sequence n asks task n modulo the tasks."""
+  """Plays sequences in this order; sequence n plays task n modulo the task count."""
   toolbox = toolbox or toy.TableToolbox()
   order = list(order)
   episodes = [
@@ -65,7 +65,7 @@ def play(
 
 
 def content(t: Trajectory) -> tuple:
-  """All of a trajectory but seconds."""
+  """A trajectory's reproducible fields, without seconds and versions."""
   segments = [(s.author, s.text, s.ids, s.logps) for s in t.segments]
   calls = [(c.name, c.arguments, c.result, c.status) for c in t.calls]
   return segments, calls, t.status, t.reward, t.reward_parts
@@ -76,12 +76,12 @@ def contents(played: dict[int, Trajectory]) -> dict[int, tuple]:
 
 
 def versions(t: Trajectory) -> list[int]:
-  """Of the policy that sampled each token."""
+  """Each sampled token's policy version."""
   return [v for s in t.segments for v in s.versions]
 
 
 def threads(name: str = "replica") -> list[threading.Thread]:
-  """An engine's threads that run."""
+  """An engine's running threads."""
   return [t for t in threading.enumerate() if t.name == name]
 
 

@@ -1,8 +1,8 @@
-"""The part of vLLM's HTTP that the engine speaks, with a script for a model.
+"""A mock vLLM server: the HTTP endpoints that the engine uses, with scripted answers.
 
-It continues every row of ids that begins as a script does with the script's next turn,
-and goes on past the turn's end: it stops at no tag. Weights are really loaded and
-scored, so that a refresh can succeed or not. It misbehaves when told to.
+Every prompt must be the beginning of a script. The server continues it with the rest,
+past the next turn's end: it does not stop at tags. Weights are really loaded and
+scored, so a refresh can succeed or fail. Tests can inject faults.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
 
 CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
-# Faults are many here: no test waits a second for each.
+# Many tests inject faults: none should wait a second for each retry.
 VllmConfig.backoff_s = 0.001
-PAST = 7  # what it goes on with after the end of a script's turn
+PAST = 7  # filler token after a script's end
 
 
 class ScriptedVllm(Server):
   """See `Server`.
 
   Attributes:
-    faults: of completions: called with a body, gives a status to fail with, "hang"
-      (until `release` is set), "gone" (hang up), a function that changes the answer, or
-      None to answer.
-    model: what /server_info says of it.
-    max_model_len: what /v1/models says.
-    stale: a folder whose weights it goes on serving, whatever is loaded.
-    hangups: completions that hung until their client left.
-    sampling: completions that run.
-    disturbed: those that ran at each load of weights.
+    faults: called with each sampling request's body; returns an error status, "hang"
+      (until `release` is set), "gone" (hang up, from now on), a function to change the
+      answer, or None for a normal answer.
+    model: the model config in /server_info; None for status 404.
+    max_model_len: the limit in /v1/models.
+    stale: a folder; if set, its weights are served, whatever was loaded.
+    hangups: hung completions with a disconnected client.
+    sampling: completions now running.
+    disturbed: `sampling` at each load of weights.
   """
 
   keep_alive = True
@@ -65,12 +65,12 @@ class ScriptedVllm(Server):
     self.disturbed: list[int] = []
 
   def config(self, folder: str, **changes) -> VllmConfig:
-    """A config that asks this server."""
+    """A client config for this server."""
     fields = dict(folder=folder, url=self.url, timeout_s=300.0)
     return VllmConfig(**{**fields, **changes})
 
   def completions(self) -> list[dict]:
-    """Bodies of the requests that sample."""
+    """Bodies of the sampling requests."""
     out = [r.json for r in self.requests if r.path == "/v1/completions"]
     return [body for body in out if "prompt_logprobs" not in body]
 
@@ -95,12 +95,12 @@ class ScriptedVllm(Server):
     answer = fault if isinstance(fault, int) else self.answer(request.path, body)
     if callable(fault):
       answer = fault(answer)
-    with self.lock:  # before the answer: who has it may load other weights
+    with self.lock:  # before the answer: its receiver may load other weights
       self.sampling -= sampling
     request.send_json(answer, answer if isinstance(answer, int) else 200)
 
   def answer(self, path: str, body: dict) -> dict | int:
-    """What the server says: JSON, or a status."""
+    """Returns the reply: JSON, or an error status."""
     path, _, query = path.partition("?")
     if path == "/v1/models":
       return {"data": [{"id": "m", "max_model_len": self.max_model_len}]}
@@ -119,7 +119,7 @@ class ScriptedVllm(Server):
     return 404
 
   def sample(self, body: dict) -> dict:
-    """The script's next turn, and then some; log-probs say where each id stands."""
+    """Continues the script past the turn's end; log-probs encode the ids' positions."""
     ids = body["prompt"]
     (row,) = {tuple(r) for r in self.rows if r[: len(ids)] == ids}
     new = [*row[len(ids) :], *[PAST] * 1000][: body["max_tokens"]]
@@ -128,7 +128,7 @@ class ScriptedVllm(Server):
     return {"choices": [{**choice, "logprobs": {"token_logprobs": logps}}]}
 
   def score(self, body: dict) -> dict:
-    """Log-probs of the prompt under the weights that are served."""
+    """Returns the prompt's log-probs under the served weights."""
     ids = body["prompt"]
     cfg, params = load_model(self.stale or self.folder)
     batch = batching.empty(1, len(ids))
@@ -141,13 +141,13 @@ class ScriptedVllm(Server):
 
 
 def rows_of(tok: Tokenizer) -> list[list[int]]:
-  """The ids of every script of `toy`."""
+  """The token ids of every `toy` script."""
   played = [toy.written(q, script, tok) for q, script in toy.SCRIPTS.items()]
   return [[i for s in t.segments for i in s.ids] for t in played]
 
 
 def turns_of(tok: Tokenizer) -> dict[str, list[list[int]]]:
-  """Question -> the ids of each of its policy turns."""
+  """Question -> the token ids of each policy turn."""
   out = {}
   for q, script in toy.SCRIPTS.items():
     segments = toy.written(q, script, tok).segments
@@ -162,7 +162,7 @@ def vllm_worker(
   model: ModelConfig = toy.MODEL,
   **changes,
 ) -> RolloutWorker:
-  """A worker over the server; exports below the folder."""
+  """Makes a worker on the server; weights are exported below the folder."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = server.config(str(folder / "served"), request_tokens=request_tokens)
   return make_worker(
@@ -176,7 +176,7 @@ def vllm_worker(
 
 
 def play(on: RolloutWorker, toolbox=None, samples: int = 2, seed: int = 3, **changes):
-  """Every trajectory by (task, sample)."""
+  """Plays the toy tasks; returns the trajectories by (task, sample)."""
   args = dict(temperature=1.0, version=5, params=toy.params()) | changes
   params, toolbox = args.pop("params"), toolbox or toy.TableToolbox()
   groups = on.generate_groups(params, toy.TASKS, toolbox, samples, seed=seed, **args)

@@ -1,4 +1,4 @@
-"""The budget of a device's memory: counted as it is held, said in one line."""
+"""A device's memory budget: it counts the held arrays and prints as one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_budget_counts_what_is_held():
   assert budget.state == sum(x.nbytes for x in jax.tree.leaves(params))
   assert budget.weights == 2 * sum(x.nbytes for x in jax.tree.leaves(view))
   assert budget.logits == 3 * 4 * toy.MODEL.vocab_size
-  # All that is counted fits, and one token more would not.
+  # The counted arrays fit; with one more token they would not.
   taken = budget.state + budget.weights + budget.logits
   room = 10**7 * (1 - memory.KEPT) - taken
   assert budget.tokens * budget.token <= room < (budget.tokens + 1) * budget.token

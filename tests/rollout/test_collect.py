@@ -1,4 +1,4 @@
-"""What each step learns from: how old a token may be, and nothing lost or twice."""
+"""Batches for RL steps: bounded token age, and every group taken exactly once."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ SAMPLING = SamplingConfig(
 
 @pytest.fixture(scope="module")
 def own() -> RolloutWorker:
-  """A worker over our own sampler."""
+  """A worker on our own sampler."""
   return make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
 @pytest.fixture(scope="module", params=["own", "vllm"])
 def worker(request, own, tmp_path_factory) -> Iterator[RolloutWorker]:
-  """One over each engine; the scripted vLLM is asked for six tokens at a time."""
+  """A worker on each engine; requests to the scripted vLLM have six tokens."""
   if request.param == "own":
     yield own
     return
@@ -62,12 +62,12 @@ def is_idle() -> bool:
 
 
 def louder(params: dict, by: float) -> dict:
-  """A policy of other logits whose keys and values are the same, bit for bit."""
+  """A policy with scaled logits, and bit-identical keys and values."""
   return {**params, "final_norm": jax.tree.map(lambda x: x * by, params["final_norm"])}
 
 
 def make(worker: RolloutWorker, toolbox, keep=keep_all, **changes) -> RolloutCollector:
-  """A collector over the toy tasks; changes are its own options, or of SAMPLING."""
+  """Makes a collector for toy tasks; `changes` override its options or SAMPLING."""
   options = {"steps": STEPS}
   for name in ("step", "steps", "cursor"):
     if name in changes:
@@ -78,7 +78,7 @@ def make(worker: RolloutWorker, toolbox, keep=keep_all, **changes) -> RolloutCol
 
 
 def keep_some(groups: list) -> np.ndarray:
-  """About every second group: a step takes two to four."""
+  """Keeps about half the groups: a step takes two to four."""
   return np.array([len(group[0].text) % 2 == 0 for group in groups], bool)
 
 
@@ -110,7 +110,7 @@ def expected(n: int) -> list[str]:
   seed=st.integers(0, 10**6),
 )
 def test_no_group_is_taken_later_than_was_said(prompts, size, rounds, seed):
-  """Whatever is kept: what is said of a group never grows, and comes true."""
+  """Whatever is kept, a group's predicted step never grows, and is finally right."""
   config = SamplingConfig(prompts=prompts, round_prompts=size, rounds=rounds)
   most = rounds * size
   rng = random.Random(seed)
@@ -149,23 +149,23 @@ def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
       oldest = max([oldest, *ages(played, step)])
       assert batch.figures["learner_waited"] >= batch.spent["rollout"] >= 0
       assert batch.figures["rollouts_waited"] >= 0
-      if slow == "learner":  # until the rollouts may not go on
+      if slow == "learner":  # until the staleness limit stops the rollouts
         eventually(is_idle)
   assert 1 <= oldest <= staleness
   assert names(seen) == expected(len(seen))
-  # Nothing was played in vain: every token was of a trajectory that was taken.
+  # No wasted sampling: every token belongs to a taken trajectory.
   sampled = worker.engine.counters.since(before).sampled_tokens
   assert sampled == sum(t.usage.generated for g in seen for t in g)
   eventually(is_idle)
 
 
 def grouped(played: list[Trajectory]) -> list[list[Trajectory]]:
-  """Trajectories of groups of two, in their order."""
+  """Splits trajectories into groups of two, in order."""
   return [played[i : i + 2] for i in range(0, len(played), 2)]
 
 
 def test_a_running_trajectory_goes_on_with_the_newer_policy(own, novice):
-  """Its tokens carry the version that sampled them, and that one's log-probs."""
+  """Each token carries its policy version and this policy's log-prob."""
   gate = threading.Event()
   called = threading.Event()
 
@@ -191,7 +191,7 @@ def test_a_running_trajectory_goes_on_with_the_newer_policy(own, novice):
     for n, version in enumerate(dated[i]):
       assert sampled[n] == pytest.approx(logps[version][i][n], abs=2e-5)
   logp_diff = max(abs(a - b).max() for a, b in zip(*logps, strict=True))
-  assert logp_diff > 0.1  # so the policies can be told apart
+  assert logp_diff > 0.1  # the two policies clearly differ
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_a_running_trajectory_goes_on_with_the_newer_policy(own, novice):
 def test_tokens_are_those_of_the_numbered_groups_whatever_the_tools_take(
   worker, novice, staleness
 ):
-  """With one policy under many versions: the seed and the number say everything."""
+  """With one policy under all versions only seed and group number matter."""
 
   def run(latency) -> list:
     tools, how = toy.TableToolbox(latency=latency), dict(staleness=staleness)
@@ -209,7 +209,7 @@ def test_tokens_are_those_of_the_numbered_groups_whatever_the_tools_take(
 
   first = run(lambda: 0.0)
   assert first == run(toy.shuffled_latency(1))
-  # No task is skipped, whatever rounds a step needs.
+  # No task is skipped, however many rounds a step needs.
   assert [task for task, *_ in first[::2]] == expected(len(first) // 2)
 
 
@@ -219,7 +219,7 @@ def tokens(batch) -> list:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_evaluation_is_as_one_alone(worker, novice, staleness):
-  """Though rollouts run beside it."""
+  """Rollouts running at the same time do not change it."""
   tools = toy.TableToolbox()
   alone = worker.generate_groups(novice, toy.TASKS, tools, 1, 0.0, 0, evaluation=True)
   slow = toy.TableToolbox(latency=toy.shuffled_latency(2))
@@ -239,7 +239,7 @@ def test_an_evaluation_is_as_one_alone(worker, novice, staleness):
   ("task_sampler", "staleness"), [("uniform", 0), ("learnability", 2)]
 )
 def test_a_run_goes_on_from_a_cursor(worker, novice, task_sampler, staleness):
-  """One policy under all versions, so what is played must be the same."""
+  """One policy under all versions, so the trajectories must be the same."""
   how = dict(task_sampler=task_sampler, staleness=staleness, filter_groups=False)
   with make(worker, toy.TableToolbox(), **how) as whole:
     batches = [whole.next(novice, step) for step in range(4)]
@@ -258,7 +258,7 @@ def test_a_task_that_is_gone_is_named(own):
 
 
 def test_a_resumed_run_asks_no_call_again_that_was_answered(own, novice, tmp_path):
-  """Though its groups start under a newer policy: here one that says the same."""
+  """Even if its groups restart under a newer version; here the policy is the same."""
 
   def playing(tools, **where) -> RolloutCollector:
     journal = ToolJournal(str(tmp_path / "calls"))
@@ -331,7 +331,7 @@ def test_it_ends_though_tools_hang(worker, novice):
     eventually(is_idle)
   finally:
     gate.set()
-  # The engine is free again, and one that never began ends too.
+  # The engine is free again; a collector that never started closes too.
   with make(worker, toy.TableToolbox()):
     pass
   assert (
@@ -344,7 +344,7 @@ def test_it_ends_though_tools_hang(worker, novice):
 def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(
   own, novice, keep, staleness, size
 ):
-  """A round may have more groups than a batch, or fewer; rounds are two at most."""
+  """A round may be larger or smaller than a batch; a step has two rounds at most."""
   how = dict(staleness=staleness, round_prompts=size)
   with make(own, toy.TableToolbox(), keep, **how) as collector:
     for step in range(4):

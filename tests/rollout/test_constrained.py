@@ -1,4 +1,4 @@
-"""A policy that may write only what the grammar allows, and a learner that agrees."""
+"""Grammar-constrained sampling, and a learner with the same log-probs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
 
-# A random policy closes a span after some 350 tokens, and needs four of them.
+# A random policy closes a span after about 350 tokens, and needs four spans.
 LENGTH = 3_072
 VARIANT = roles.get_variant("mhqa")
 
@@ -36,7 +36,7 @@ def model(tokenizer) -> ModelConfig:
 def play(
   tokenizer, length: int = LENGTH, **changes
 ) -> tuple[RolloutWorker, dict, list[Trajectory]]:
-  """What an untrained model plays under the grammar."""
+  """Plays the toy tasks with an untrained model under the grammar."""
   cfg = model(tokenizer)
   params = transformer.init_params(cfg, 1)
   config = RolloutConfig(
@@ -63,7 +63,7 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
   for t in played:
     read = parse(t.text, VARIANT)
     assert read.ok == (t.status == Status.ENDED)
-    if not read.ok:  # it ran out of tokens, maybe within a tag
+    if not read.ok:  # out of tokens, maybe within a tag
       assert t.status == Status.TRUNCATED
       assert read.verdict in (ParseVerdict.UNCLOSED, ParseVerdict.MALFORMED)
       assert "<" in t.text[read.offset :] or read.verdict == ParseVerdict.UNCLOSED
@@ -74,14 +74,14 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
       elif s.author == Author.POLICY:
         *_, state = worker.constraint.states(s.ids, state)
       assert state >= 0
-  if tokenizer is toy.tokenizer:  # spelt-out tags are too rare to draw by chance
+  if tokenizer is toy.tokenizer:  # spelt-out tags are too rare in random text
     assert len(ended) >= 2 and sum(t.usage.tool_calls for t in played) >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 40, "top_p": 0.7}])
 def test_the_learner_has_the_samplers_log_probs(truncation: dict):
-  length = LENGTH // 4 if truncation else LENGTH  # nothing here needs an end
+  length = LENGTH // 4 if truncation else LENGTH  # no trajectory needs to end
   worker, params, played = play(toy.tokenizer(), length, **truncation)
   cfg = model(toy.tokenizer())
   (batch,) = batching.batches(
@@ -98,14 +98,14 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
   wrote = batch.loss_mask_BT > 0
   assert wrote.sum() > 1_000
   logp_diff = np.abs(logps["same"][wrote] - batch.logp_BT[wrote])
-  # At the border of a truncation rounding decides whether one token more is left.
+  # At the truncation's border, rounding can add or remove a token.
   assert (logp_diff <= 2e-5).mean() >= (0.999 if truncation else 1.0)
-  # Without the mask every token would be less likely.
+  # Without the mask every token is less likely.
   assert (logps["free"][wrote] <= logps["same"][wrote] + 1e-6).all()
   assert logps["free"][wrote].mean() < logps["same"][wrote].mean() - 0.01
   removed = np.asarray(scores["same"][2])
   assert 0.01 < removed[wrote].mean() < 0.9 and not removed[~wrote].any()
-  if not truncation:  # the mask divides what it leaves by all that it leaves
+  if not truncation:  # the mask renormalises over the allowed tokens
     left = np.exp(logps["free"][wrote] - logps["same"][wrote])
     np.testing.assert_allclose(left, 1 - removed[wrote], atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Every way an episode can end, and tools that lie."""
+"""Every way to end an episode, and hostile tool output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def authors(t) -> list[Author]:
 
 def test_an_answer_ends_an_episode():
   episode = toy.episode(TASK, toy.TableToolbox())
-  episode.version = 4  # as an engine says it
+  episode.version = 4  # set by an engine
   t = toy.drive(episode, [CALL, END])
   assert t.status == Status.ENDED
   assert (t.reward, t.reward_parts) == (1.0, {"answer": 1.0, "format": 1.0})
@@ -59,7 +59,7 @@ def test_too_many_seconds_of_tools_end_it():
   toolbox = toy.TableToolbox(slow)
   episode = toy.episode(TASK, toolbox, tool_seconds=10.0)
   t = toy.drive(episode, [CALL, CALL, CALL])
-  assert toolbox.seconds == [10.0, 6.0, 2.0]  # a call gets what is left
+  assert toolbox.seconds == [10.0, 6.0, 2.0]  # a call gets the remaining time
   assert t.status == Status.TOOL_FAILED and t.reward == 0.0
   assert len(t.calls) == 3 and authors(t).count(Author.TOOL) == 2
 
@@ -71,7 +71,7 @@ def test_an_observation_has_no_more_tokens_than_it_may():
   (observation,) = [s for s in t.segments if s.author == Author.TOOL]
   assert 90 <= len(observation.ids) == t.usage.observation <= 100
   assert t.status == Status.ENDED and parse(t.text, toy.VARIANT).ok
-  # On record is what the policy read.
+  # The record has the text that the policy read.
   assert t.calls[0].result.startswith("0 1 2 3 ")
   assert observation.text == wrap("observation", roles.escape(t.calls[0].result))
   assert toy.tokenizer().decode(observation.ids) == observation.text
@@ -109,7 +109,7 @@ def test_a_tool_that_prints_tags_changes_neither_mask_nor_control_flow():
   trained = batch.tokens_BT[batch.loss_mask_BT > 0].reshape(2, -1)
   assert trained[0].tolist() == trained[1].tolist() == toy.sampled_ids(plain)
   assert parse(lying.text, toy.VARIANT).ok
-  # The same lie, and a wrong answer: nothing is earned by it.
+  # The same hostile output earns nothing for a wrong answer.
   wrong = toy.drive(
     toy.episode(TASK, toy.TableToolbox(lambda *_: HOSTILE)),
     [CALL, END.replace("5", "6")],

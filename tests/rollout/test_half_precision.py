@@ -1,4 +1,4 @@
-"""What half precision costs: how far the sampler's log-probs are from the learner's."""
+"""The cost of half precision: sampler log-probs compared with the learner's."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from playing import contents, engine, play
 
 from coa_jax.model import decode_params, sharding, transformer
 
-CFG = toy.MODEL  # whose differences docs/rl.md has
+CFG = toy.MODEL  # docs/rl.md reports its differences
 
 
 @pytest.fixture(scope="module")
 def novice() -> dict:
-  """As the fixture of all files, with as many layers."""
+  """Like the `novice` fixture in `conftest.py`, with the layers of CFG."""
   return toy.actor(60).params
 
 
 @pytest.fixture
 def amx(monkeypatch) -> None:
-  """A processor that multiplies half precision, and a model that is wide enough."""
+  """Pretends that the CPU has AMX, and that the model is wide enough for it."""
   monkeypatch.setattr(decode_params, "has_amx", lambda: True)
   monkeypatch.setattr(decode_params, "WIDE", CFG.width)
 
 
 def logp_diffs(cfg, params) -> np.ndarray:
-  """|log-prob of the sampler - of the learner|, token by token."""
-  # So many that means of two samples of trajectories can be compared.
+  """|sampler log-prob - learner log-prob|, token by token."""
+  # Enough trajectories to compare the means of two samples.
   played = play(params, range(48), on=engine(cfg))
   played = [played[n] for n in sorted(played)]
   theirs = np.concatenate(toy.logps_of(cfg, params, played, 1.0))
@@ -40,10 +40,10 @@ def logp_diffs(cfg, params) -> np.ndarray:
 
 @pytest.mark.slow
 def test_half_precision_weights_under_float32_activations_keep_the_agreement(novice):
-  """The sampler may hold bfloat16 weights; the learner rounds its masters alike."""
+  """With bfloat16 weights in the sampler, the learner rounds its master weights too."""
   cfg = dataclasses.replace(CFG, weight_dtype="bfloat16")
   assert logp_diffs(cfg, novice).max() <= 2e-5
-  # The rounding is there, and its gradient is that of the master weights.
+  # Weights are rounded, and the gradient is that of the master weights.
   lists = list(play(novice, range(2)).values())
   rounded, exact = (toy.logps_of(c, novice, lists, 1.0) for c in (cfg, CFG))
   assert np.abs(rounded[0] - exact[0]).max() > 1e-4
@@ -59,10 +59,10 @@ HALF = dataclasses.replace(CFG, dtype="bfloat16")
 
 @pytest.fixture(scope="module")
 def diffs_of_half(novice) -> dict[str, np.ndarray]:
-  """`logp_diffs` of HALF by what it is decoded in: a CPU decodes in float32."""
+  """`logp_diffs` of HALF by decoding dtype: a CPU decodes in float32."""
   out = {"float32": logp_diffs(HALF, novice)}
   with pytest.MonkeyPatch.context() as patch:
-    # Devices other than CPUs decode in the dtype of the model.
+    # Devices other than CPUs decode in the model's dtype.
     patch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
     assert engine(HALF).model.dtype == "bfloat16"
     out["bfloat16"] = logp_diffs(HALF, novice)
@@ -72,7 +72,7 @@ def diffs_of_half(novice) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
 def test_half_precision_activations_cost_agreement(diffs_of_half, decoded):
-  """What this prints with `-s` is what docs/rl.md says of half precision."""
+  """With `-s` it prints the half-precision figures for docs/rl.md."""
   logp_diff = diffs_of_half[decoded]
   print(
     f"decoded in {decoded}: difference of {logp_diff.size:,} tokens in nats: "
@@ -93,7 +93,7 @@ def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
   jax.tree.map(np.testing.assert_array_equal, view, before)
   for x, y in zip(jax.tree.leaves(view), jax.tree.leaves(novice), strict=True):
     np.testing.assert_array_equal(x, y.astype("bfloat16").astype("float32"))
-  # 0.97 times here.
+  # The ratio was 0.97 when measured.
   assert diffs_of_half["float32"].mean() <= 1.02 * diffs_of_half["bfloat16"].mean()
 
 
@@ -123,7 +123,7 @@ def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
     assert ours.dtype == ("bfloat16" if n or name == "embed" else "float32")
     turned = np.moveaxis(np.asarray(masters.astype("bfloat16")), range(n), range(-n, 0))
     np.testing.assert_array_equal(ours, turned.astype(ours.dtype))
-  # Float32 activations over half-precision weights are what they were.
+  # Float32 activations on half-precision weights keep float32 products.
   mixed = dataclasses.replace(CFG, weight_dtype="bfloat16")
   assert decode_params.architecture(mixed).product_dtype == ""
 

@@ -1,4 +1,4 @@
-"""Rollouts of a hybrid: a slot's states obey every law that its pages obey."""
+"""Hybrid model rollouts: a slot's states follow the same rules as its pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.model.models import params_of
 
 @pytest.fixture(scope="module")
 def hybrid() -> dict:
-  """A policy that calls tools, and errs in many ways."""
+  """A half-trained policy: it calls tools and makes many kinds of mistakes."""
   return toy.train(toy.trajectories(), 60, CFG).params
 
 
@@ -36,7 +36,7 @@ def played(params, order, tools=None, on=None, **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_log_probs_are_learner_log_probs(hybrid, temperature):
-  """Chunks in the learner, steps in the sampler, prefill between them."""
+  """The learner computes in chunks, the sampler in single steps and prefills."""
   found = play(hybrid, range(12), on=engine(CFG), temperature=temperature)
   trajectories = [found[n] for n in sorted(found)]
   assert sum(len(t.calls) for t in trajectories) >= 12
@@ -46,7 +46,7 @@ def test_sampler_log_probs_are_learner_log_probs(hybrid, temperature):
 
 
 class RandomPrompt(Episode):
-  """100 tokens after a prompt of 200 random ones."""
+  """An episode with 200 random prompt tokens and 100 sampled ones."""
 
   seed = 0
   temperature = 1.0
@@ -70,11 +70,11 @@ class RandomPrompt(Episode):
 @pytest.mark.parametrize("trained", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3.5-0.8b"])
 def test_agreement_on_published_shapes(monkeypatch, name, trained, decoded):
-  """Four layers of a published size with fresh weights; `-s` prints the figures."""
+  """Four layers in a published size with random weights; `-s` prints the figures."""
   if trained == "float32" and decoded == "bfloat16":
     pytest.skip("a float32 learner is decoded in float32")
   cfg = variant(name, layers=4, scan=False, dtype=trained)
-  if decoded == "bfloat16":  # as devices other than CPUs
+  if decoded == "bfloat16":  # like devices other than CPUs
     monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
   params = transformer.init_params(cfg, 0)
   prompts = [RandomPrompt(n, cfg.vocab_size) for n in range(8)]
@@ -128,7 +128,7 @@ def test_a_group_shares_its_prompts_prefill_and_state(hybrid):
 
 
 def _prompts() -> list[list[int]]:
-  """Five prompts that begin alike, two of them equal, and one that ends earlier."""
+  """Five prompts with a common prefix, two of them equal, and a part of it alone."""
   rng = np.random.default_rng(0)
   begin = rng.integers(3, 60, 70).tolist()
   prompts = [begin + rng.integers(3, 60, n).tolist() for n in (3, 20, 20, 1, 30)]
@@ -137,8 +137,8 @@ def _prompts() -> list[list[int]]:
 
 
 def _turns(which, params) -> tuple[dict[int, tuple], int]:
-  """Plays these prompts in one engine; returns what was sampled, and tokens copied."""
-  on = engine(CFG, slots=16)  # so that four states are kept
+  """Plays these prompts in one engine; returns (ids, log-probs), and copied tokens."""
+  on = engine(CFG, slots=16)  # with room for four snapshots
   prompts = _prompts()
   done = toy.play(on, params, [GreedyTurn(n, prompts[n]) for n in which])
   out = {e.sequence: (e.sampled_ids, e.sampled_logps) for e in done}
@@ -153,7 +153,7 @@ def small_pieces(monkeypatch):
 
 @pytest.mark.slow
 def test_a_prefix_is_reused_from_where_its_state_was_kept(small_pieces):
-  """The first prompt keeps the state at its end; the second, where the two part."""
+  """The first prompt stores its last state; the second, the one after shared pieces."""
   params = params_of(CFG)
   alone = {}
   for n in range(6):
@@ -162,7 +162,7 @@ def test_a_prefix_is_reused_from_where_its_state_was_kept(small_pieces):
     assert copied == 0
   together, copied = _turns(range(6), params)
   assert together == alone
-  # The equal prompt whole; two more from place 64 on.
+  # The equal prompt is copied whole; two more have 64 copied tokens.
   assert copied == len(_prompts()[2]) + 2 * 64
 
 
@@ -187,7 +187,7 @@ def test_a_new_policy_starts_from_no_state_of_the_old_one(hybrid):
 def test_snapshots_hold_what_was_used_last():
   snapshots = Snapshots([8, 9])
   assert snapshots.take(b"a", ()) == 8 and snapshots.take(b"b", ()) == 9
-  assert snapshots.row(b"a") == 8  # so that "b" is older
+  assert snapshots.row(b"a") == 8  # now "b" is the oldest
   assert snapshots.take(b"c", pending={9}) == 8
   assert b"a" not in snapshots and b"b" in snapshots
   assert snapshots.take(b"d", pending={8, 9}) is None

@@ -1,4 +1,4 @@
-"""Who has which page: against a plain account of it, over drawn histories."""
+"""Page ownership, compared with a simple reference over random histories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_page_has_one_owner_or_several_readers_and_is_free_after_the_last(seed
   rng = np.random.default_rng(seed)
   pool = PagePool(12)
   rows: list[list[int]] = []  # the pages of each reader
-  holds: dict[bytes, list[int]] = {}  # what was last remembered
+  holds: dict[bytes, list[int]] = {}  # the pages registered last, by key
   for step in range(400):
     readers = collections.Counter(page for row in rows for page in row)
     assert pool.free == pool.size - len(readers)
@@ -56,8 +56,8 @@ def test_pages_that_hold_nothing_are_given_away_first_then_the_longest_unread():
   pool.release(second)
   (blank,) = pool.take(1)
   assert blank not in first + second
-  # Of a row the last page goes first, for its beginning is what others may share; what
-  # was remembered of it is a whole, and gone.
+  # A row's last page is taken first: other prompts may share the row's beginning. One
+  # key covers the whole row, so it is forgotten.
   assert pool.take(1) == first[-1:]
   assert pool.find(b"first") is None and pool.find(b"second") == second
 

@@ -1,4 +1,4 @@
-"""Queues, futures and threads in front of replicas, without a model behind them."""
+"""A replica pool's queues, futures and threads, without a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coa_jax.rollout.types import Counters, RolloutConfig, Timings
 
 
 class Attempt:
-  """An episode that ends after so many rounds."""
+  """An episode that ends after N rounds."""
 
   def __init__(self, name: str, rounds: int = 1):
     self.name = name
@@ -27,7 +27,7 @@ class Attempt:
 
 
 class Counting:
-  """A replica that counts rounds; `gate` holds up each of them."""
+  """A mock replica that records its rounds; each round waits for `gate`."""
 
   def __init__(self, slots: int = 2, fails: str = ""):
     self.slots = slots
@@ -117,17 +117,17 @@ def test_what_is_first_goes_before_what_waits_and_order_is_kept():
 
 
 def test_what_a_batch_submits_starts_together_and_running_replicas_go_on():
-  """A round that began with the first episode alone would cost every other a window."""
+  """A round with the first episode alone would delay all others by a window."""
   replica = Counting(slots=4)
   on = pool(replica)
   with pytest.raises(KeyError), on.batch():
     futures = [on.submit(Attempt(f"e{n}")) for n in range(4)]
     time.sleep(0.05)
     assert replica.started == []
-    raise KeyError  # what was submitted before it is played all the same
+    raise KeyError  # earlier submissions are still played
   concurrent.futures.wait(futures, 60)
   assert replica.most == 4 and len(replica.policies) == 1
-  # An episode that runs is not held up by others that are being submitted.
+  # An open batch does not delay a running episode.
   replica.gate.clear()
   running = on.submit(Attempt("running"))
   with on.batch():
@@ -172,11 +172,11 @@ def test_what_is_cancelled_never_ends_and_frees_its_slot():
   waiting = Attempt("waiting")
   last = Attempt("last")
   futures = [on.submit(running)]
-  assert replica.began.wait(60)  # else it would wait as well, and leave its slot
+  assert replica.began.wait(60)  # otherwise it would still be in the queue
   futures += [on.submit(e) for e in (waiting, last)]
   for episode in (running, waiting):
     on.cancel(episode)
-    on.cancel(episode)  # once more changes nothing
+    on.cancel(episode)  # no effect the second time
   replica.gate.set()
   assert futures[2].result(60) is last
   for future in futures[:2]:

@@ -1,4 +1,4 @@
-"""The list of programs that a config compiles is what a run compiles."""
+"""A run compiles exactly the programs listed for its config."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import Episode
 from coa_jax.runtime import compiling
 
-_MAX_LEN = 500  # rows of one page, or of two
+_MAX_LEN = 500  # rows have one page or two
 
 
 class _Forced(Episode):
-  """Takes given tokens after a given prompt, then more that are given; no two alike."""
+  """Forces tokens after a unique prompt, and after an observation."""
 
   def __init__(self, sequence: int, prompt: int, given: int = 0):
     self.seed = 0
     self.sequence = sequence
     self.temperature = 1.0
     self.limit = prompt + 2
-    self._prompt = [3 + sequence] * prompt  # no two share one
+    self._prompt = [3 + sequence] * prompt  # unique: no shared prefix
     self._given = [4] * given
 
   def start(self) -> list[int]:
@@ -50,7 +50,7 @@ class _Forced(Episode):
 
 
 def _episodes() -> list[_Forced]:
-  """Given tokens of every length bucket, in the first page and in the second."""
+  """Prefills in every length bucket, in the first page and in the second."""
   out = [_Forced(0, prompt=400)]
   for given in (1, 17, 33, 65, 129):
     out.append(_Forced(len(out), prompt=given + 1))
@@ -85,12 +85,12 @@ def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, page
     function.clear_cache()
   toy.play(pool, params, _episodes())
   assert seen == set(device_calls(pool.config, "cpu", [pages]))
-  # As often as jit had to compile: no argument but these shapes makes another program.
+  # jit compiled no others: only these shapes make a new program.
   assert prefill._cache_size() + window._cache_size() == len(seen)
 
 
 def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, capsys):
-  """All of them, once for as long as the pages stay as many; later calls find them."""
+  """All of them once, and again if fewer pages fit; later calls find them compiled."""
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
   pages = 4
   params = jax.device_put(toy.params(layers=1))
@@ -103,7 +103,7 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
     function.clear_cache()
 
   def compiled() -> int:
-    """Programs of the sampler that were compiled since the last look."""
+    """Counts the sampler programs compiled since the last call."""
     said = [r.getMessage() for r in caplog.records]
     caplog.clear()
     names = (
@@ -138,7 +138,7 @@ def test_long_rows_have_one_program_for_any_number_of_pages():
   calls = device_calls(config, "tpu", [640])
   assert len(calls) == 3 * 6 + 1 and {call.blocks for call in calls} == {128}
   assert str(calls[-1]) == "window 16 x 8, 128 of 640 pages"
-  # Short ones have a few on a CPU alone, which reads their pages at once.
+  # Short rows have several programs on a CPU only: it reads their pages at once.
   short = dataclasses.replace(config, max_len=1024)
   blocks = {
     on: {c.blocks for c in device_calls(short, on, [8])} for on in ("cpu", "gpu")

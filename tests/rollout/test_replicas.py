@@ -1,6 +1,7 @@
-"""Several replicas of the model decode as one does, and end as one does.
+"""Several model replicas give the same results as one.
 
-JAX is told of virtual devices before it starts, so the first test runs the others.
+Virtual devices must be configured before JAX starts, so the first test runs the others
+in a new process.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def replicas(tensor: int = 1, model: ModelConfig = CFG) -> ReplicaPool:
 
 @on_devices
 def test_the_number_of_devices_changes_nothing(novice):
-  """The same trajectories and log-probs bit for bit, whoever decodes them."""
+  """Trajectories and log-probs are bit-identical, whichever replica decodes them."""
   expected = play(novice, range(40))
   assert sum(len(t.calls) for t in expected.values()) >= 12
   on = replicas()
@@ -69,7 +70,7 @@ def test_the_number_of_devices_changes_nothing(novice):
 def test_replicas_find_in_jaxs_cache_what_the_first_has_compiled(
   novice, monkeypatch, tmp_path
 ):
-  """Where keys have no devices in them, as JAX makes them on GPUs."""
+  """With cache keys that contain no devices, as on GPUs."""
   real = cache_key._hash_serialized_compile_options
   monkeypatch.setattr(
     cache_key,
@@ -100,7 +101,7 @@ def test_replicas_find_in_jaxs_cache_what_the_first_has_compiled(
 
 @contextlib.contextmanager
 def compiled_programs(folder: str) -> Iterator[None]:
-  """Has JAX keep every program that it compiles in a folder."""
+  """Has JAX store every compiled program in a folder."""
   names = {
     "jax_compilation_cache_dir": folder,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -119,7 +120,7 @@ def compiled_programs(folder: str) -> Iterator[None]:
 
 @on_devices
 def test_a_few_episodes_are_dealt_out_evenly(novice, monkeypatch):
-  """Each replica gets some, and a group stays together while there is room."""
+  """Each replica gets some; a group stays on one replica while there is room."""
   rounds: dict[int, list[str]] = {}
   real = Scheduler.round
 
@@ -147,7 +148,7 @@ def test_a_matrix_that_is_split_makes_fewer_replicas(novice):
   assert on.capacity == 2 * CONFIG.slots
   played = play(novice, range(8), on=on, temperature=0.0)
   expected = play(novice, range(8), temperature=0.0)
-  for n, t in played.items():  # products are added up in another order
+  for n, t in played.items():  # products are summed in another order
     assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
 
 
@@ -166,7 +167,7 @@ def test_a_hybrids_states_are_split_by_heads():
 def test_replicas_split_matrices_as_rollouts_want_however_training_does(
   novice, trained, decoded
 ):
-  """Bit for bit as where training splits them so, too."""
+  """Bit-identical to rollouts when training has the same split."""
   partitioner = make_partitioner(MeshConfig(tensor=trained), rollout_tensor=decoded)
   params = jax.device_put(novice, partitioner.tree(novice))
   on = engine(CFG, partitioner, tensor=decoded)
@@ -178,7 +179,7 @@ def test_replicas_split_matrices_as_rollouts_want_however_training_does(
 
 @on_devices
 def test_rollouts_on_devices_of_their_own_are_the_same(novice):
-  """Weights come from the others, which hold no part of what decodes."""
+  """The learner sends weights from its devices, which hold no decoding weights."""
   learner, decoder = make_partitioners(MeshConfig(rollout=2))
   params = jax.device_put(novice, learner.tree(novice))
   on = engine(CFG, decoder)
@@ -188,7 +189,7 @@ def test_rollouts_on_devices_of_their_own_are_the_same(novice):
     for x in jax.tree.leaves(view):
       assert x.sharding.device_set < own
   assert contents(play(params, range(12), on=on)) == contents(play(novice, range(12)))
-  # One device may learn, and the others split matrices.
+  # One device learns; the other two split matrices.
   _, decoder = make_partitioners(MeshConfig(devices=3, rollout=2), rollout_tensor=2)
   on = engine(CFG, decoder, tensor=2)
   expected = play(
@@ -200,7 +201,7 @@ def test_rollouts_on_devices_of_their_own_are_the_same(novice):
 @on_devices
 @pytest.mark.parametrize("own", [0, 2])
 def test_what_a_device_holds_is_counted(novice, own):
-  """Half of the matrices on each, and of the learner's state if it learns, too."""
+  """Each has half the matrices, and a part of the learner's state if it learns too."""
   learner, decoder = make_partitioners(MeshConfig(rollout=own), rollout_tensor=2)
   params = jax.device_put(novice, learner.tree(novice))
   on = engine(CFG, decoder, tensor=2)
@@ -222,7 +223,7 @@ def test_what_a_device_holds_is_counted(novice, own):
 
 @on_devices
 def test_nothing_of_a_policy_is_left_once_it_is_forgotten(novice):
-  """Learning has the devices to itself: neither parameters nor caches stay."""
+  """Learning has the devices to itself: no decode parameters or caches stay."""
   partitioner = make_partitioner(MeshConfig())
   params = jax.device_put(novice, partitioner.tree(novice))
   on = engine(dataclasses.replace(CFG, weight_dtype="bfloat16"), partitioner)
@@ -272,7 +273,7 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   batches = collect(on_all, params)
   for step, batch in enumerate(batches):
     assert len(batch.groups) == 12 and set(ages(batch.groups, step)) <= {0, 1}
-  # The same as on one device, whoever decoded them.
+  # The same tokens as on one device, whichever replica decoded them.
   on_one = toy_worker()
   expected = collect(on_one, novice)
 

@@ -1,4 +1,4 @@
-"""Questions while others are played, without a network between."""
+"""Concurrent questions to an inference server, without a network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def worker() -> RolloutWorker:
 
 @pytest.fixture
 def open_server(worker, actor):
-  """Servers on one worker, one after the other; each is closed after the test."""
+  """Starts servers on one worker; closes them after the test."""
   servers = []
 
   def start(toolbox=None, **options) -> InferenceServer:
@@ -53,7 +53,7 @@ def open_server(worker, actor):
 def events_of(
   server: InferenceServer, ask: InferenceRequest
 ) -> tuple[list[TextDelta], Trajectory | None]:
-  """Everything that a question's sender gets."""
+  """Sends a question; returns its text deltas and its trajectory."""
   out: queue.SimpleQueue = queue.SimpleQueue()
   server.submit(ask, out.put)
   deltas = []
@@ -134,7 +134,7 @@ def test_max_tokens_counts_what_the_policy_writes(open_server):
     assert "".join(p.text for p in deltas) == t.text
     assert t.segments[-1].author == Author.POLICY
     calls.append(len(t.calls))
-  # The call is made only if there is a token left for what comes after it.
+  # The call is made only if a token is left for the text after it.
   turn = len(ids) - len(toy.tokenizer().encode(toy.SCRIPTS["2 + 3"][2]))
   assert calls == [0] * turn + [1] * (total + 1 - turn)
 
@@ -155,7 +155,7 @@ def test_seed_and_sample_alone_say_what_is_drawn(open_server):
   alone = [events_of(server, a)[1] for a in asks]
   assert len({t.text for t in alone}) > 6
   out: queue.SimpleQueue = queue.SimpleQueue()
-  for i in (*range(9), *reversed(range(9))):  # each twice at a time
+  for i in (*range(9), *reversed(range(9))):  # each one twice, concurrently
     server.submit(asks[i], lambda event, i=i: out.put((i, event)))
   ended = 0
   while ended < 18:
@@ -166,7 +166,7 @@ def test_seed_and_sample_alone_say_what_is_drawn(open_server):
 
 
 class Gate:
-  """A tool that waits until it is opened."""
+  """A tool whose call for Ur waits for `open`."""
 
   def __init__(self):
     self.open = threading.Event()
@@ -179,7 +179,7 @@ class Gate:
 
 @pytest.fixture
 def gate(open_server):
-  """Is opened before the test's servers are closed."""
+  """A gate that opens before the test's servers are closed."""
   gate = Gate()
   yield gate
   gate.open.set()
@@ -241,7 +241,7 @@ def test_a_failure_reaches_all_and_stops_the_server(open_server, capsys):
       raise MemoryError("the device")
 
   server = open_server(Broken())
-  server.warm_up()  # which calls no tool
+  server.warm_up()  # it calls no tool
   assert events_of(server, InferenceRequest("2 + 3", 0.0))[1] is None
   eventually(lambda: not server.alive)
   assert "MemoryError: the device" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Episodes over vLLM's HTTP: the laws of `Scheduler`, and servers that misbehave."""
+"""Episodes over vLLM's HTTP: the rules of `Scheduler`, and faulty servers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_sampled_ids_are_kept_up_to_the_tag_and_none_is_made_anew(tmp_path, kind
   assert len(played) == 8
   for (question, _), t in played.items():
     assert t.status == Status.ENDED and t.reward == 1.0
-    # The server always went on past the end of a turn; nothing of that is left.
+    # The server always continued past a turn's end; the extra ids are dropped.
     assert policy_turns(t) == expected[question]
     ids = [i for s in t.segments for i in s.ids]
     assert ids == row_of(tok, question)
@@ -54,7 +54,7 @@ def test_sampled_ids_are_kept_up_to_the_tag_and_none_is_made_anew(tmp_path, kind
 
 
 def check_batch(t, drawn: list[int]) -> None:
-  """What is trained on is what was drawn; a log-prob tells the position of its id."""
+  """Checks that exactly these ids are trained, at the positions in their log-probs."""
   batch = batching.empty(1, 256)
   batching.fill(batch, 0, [t], [1.0])
   assert batch.tokens_BT[batch.loss_mask_BT > 0].tolist() == drawn
@@ -68,13 +68,13 @@ def row_of(tok, question: str) -> list[int]:
 
 
 def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
-  """`></` ends `</code>` and begins what the policy would have written next."""
+  """`></` ends `</code>` and begins the policy's next tag."""
   question = "2 + 3"
   prompt = toy.written(question, (), stock)
   stock.encode_prompt(prompt.segments)
   text = toy.code("print(2+3)") + "</answer>"
   turn = stock.encode(text)
-  # The first token at whose end the bytes so far hold the whole tag.
+  # The first token that completes the tag.
   ends = [stock.decode(turn[: n + 1]) for n in range(len(turn))]
   (stop, *_) = [n for n, so_far in enumerate(ends) if "</code>" in so_far]
   assert ends[stop].endswith("></") and stop < len(turn) - 1
@@ -88,7 +88,7 @@ def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
   assert policy_turns(t) == [turn[: stop + 1]]
   assert t.text.endswith("</code></<observation> 5</observation>")
   assert toolbox.calls == [("code", "```py\nprint(2+3)\n```")]
-  # The turn after the observation failed for good.
+  # The request after the observation failed in every attempt.
   assert t.status == Status.INFRASTRUCTURE and t.reward is None
 
 
@@ -130,13 +130,13 @@ def test_a_server_that_stops_early_is_asked_for_the_rest(server, tmp_path):
 
 @pytest.mark.parametrize("spare", [-1, 0, 1])
 def test_the_budget_is_the_schedulers(server, tmp_path, spare: int):
-  """As the same episodes over our own sampler end, so do they here."""
+  """Episodes end at the same tokens as on our own sampler."""
   tok, question = server.tokenizer, "2 + 3"
   segments = toy.written(question, toy.SCRIPTS[question], tok).segments
   called = sum(len(s.ids) for s in segments if s.author == Author.PROMPT)
   called += len(scripted_vllm.turns_of(tok)[question][0])
   observation = len(tok.encode_observation("5").ids)
-  # With one to spare a single token can be sampled after the observation.
+  # With one place to spare, a single token can be sampled after the observation.
   on = vllm_worker(server, tmp_path, max_len=called + observation + spare)
   task = [t for t in toy.TASKS if t.id == question]
   ((t,),) = on.generate_groups(toy.params(), task, toy.TableToolbox(), 1, 1.0, 0)
@@ -153,7 +153,7 @@ def test_a_prompt_without_room_names_the_field(server, tmp_path):
 def test_weights_change_between_requests_and_each_token_tells_its_policy(
   server, tmp_path
 ):
-  """A log-prob is as many nats less as weights were loaded before its request."""
+  """A request's log-probs are lowered by the number of weight loads before it."""
   gate, requested, piece, steps = threading.Event(), threading.Event(), 6, 5
 
   def tell(body: dict):
@@ -194,19 +194,19 @@ def test_weights_change_between_requests_and_each_token_tells_its_policy(
     first, rest = versions(t)[:piece], versions(t)[piece:]
     assert first == [0] * piece and set(rest) == {1}
   assert {v for t in evaluated for v in versions(t)} == {steps}
-  # No request ran when weights were loaded, which was once a version.
+  # Weights were loaded once per version, with no request running.
   assert server.disturbed == [0] * (steps + 1)
   assert max(body["max_tokens"] for body in server.completions()) == piece
 
 
 def only(question: str, server, fault):
-  """The faults of a server that fails in requests of one question alone."""
+  """Returns a `faults` function that fails one question's requests only."""
   row = row_of(server.tokenizer, question)
   return lambda b: fault if row[: len(b["prompt"])] == b["prompt"] else None
 
 
 def test_a_slow_tool_or_a_hung_request_stalls_no_other(server, tmp_path):
-  """All other trajectories end while one waits for a tool and one for the server."""
+  """All others end while one trajectory waits for a tool, and one for the server."""
   over = threading.Event()
 
   def reply(name: str, body: str) -> str:
@@ -228,7 +228,7 @@ def test_a_slow_tool_or_a_hung_request_stalls_no_other(server, tmp_path):
 
 
 def test_an_abandoned_run_hangs_up(server, tmp_path):
-  """One of the first two hangs from its first request on; the other one ends."""
+  """One of the first two hangs at its first request; the other one ends."""
   server.faults = only("4 * 4 + 1", server, "hang")
   on = vllm_worker(server, tmp_path, slots=2)
   stream = on.generate(toy.params(), toy.TASKS, toy.TableToolbox(), 1, 1.0, 0)
@@ -256,7 +256,7 @@ def test_a_request_that_fails_is_tried_again(server, tmp_path, fault):
 
 
 def spoil(fault):
-  """A status, or a change of an answer that makes it useless."""
+  """Returns an error status, or a function that makes an answer unusable."""
   if isinstance(fault, int):
     return fault
 
@@ -264,7 +264,7 @@ def spoil(fault):
     (choice,) = answer["choices"]
     if fault == "ids":
       choice["token_ids"][0] = toy.MODEL.vocab_size
-    elif fault == "prompt":  # as if it had encoded the text anew
+    elif fault == "prompt":  # as if the server had encoded the text again
       choice["prompt_token_ids"] = choice["prompt_token_ids"][1:]
     elif fault == "logps":
       choice["logprobs"]["token_logprobs"].pop()

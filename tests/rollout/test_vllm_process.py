@@ -1,7 +1,6 @@
-"""A server that a run starts: ready, with its flags, and gone when the run is.
+"""A run's server process: it answers, has its flags, and ends with the run.
 
-In place of vLLM a program with the same command line; the real one is in
-`test_vllm_serving`.
+A mock program with vLLM's command line; `test_vllm_serving` uses the real one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pytest
 
 from coa_jax.rollout.vllm.process import VllmProcess
 
-# Answers /health with its arguments, its environment's mode and its process.
+# Answers /health with its arguments, VLLM_SERVER_DEV_MODE and process id.
 SERVER = """#!{python}
 import http.server, json, os, signal, sys
 if "--slow" in sys.argv:

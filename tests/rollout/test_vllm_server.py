@@ -1,4 +1,4 @@
-"""Which weights a vLLM server serves, which servers are refused, and whole journeys."""
+"""A vLLM server's weights, refused servers, and whole evaluations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
   assert loads() == once and server.folder == str(tmp_path / "served")
   play(on, params=one)
   assert loads() == once
-  # One array of many is another.
+  # Only one array differs.
   other = {**one, "final_norm": one["final_norm"] * 1.5}
   play(on, params=other)
   assert loads() == once * 2
@@ -51,7 +51,7 @@ def test_other_weights_than_ours_are_found_out(server, tmp_path):
   play(on)
   server.stale = other
   changed = {**toy.params(), "final_norm": toy.params()["final_norm"] * 1.01}
-  # After a refused refresh nothing counts as served, what was served before least.
+  # After a failed refresh no weights count as served, not even the earlier ones.
   for params in (changed, changed, toy.params()):
     with pytest.raises(VllmError, match="does not compute what"):
       play(on, params=params)
@@ -60,12 +60,12 @@ def test_other_weights_than_ours_are_found_out(server, tmp_path):
 
 
 def test_a_server_scores_as_the_folder_that_it_serves(server, tmp_path):
-  """A teacher needs no flags; observations and prompts are read and not scored."""
+  """A teacher needs no flags; prompts and observations are not scored."""
   server.folder, server.model = str(tmp_path / "served"), None
   save_model(server.folder, toy.MODEL, toy.params(1))
   trajectories = toy.trajectories()
   for s in (s for t in trajectories for s in t.segments):
-    s.logps = [0.0] * len(s.ids)  # the sampler's
+    s.logps = [0.0] * len(s.ids)  # in place of the sampler's
   by_server = ServerTeacher(server.url, 256, toy.MODEL.vocab_size)
   batch = BatchConfig(rows=2, length=256)
   by_model = ModelTeacher(toy.MODEL, toy.params(1), batch, ONE_DEVICE)
@@ -109,7 +109,7 @@ def test_a_grammar_wants_our_logits_processor_and_tells_it_each_turns_state(
     np.testing.assert_array_equal(tables["next_SC"], on.constraint.next_SC)
   arguments = [body["vllm_xargs"] for body in server.completions()]
   assert {x["coa_grammar"] for x in arguments} == {path}
-  # The state that our own sampler is in after the observations so far.
+  # The grammar state of our own sampler at the start of each turn.
   expected = []
   for t in played.values():
     state, last = 0, None
@@ -172,7 +172,7 @@ def journey(server: ScriptedVllm, folder) -> ml_collections.ConfigDict:
 
 
 def test_evaluate_plays_on_the_server(server, tmp_path):
-  """Greedy and sampled, with the real tool."""
+  """Greedy and sampled attempts, with the real tool."""
   results = evaluate.run(journey(server, tmp_path), str(tmp_path / "w"))
   assert results["usage"]["generated"] > 0
   temperatures = sorted(body["temperature"] for body in server.completions())
@@ -203,7 +203,7 @@ def test_a_client_that_nobody_has_leaves_nothing_behind(server, tmp_path):
   assert len(threads("vllm")) == before + 3
   clients[0].close()
   assert len(threads("vllm")) == before + 2
-  clients[0].close()  # nothing more
+  clients[0].close()  # no effect the second time
   hung = clients[1].submit(asyncio.sleep(600))
   del clients
   gc.collect()
@@ -218,6 +218,6 @@ def test_a_temperature_that_vllm_would_change_is_not_asked_for(server, tmp_path,
   if t > 1e-5:
     with pytest.raises(ValueError, match=r"temperature 0\.0001: vLLM would sample at"):
       play(on, temperature=t)
-  else:  # greedy here, so greedy there
+  else:  # greedy here, so greedy on the server
     play(on, temperature=t)
     assert {body["temperature"] for body in server.completions()} == {0.0}

@@ -1,4 +1,4 @@
-"""The engine over a real `vllm serve`: what it samples, and which weights it serves.
+"""The engine on a real `vllm serve`: sampled tokens and served weights.
 
 Needs a real vLLM (`real_vllm`).
 """
@@ -35,8 +35,8 @@ from coa_jax.rollout.worker import RolloutWorker
 
 pytestmark = real_vllm.NEEDED
 
-# Heads of 32 as vLLM's CPU kernels want them; rows of the vocabulary that it pads; an
-# output matrix of its own, because on a CPU vLLM does not reload a tied one.
+# vLLM's CPU kernels need a head dimension of 32. vLLM pads this vocabulary. The output
+# matrix is untied: on a CPU vLLM does not reload a tied one.
 CFG = ModelConfig(
   vocab_size=400,
   width=64,
@@ -49,19 +49,19 @@ CFG = ModelConfig(
 )
 TIED = dataclasses.replace(CFG, tie_embeddings=True)
 CONFIG = RolloutConfig(style="brief", slots=4, max_len=toy.MAX_LEN)
-# Blocks so small that a prompt fills some: else no prefix would be cached.
+# Small blocks, filled by one prompt: otherwise no prefix would be cached.
 FLAGS = ("--logprobs-mode=processed_logprobs", "--block-size=32")
 
 
 @functools.cache
 def policy(steps: int) -> dict:
-  """CFG after so many steps of training on the scripts."""
+  """CFG trained on the scripts for N steps."""
   return toy.train(toy.trajectories(), steps, CFG).params
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:
-  """A server that was started from an untrained CFG."""
+  """A server started from an untrained CFG."""
   folder = tmp_path_factory.mktemp("served")
   save_model(folder / "model", CFG, transformer.init_params(CFG, 7), toy.tokenizer())
   path = str(folder / "model")
@@ -70,7 +70,7 @@ def url(tmp_path_factory) -> Iterator[str]:
 
 
 def over_vllm(url: str, folder, model: ModelConfig = CFG, **changes) -> RolloutWorker:
-  """A worker over the server; float32 on both sides, so little may differ."""
+  """Makes a worker on the server; both compute in float32, so differences are small."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = VllmConfig(
     folder=str(folder / "export"), url=url, max_logp_diff=1e-4, timeout_s=60.0
@@ -142,7 +142,7 @@ def leaf_names() -> list[str]:
 
 
 def test_every_kind_of_array_reaches_the_server(url, tmp_path):
-  """Even those that vLLM packs out of sight: what it computes tells."""
+  """Even the arrays that vLLM packs together; its log-probs show it."""
   engine = over_vllm(url, tmp_path).engine.server
   one, other = transformer.init_params(CFG, 0), transformer.init_params(CFG, 1)
   engine.refresh(one)
@@ -158,12 +158,12 @@ def test_every_kind_of_array_reaches_the_server(url, tmp_path):
       return (y * 1.3 if "norm" in name else y) if path[-1].key == name else x
 
     mixed = jax.tree_util.tree_map_with_path(pick, one, other)
-    engine.refresh(mixed)  # raises where the server computes anything else
+    engine.refresh(mixed)  # raises if the server's log-probs differ
     assert np.abs(own(mixed) - before).mean() > 50 * 1e-4, name
 
 
 def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path):
-  """vLLM 0.32 on a CPU: the reload misses it."""
+  """In vLLM 0.32 on a CPU the reload omits it."""
   path = str(tmp_path / "model")
   save_model(path, TIED, transformer.init_params(TIED, 0), toy.tokenizer())
   with real_vllm.served(
@@ -177,7 +177,7 @@ def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path):
 
 @pytest.fixture
 def started(tmp_path, monkeypatch) -> VllmConfig:
-  """A server that a run starts and ends."""
+  """Config for a server that the run starts and ends."""
   monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
   return VllmConfig(
     folder=str(tmp_path / "export"),
@@ -189,7 +189,7 @@ def started(tmp_path, monkeypatch) -> VllmConfig:
 
 
 def test_a_server_that_the_run_starts_serves_its_policy(started, tmp_path):
-  """In place of one that somebody else started; and it ends with the worker."""
+  """It replaces a separately started server, and ends with the worker."""
   on = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=started)
   own = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   for seed in (0, 1):
@@ -204,7 +204,7 @@ def test_a_server_that_the_run_starts_serves_its_policy(started, tmp_path):
 
 
 def test_under_the_grammar_vllm_samples_what_our_sampler_would(started):
-  """Greedily the same tokens; of sampled ones our sampler's own log-probs."""
+  """Greedy tokens are the same; sampled ones have our sampler's log-probs."""
   config = dataclasses.replace(CONFIG, constrain=True)
   on = make_worker(CFG, toy.tokenizer(), config, toy.TOOLS, vllm=started)
   own = make_worker(CFG, toy.tokenizer(), config, toy.TOOLS)
@@ -214,7 +214,7 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(started):
     assert params is policy(0) or sum(len(t.calls) for t in sampled) >= 4
     for t, logps in zip(sampled, own.rescore(params, sampled, 1.0), strict=True):
       np.testing.assert_allclose(toy.sampled_logps(t), logps, atol=1e-4)
-    # And the grammar had something to take away.
+    # The grammar did forbid some tokens.
     free = dataclasses.replace(CONFIG, constrain=False)
     free = make_worker(CFG, toy.tokenizer(), free, toy.TOOLS)
     logp_diff = np.concatenate(free.rescore(params, sampled, 1.0)) - np.concatenate(
@@ -226,7 +226,7 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(started):
 def journey(
   url: str, tmp_path, staleness: int = 0, **algo
 ) -> ml_collections.ConfigDict:
-  """RL of a policy whose answers to one question differ."""
+  """RL config for a policy with different answers to one question."""
   config = guessing.rl_config(tmp_path, CFG, steps=200)
   with config.unlocked():
     config.update(
@@ -247,7 +247,7 @@ def journey(
 
 @pytest.mark.slow
 def test_rl_whose_rollouts_run_ahead(url, tmp_path):
-  """Weights change in the midst of trajectories, between requests."""
+  """Weights change within trajectories, between requests."""
   config = journey(url, tmp_path, steps=6, staleness=1, keep_every=1)
   with config.unlocked():
     config.vllm.request_tokens = 8
@@ -258,7 +258,7 @@ def test_rl_whose_rollouts_run_ahead(url, tmp_path):
   played = read_trajectories(str(tmp_path / "w" / "trajectories" / "step_000005.jsonl"))
   versions = [v for t in played for s in t.segments for v in s.versions]
   assert set(versions) <= {4, 5}
-  # The first step's tokens are of the first policy.
+  # The first policy sampled all tokens of the first step.
   first = read_trajectories(str(tmp_path / "w" / "trajectories" / "step_000000.jsonl"))
   params = load_model(str(tmp_path / "model"))[1]
   expected = toy.logps_of(CFG, params, first)

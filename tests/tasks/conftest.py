@@ -1,4 +1,4 @@
-"""Files of tasks."""
+"""A fixture that writes task files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def write(tmp_path):
-  """Writes rows as JSON lines to a file of this name; returns its path."""
+  """Writes rows as JSON lines to the named file; returns its path."""
 
   def write_rows(name: str, rows: list) -> str:
     path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Pass rates, bands and balance."""
+"""Pass rates, difficulty bands and balanced limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coa_jax.data.tasks.task import Task
 
 
 def tasks_of(counts: dict[str, int]) -> list[Task]:
-  """So many tasks of each family."""
+  """N tasks per family."""
   return [
     Task(f"{family}{i}", f"{family} {i}?", ("x",), source="s", family=family)
     for family, n in counts.items()
@@ -72,7 +72,7 @@ def test_a_limit_is_shared_as_evenly_as_the_strata_allow(counts, limit, seed):
   assert [t.id for t in chosen] == [i for i in ids if i in {t.id for t in chosen}]
   got = collections.Counter(t.family for t in chosen)
   most = max(got.values())
-  for i, n in enumerate(counts):  # who has less than another, by two, has no more
+  for i, n in enumerate(counts):  # two below the largest: none is left
     assert got[f"f{i}"] >= most - 1 or got[f"f{i}"] == n
   assert [t.id for t in keep_tasks(tasks, attempts, config)[0]] == [
     t.id for t in chosen

@@ -1,4 +1,4 @@
-"""Sources by URI: the same rows from every kind of file and library."""
+"""Sources by URI: every file type and library gives the same rows."""
 
 from __future__ import annotations
 
@@ -134,13 +134,13 @@ for uri in sys.argv[1:]:
 
 
 def test_a_hub_data_set_from_a_local_cache(tmp_path):
-  """Without a network: what `datasets` prepared before, by the hub's name."""
+  """Offline: a data set that `datasets` prepared earlier, by its hub name."""
   datasets = pytest.importorskip("datasets")
   (tmp_path / "toy").mkdir()
   parquet(tmp_path / "toy" / "train.parquet")
   datasets.load_dataset(str(tmp_path / "toy"), cache_dir=str(tmp_path / "made"))
   (prepared,) = (tmp_path / "made").glob("toy/*/*/*/")
-  # Where a data set of the hub would be; the files are the same.
+  # The cache path of a hub data set; the files are the same.
   cache = tmp_path / "cache" / "some___toy" / "default" / "0.0.0" / ("a" * 40)
   shutil.copytree(prepared, cache)
 
@@ -206,7 +206,7 @@ def test_our_own_columns_of_text_are_objects_again(tmp_path):
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz", "x.csv.gz"])
 def test_a_bomb_is_refused(name, tmp_path, monkeypatch):
-  """A small compressed file may hold one line of any length."""
+  """A small compressed file may contain a line of any length."""
   monkeypatch.setattr(trajectory, "MOST_OF_A_LINE", 1 << 20)
   monkeypatch.setattr(reading, "_MOST_OF_JSON", 1 << 20)
   path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Which tasks are drawn: all alike, by what they teach, or from easy to hard."""
+"""Task samplers: uniform, by learnability, or from easy to hard."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_tasks_of_which_nothing_is_known_are_drawn_as_in_epochs():
 
 
 def test_a_task_is_drawn_by_the_variance_of_its_reward():
-  """Chances as by hand, and counts as by chances; none is ever left out for good."""
+  """Chances match the formula, and counts match them; no task is left out for good."""
   sampler = Learnability(TASKS, 0)
   for _ in range(9):
     sampler.learn(group("0", *[0.0] * 8))
     sampler.learn(group("1", *[1.0] * 8))
     sampler.learn(group("2", *[1.0] * 2, *[0.0] * 6))
     sampler.learn(group("3", *[1.0] * 4, *[0.0] * 4))
-  # Attempts fade by half: 8 (1 + 1/2 + ...) of them count.
+  # Attempts decay by half: 8 (1 + 1/2 + ...) count.
   graded = 8 * (2 - 0.5**8)
   p = (graded / 4 + 1) / (graded + 2)
   chances = [sampler.chance(task, 0) for task in TASKS]
@@ -83,7 +83,7 @@ def test_attempts_on_record_count_and_failures_of_infrastructure_do_not():
   before = sampler.state
   sampler.learn(group("0", None, None))
   assert sampler.state == before
-  # The answer's part is what counts, whatever else the reward holds.
+  # Only the answer part counts, whatever else the reward contains.
   shaped = group("1", 0.3, 0.3)
   for t in shaped:
     t.reward_parts["answer"] = 1.0
@@ -111,7 +111,7 @@ def test_a_curriculum_goes_from_easy_to_all_by_square_root_competence():
   for step in (0, 5, 20, 49):
     share = math.sqrt(step * (1 - 0.1**2) / 50 + 0.1**2)
     ids = set(map(int, drawn(sampler, 2000, step)))
-    # The easiest have the highest rates, and so the highest numbers.
+    # The easiest tasks have the highest rates, and so the highest numbers.
     assert min(ids) == 100 - math.ceil(share * 100 - 1e-9)
     assert max(ids) == 99
   assert set(map(int, drawn(sampler, 2000, 50))) == set(range(100))

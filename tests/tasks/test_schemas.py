@@ -1,4 +1,4 @@
-"""Rows of data sets in, tasks out or a refusal; the config's columns; kinds unsaid."""
+"""Data set rows become tasks or are refused; config columns; inferred kinds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED = cases("task_refusals.jsonl")
 
 @pytest.fixture
 def read(write):
-  """Reads one row with a config's options as the only task of its file."""
+  """Reads one row, with a config's options, as its file's only task."""
 
   def read_row(row: dict, **config) -> Task:
     (task,) = select_tasks(TasksConfig(write("set.jsonl", [row]), **config))
@@ -96,7 +96,7 @@ def test_right_and_wrong_answers_are_shuffled_by_the_id(write):
   for task in tasks:
     assert f"\n{task.answers[0]}. right\n" in task.question
     assert task.answers[1] == "right" and "wrong 3" in task.question
-  # Neither the place in a file nor its name moves them.
+  # Row order and file name do not change the shuffle.
   again = select_tasks(TasksConfig(write("other.jsonl", rows[::-1])))[::-1]
   assert [task.question for task in again] == [task.question for task in tasks]
 
@@ -106,7 +106,7 @@ def test_a_column_that_looks_like_a_field_is_named_once(write, caplog):
   rows = [
     {**plain, "famly": "f", "kidn": "math", "soruce": "s"},
     {**plain, "famly": "g", "level": 1},
-    # Nothing is missed where the field is filled, and these are no field's name.
+    # No warning for a filled field, nor for names unlike any field's.
     {**plain, "source": "s", "kind": "qa", "family": "f", "sources": ["u"]},
     {**plain, "idx": 3, "topic": "Art", "metadata": {}, "answer_type": "x"},
   ]
@@ -119,7 +119,7 @@ def test_a_column_that_looks_like_a_field_is_named_once(write, caplog):
   for field, column in fields.items():
     cure = f"tasks.fields=dict({field}='{column}')"
     assert any("t.jsonl:1: " in line and cure in line for line in said)
-  # With that cure it is read, and nothing is said.
+  # With the suggested fields it is read without a warning.
   caplog.clear()
   task = select_tasks(TasksConfig(path, fields=fields))[0]
   assert (task.family, task.kind, task.source) == ("f", Kind.MATH, "s")

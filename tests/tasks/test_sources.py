@@ -1,4 +1,4 @@
-"""Files of tasks: which rows are read, their ids and sources, tables."""
+"""Task files: selected rows, ids and sources, tables."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_every_task_has_a_source_and_ids_are_told_apart_by_it(write, caplog):
     ("triviaqa-test_0", "triviaqa"),
   ]
   assert "nq, triviaqa have ids in common" in caplog.text
-  # One alone keeps its ids, as do sets that have none in common.
+  # A single set keeps its ids, as do sets without common ids.
   assert [t.id for t in load_tasks(uris[0])] == ["test_0"]
-  # Files of one source: by the file's name.
+  # Files with one source: the file names distinguish ids.
   train = write("nq/train.jsonl", [{"id": "test_0", **PLAIN}])
   assert [t.id for t in load_tasks(f"{train},{uris[0]}")] == [
     "train-test_0",
@@ -104,7 +104,7 @@ def test_an_id_is_one_tasks_but_copies_in_an_rl_set_count_once(write):
   [
     ("bamboogle.jsonl", "bamboogle"),
     ("nq/data/train-00000-of-00001.parquet", "nq"),
-    ("qa.jsonl", "qa.jsonl"),  # a grader of kind qa is none of this source
+    ("qa.jsonl", "qa.jsonl"),  # else a grader for kind qa would match this source
   ],
 )
 def test_the_source_of_a_file(write, name, source):
@@ -130,7 +130,7 @@ def test_a_limit_for_each_source(write, caplog):
   assert "tasks.limit=4 takes none of b; tasks.limit_per_source" in caplog.text
 
 
-# --- Pictures, files and system messages, which no model is shown.
+# --- Pictures, files and system messages, which models do not see.
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_rows_with_pictures_and_files_are_left_out_and_counted(
   path = write("t.jsonl", [{**PLAIN, name: value}])
   with pytest.raises(ValueError, match=r"holds no task but .*tasks.attachments"):
     select_tasks(TasksConfig(path))
-  assert len(load_tasks(path)) == 1  # what is held out of training is all of a file
+  assert len(load_tasks(path)) == 1  # all rows, for held-out sets
 
 
 def test_system_messages_are_counted(write, caplog):
@@ -200,7 +200,7 @@ def test_large_cells_doubled_names_and_heads_of_tables(tmp_path, monkeypatch):
   pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
   with pytest.raises(ValueError, match="2 columns are called 'answer'"):
     load_tasks(tmp_path / "t.parquet")
-  # A mark of byte order, spaces in the heading, an index without a name, tabs.
+  # A byte order mark, spaces in the header, an unnamed index, tabs.
   path.write_text("\ufeff,question, answer\n0,q,a\n", encoding="utf-8")
   (task,) = load_tasks(path)
   assert (task.question, task.answers, task.meta) == ("q", ("a",), {"column 1": "0"})

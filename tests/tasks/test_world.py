@@ -1,4 +1,4 @@
-"""The seeded world: what must hold of every world and every question."""
+"""The seeded world: invariants for every world and every question."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_world_and_questions():
   assert tasks == world_tasks(second, 80, SMALL.mix, seed=3)
   assert tasks != world_tasks(first, 80, SMALL.mix, seed=4)
   assert first[0].pages != make_world(1, SMALL, "train", 0).pages
-  assert random.getstate() == state  # the global generator is left alone
+  assert random.getstate() == state  # the global generator is unchanged
 
 
 def test_no_id_is_in_two_sets_of_tasks(tmp_path):

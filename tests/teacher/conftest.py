@@ -1,4 +1,4 @@
-"""A small world, tasks over it, and the real tools on its pages."""
+"""A small world, tasks about it, and the real tools over its pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOLS = ("wiki_search", "code")
 
 @pytest.fixture(scope="session")
 def world_files(tmp_path_factory):
-  """Paths of the pages and of 120 tasks of all families."""
+  """Paths of the pages and of 120 tasks from all families."""
   config = WorldConfig(
     towns=40,
     people=60,
@@ -30,13 +30,13 @@ def world_files(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tasks(world_files):
-  """The tasks."""
+  """The world's tasks."""
   return load_tasks(world_files["tasks"])
 
 
 @pytest.fixture(scope="session")
 def toolbox(world_files):
-  """Search over the pages, and the sandbox."""
+  """The real tools: search over the pages, and code in the sandbox."""
   corpus = world_files["corpus"]
   config = ToolsConfig(tools=TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND)
   with Toolbox(config) as box:
@@ -45,12 +45,12 @@ def toolbox(world_files):
 
 @pytest.fixture(scope="session")
 def unified():
-  """The variant that all of this is for."""
+  """The unified variant, with these tools."""
   return get_variant("unified").with_tools(TOOLS)
 
 
 @pytest.fixture(scope="session")
 def run_code():
-  """Runs the real code tool."""
+  """A function that runs the real code tool."""
   with Toolbox(ToolsConfig(tools=("code",), sandbox=BACKEND)) as box:
     yield box.call

@@ -1,4 +1,4 @@
-"""The team: contexts, limits, malformed replies, the meter, the record."""
+"""The agent team: contexts, limits, malformed replies, token counts, run files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def echo(name: str, arguments: str) -> ToolCall:
 
 
 class Lines:
-  """A backend that says given lines, per agent and in order; the last one for ever."""
+  """A backend with fixed replies per agent, in order; it repeats the last one."""
 
   def __init__(self, **lines: list[str]):
     self.lines = {agent: [text] for agent, text in GOOD.items()} | lines
@@ -148,7 +148,7 @@ def test_limits_of_turns_calls_and_checks():
   run = work(searching, max_turns=5)
   assert run.status == Status.TURN_LIMIT and run.prediction is None
   assert len(run.calls) == 4
-  # With its calls spent the team can only answer: the illegal choice is replaced.
+  # Without calls left the team can only answer: another choice is replaced.
   run = work(Lines(orchestrator=[STEPS[0], "NEXT: search"]), max_calls=2)
   assert len(run.calls) == 2 and run.status == Status.ENDED
   doubting = Lines(orchestrator=[STEPS[0], "NEXT: solver"], verifier=["SCORE: 2"])
@@ -196,12 +196,12 @@ def test_a_planner_that_lists_facts_first():
     facts, plan = run.events[2:4]
     assert facts.content == "given Tarn Hollow\nto look up: its mayor"
     assert (facts.prompt, plan.content) == (0, "mayor of it\nanswer")
-    assert plan.prompt > 0  # one call, one charge
+    assert plan.prompt > 0  # one call is charged once
     assert run.usage.model_calls == 9
   shown = {a: "\n".join(m.content for m in messages) for a, messages in backend.seen}
   assert {a for a in shown if "[facts]" in shown[a]} == {"orchestrator", "solver"}
   assert "FACTS: <facts>" in shown["planner"]
-  # Without the option a plan is what it was.
+  # Without the option there are no facts.
   assert runs.FACTS not in kinds(work(Lines(planner=[good], orchestrator=list(STEPS))))
 
 

@@ -1,7 +1,7 @@
-"""The mask is the model's tokens, all of them and no others, for every tokenizer.
+"""The loss mask covers exactly the policy's tokens, with every tokenizer.
 
-The reference finds observations by token sub-sequences and loses or leaks rows where
-text around them tokenises otherwise (afm.md, 3.1); each such case is here.
+The reference finds observations by token sub-sequences, and loses or leaks rows if the
+text around them tokenises differently (afm.md, 3.1). Each such case is here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.protocol.trajectory import Author, Trajectory
 
 
 def bytes_tokenizer() -> Tokenizer:
-  """One id for each byte, and no merge at all."""
+  """A tokenizer with one id per byte, and no merges."""
   split = tokenizers.pre_tokenizers
   vocab = {c: i for i, c in enumerate(sorted(split.ByteLevel.alphabet()))}
   model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
@@ -52,21 +52,21 @@ def utf8(text: str) -> bytes:
 
 
 def check(trajectory: Trajectory, tok: Tokenizer) -> None:
-  """Weights are 1 on the policy's bytes and 0 on all others, alone and packed."""
+  """Asserts that exactly the policy's bytes have weight 1, in a packed row."""
   t = copy.deepcopy(trajectory)
   tok.encode_trajectory(t)
   whole = b"".join(utf8(s.text) for s in t.segments if s.author != Author.PROMPT)
   policy = b"".join(utf8(s.text) for s in t.segments if s.author == Author.POLICY)
   foreign_ = [utf8(s.text) for s in t.segments if s.author == Author.TOOL]
   batch = batching.empty(1, 2 * t.num_tokens)
-  batching.fill(batch, 0, [t, t])  # packing must not turn the mask off
+  batching.fill(batch, 0, [t, t])  # packing must keep the mask
   for number in (1, 2):
     mine_T = batch.segment_BT[0] == number
     ids, weight = batch.tokens_BT[0][mine_T], batch.loss_mask_BT[0][mine_T]
     assert tok.raw(ids[weight == 1]) == policy
     assert b"".join(foreign_) in tok.raw(ids[weight == 0])
     assert tok.raw(ids).endswith(whole)
-    # In order: each run of untrained ids is one observation, tags and all.
+    # In order, each run of untrained ids is one observation with its tags.
     runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(weight)) + 1)
     untrained = [tok.raw(ids[r]) for r in runs if not weight[r[0]]]
     assert untrained[1:] == foreign_
@@ -80,7 +80,7 @@ def test_the_mask_is_exact_whoever_wrote_the_row(tok, drawn):
 
 
 def record(before: str, after: str) -> dict[str, str]:
-  """An alpaca record; the texts around its observation."""
+  """An Alpaca record with these texts around its observation."""
   output = f"<think>t</think><code>```py\nx\n```</code>{before}<observation>a b"
   output += f"</observation>{after}<suggested_answer>4</suggested_answer>"
   output += "<double_check>4</double_check><answer>4</answer>"
@@ -107,10 +107,10 @@ def test_the_cases_that_the_reference_drops_or_leaks(case, tok):
 
 
 def by_markers(ids: list[int], tok: Tokenizer) -> list[bool] | None:
-  """Which ids a search for the markers' ids leaves trained; None drops the example.
+  """Marks the ids that stay trained after a marker search; None drops the example.
 
-  The way of the reference: from the ids of `<observation` to those of `observation>`
-  and two newlines, both included.
+  The reference masks from the ids of `<observation` to those of `observation>` and two
+  newlines, both included.
   """
   start, end = tok.encode("<observation"), tok.encode("observation>\n\n")
 
@@ -129,7 +129,7 @@ def by_markers(ids: list[int], tok: Tokenizer) -> list[bool] | None:
 
 
 def test_markers_do_drop_and_leak_those_cases():
-  """The cases above are real: what the reference does fails on them."""
+  """The cases above are real: the reference's search fails on most of them."""
   tok = TOKENIZERS["merges"]
   outcome = {}
   for case, around in CASES.items():
@@ -153,7 +153,7 @@ def test_markers_do_drop_and_leak_those_cases():
 
 @EACH
 def test_a_region_longer_than_a_row_is_left_out_whole(tok):
-  """The reference drops what its cut-off falls into; here the length decides, alone."""
+  """The reference drops a region at its cut-off; here only the length decides."""
   _, trajectory = read("alpaca", record("\n", "\n\n"))
   tok.encode_trajectory(trajectory)
   n = trajectory.num_tokens

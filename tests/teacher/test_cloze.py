@@ -1,4 +1,4 @@
-"""Synthesis without a model: gaps are asked for where one thing fills them."""
+"""Synthesis without a model asks for a gap only if a single answer fills it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_program_over_passages(tmp_path):
   tools = ToolsConfig(tools=("wiki_search",), corpus=str(PASSAGES), max_chars=4000)
   with Toolbox(tools) as toolbox:
     for task in load_tasks(tmp_path / "tasks.jsonl"):
-      # What fills the gaps is on the pages that are named.
+      # The answers are on the named pages.
       pages = [toolbox.call("wiki_search", t).result for t in task.meta["titles"]]
       answers = task.answers[0].split(" and ")
       for answer in answers if task.family == "width" else task.answers:

@@ -1,4 +1,4 @@
-"""Run -> trajectory: what is kept, who wrote it, what is dropped and why."""
+"""Run -> trajectory: kept events, their authors, and reasons for drops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = [Segment(Author.PROMPT, "question", "Who?")]
 
 
 def make_run(steps, final="Mira Quill", status=Status.ENDED) -> Run:
-  """A run of (kind, content, detail) steps; a call's result is its third."""
+  """A run of (kind, content, detail) steps; a call's detail is its result."""
   run = Run("t", status=status, prediction=final)
   for kind, content, detail in steps:
     if kind == runs.CALL:
@@ -92,7 +92,7 @@ def test_every_kind_of_event_has_its_span():
 def test_of_an_agent_that_the_variant_does_without_nothing_is_told(gone):
   variant = get_variant("unified" + gone)
   assert isinstance(convert(make_run(PLAIN), TASK, variant, PROMPT).text, str)
-  # One that fails its first check and a review on the way, too.
+  # Also a run that fails a review and its first check.
   mended = [
     *PLAIN[:4],
     (runs.REFLECTION, "wrong page tool_effectiveness : Poor", ""),
@@ -143,7 +143,7 @@ STEP = st.one_of(
   st.tuples(st.just(runs.REFLECTION), WORDS, st.just("")),
   st.tuples(st.just(runs.MALFORMED), WORDS, st.just("bad")),
 )
-# A run the team would do: mostly well ordered, with any number of calls.
+# One round as the team plays it: a thought, a call, perhaps a reflection.
 TURN = st.tuples(
   st.builds(lambda w: [(runs.DECISION, w or "go", "search")], WORDS),
   st.lists(CALLS, min_size=1, max_size=1),
@@ -261,7 +261,7 @@ def test_a_variant_that_thinks_before_reflecting_splits_the_review():
 
 @pytest.fixture(scope="module")
 def converted(tasks, toolbox, unified):
-  """(task, trajectory or Dropped) of the scripted team over all tasks."""
+  """(task, run, trajectory or Dropped) of the scripted team, for each task."""
   backend = ScriptedBackend(tasks, ScriptedConfig())
   out = []
   for task in tasks:
@@ -304,7 +304,7 @@ def test_what_is_left_out_is_told():
       "reflection: 'mayor Mira Quill' has no span in 'unified-plan-reflection'",
       "candidate: 'Ann' was never verified",
     ],
-    # The candidate that stands again as the answer is not lost.
+    # The candidate repeated as the answer is not lost.
     "mhqa": [
       "candidate: 'Ann' has no span in 'mhqa'",
       "verdict 4: 'the page says so' has no span in 'mhqa'",

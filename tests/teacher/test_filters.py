@@ -1,4 +1,4 @@
-"""The four filters: each reason, the ratios, and a funnel that adds up."""
+"""The filters: each drop reason, the sampling ratios, and counts that add up."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_each_reason_drops_at_its_stage(spans, config, stage, reason):
 @pytest.mark.parametrize(
   ("parts", "left"),
   [
-    ({"answer": 0.0}, 0),  # the verdict of those who ran the tests, say
+    ({"answer": 0.0}, 0),  # the verdict of a test run, for example
     ({"answer": 1.0, "format": 0.0}, 1),
-    ({"answer": "yes"}, 1),  # no verdict: the judge says that it is right
+    ({"answer": "yes"}, 1),  # not a verdict: the judge decides, right
     ({"answer": None}, 1),
     ({}, 1),
     ([0.0], 1),
@@ -86,7 +86,7 @@ def test_a_verdict_that_comes_with_a_trajectory_is_kept(parts, left):
 
 
 def test_thresholds_are_reached_exactly():
-  assert run(GOOD, min_activations=7)[0] == 1  # every span but observation and answer
+  assert run(GOOD, min_activations=7)[0] == 1  # all spans except observation and answer
   assert run(GOOD, min_calls=1)[0] == 1
   assert run([*PLAIN, *PLAIN[2:], *END], max_repeats=1, keep_unreflected=1.0)[0] == 1
 

@@ -1,4 +1,4 @@
-"""GSM8K as one program a question: lines, names, orders, and other numbers."""
+"""GSM8K with one program per question: lines, names, orders, and new numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CLIPS = Task(
 
 
 def play(task: Task, sample: int, call) -> Trajectory | Dropped:
-  """What the distillation journey makes of a task."""
+  """Plays a task and converts the run, as distillation does."""
   backend = Gsm8kPrograms([task], sample)
   run = solve(task, backend, call, ("code",), TeamConfig(), str.split)
   return convert(run, task, REACT, prompt_segments(REACT, task.question, "brief"))
@@ -114,12 +114,12 @@ def lines_of(question: str, *notes: str) -> list[str]:
 @pytest.mark.parametrize(
   ("question", "notes", "lines"),
   [
-    # An earlier result is taken once before the question's own number is.
+    # An earlier result is used once, then the question's own number.
     ("6 and 2", ("2+4=6", "6*6=36"), ["things = 2 + 4", "answer = things * 6"]),
     ("5 and 2", ("2+4=6", "6*6=36"), ["things = 2 + 4", "answer = things * things"]),
-    # Half is 2, whatever else is 2.
+    # "half" gives the number 2, even if an earlier result is 2 too.
     ("half of 6", ("6-4=2", "2+2=4"), ["things = 6 - 4", "answer = things + 2"]),
-    # What the answer does not need is left out; names differ.
+    # Lines not needed for the answer are left out; names are unique.
     (
       "1 2 3",
       ("1+2=3", "2+2=4", "4*5=20"),
@@ -162,10 +162,10 @@ def test_new_numbers_stand_in_question_solution_and_answer():
   ("question", "note"),
   [
     ("Half of it", "8/2=4"),  # the 8 is not in the question
-    ("8 and 8 again", "8/2=4"),  # which of them?
+    ("8 and 8 again", "8/2=4"),  # ambiguous: two of them
     ("In 1/8 of a year", "8*12=96"),  # a part of a fraction
     ("Since 1990", "1990+10=2000"),  # a year
-    ("7 days a week", "7*3=21"),  # a week has 7
+    ("7 days a week", "7*3=21"),  # a week always has 7
     ("3.5 of 9", "9/3.5=2.57"),  # rounded
     ("5 and 5.0", "5-5=0"),
     ("9 a day", "9+40=49"),  # the 40 may be a result without a note

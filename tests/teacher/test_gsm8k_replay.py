@@ -1,4 +1,4 @@
-"""GSM8K replayed: notes become programs, claims are checked, the rest is named."""
+"""GSM8K replay: notes become programs, claims are checked, drops have a reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def task(solution: str, question: str = "How many?\nAnswer: a number.") -> Task:
 
 
 def play(solution: str, call) -> Trajectory | Dropped:
-  """What the distillation journey makes of one row."""
+  """Plays one row and converts the run, as distillation does."""
   row = task(solution)
   run = solve(row, Gsm8kReplay([row]), call, ("code",), TeamConfig(), str.split)
   return convert(run, row, MATH, prompt_segments(MATH, row.question, "brief"))

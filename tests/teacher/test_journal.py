@@ -1,4 +1,4 @@
-"""The journal: nothing is asked twice, nothing that was paid for is lost."""
+"""The journal: no request is repeated, and no paid reply is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lines(path) -> list[dict]:
 
 
 class Counted:
-  """A backend and a tool that count, and say something new each time."""
+  """A backend and a tool that count calls, and answer differently each time."""
 
   def __init__(self):
     self.calls = 0
@@ -53,7 +53,7 @@ def test_what_was_answered_is_not_asked_again(tmp_path):
       backend("planner", ASK),
       backend("search", ASK),
       tool("code", "x"),
-      tool("code", "x"),  # the same again is a second call
+      tool("code", "x"),  # a repeated request is a second call
       backend("planner", ASK[:1]),
     ]
 
@@ -207,7 +207,7 @@ def timeless(run):
 def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
   tasks, toolbox, tmp_path
 ):
-  """The law, through HTTP: a stop at every place, and each request is made once."""
+  """Over HTTP, with a stop after every two replies: each request is sent once."""
   task = next(t for t in tasks if t.family == "two_hop")
   scripted = ScriptedBackend(
     [task], ScriptedConfig(), rates=Rates(wrong_query=1.0, recall=0)
@@ -221,7 +221,7 @@ def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
     stops = 0
     while True:
       with Journal(str(tmp_path / "c")) as journal:
-        left = [2]  # answers until the next failure
+        left = [2]  # replies until the next failure
 
         def backend(agent, messages, left=left):
           if not left[0]:

@@ -1,4 +1,4 @@
-"""The one place that talks to LLMs, against a real server that misbehaves."""
+"""The LLM client, against a real server that misbehaves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_key_may_lie_in_a_file_and_none_is_needed(tmp_path):
     config = server.config(key_file=str(tmp_path / "key"))
     with ChatBackend(config, "of another endpoint") as backend:
       backend("planner", ASK)
-    with ChatBackend(server.config()) as backend:  # and there may be none
+    with ChatBackend(server.config()) as backend:  # without a key
       backend("planner", ASK)
   first, second = server.requests
   assert first.headers["Authorization"] == "Bearer sesame"
@@ -106,7 +106,7 @@ def called(name: str, arguments: object) -> str:
 
 
 def counted(tokens: str) -> str:
-  """A completion that was charged this number of prompt tokens."""
+  """A completion that reports this number of prompt tokens."""
   return (
     completion({"content": "said"})[:-1] + f', "usage": {{"prompt_tokens": {tokens}}}}}'
   )
@@ -115,7 +115,7 @@ def counted(tokens: str) -> str:
 @pytest.mark.parametrize(
   ("body", "text"),
   [
-    # A reply without its reasoning.
+    # The reasoning is removed from a reply.
     (completion({"content": "<think>\nhm, NEXT\n</think>\n\nNEXT: x"}), "NEXT: x"),
     (completion({"content": "<think>never came to an end"}), ""),
     (completion({"content": "it began before\n</think>\n\nNEXT: x"}), "NEXT: x"),
@@ -123,17 +123,17 @@ def counted(tokens: str) -> str:
       completion({"content": "plain <think> in it</think>"}),
       "plain <think> in it</think>",
     ),
-    # Function calls, in the words of the team.
+    # Function calls, in the team's text format.
     (called("web_search", '{"query": "tarn"}'), "TOOL: web_search\nQUERY: tarn"),
     (called("web_search", {"query": "tarn"}), "TOOL: web_search\nQUERY: tarn"),
     (called("code", '{"program": "print(1)"}'), "```py\nprint(1)\n```"),
-    # What is broken is kept, so that the agent is told.
+    # A broken call stays in the text, so that the agent learns of it.
     (called("web_search", '{"query": "ta'), 'web_search {"query": "ta'),
     (called("web_search", '{"a": "x", "b": 1}'), 'web_search {"a": "x", "b": 1}'),
     (called("web_search", DEEP), f"web_search {DEEP}"),
     (completion({"content": "", "tool_calls": ["x"]}), "x"),
     (completion({"content": "said", "tool_calls": [{}]}), "said"),
-    # Numbers that count nothing.
+    # Invalid token counts.
     (counted("1e999"), "said"),
     (counted("1" + "0" * 400), "said"),
     (counted('null, "completion_tokens": -1, "prompt_tokens_details": null'), "said"),
@@ -171,7 +171,7 @@ LONG = "This model's maximum context length is 256 tokens. However, you requeste
     (400, "no", InfrastructureError, "refuses the request .status 400.: 'no'", 1),
     (401, "no", RefusedError, "refuses the API key", 1),
     (404, "no", RefusedError, "has no model 'scripted'", 1),
-    # A conversation that is too long ends its run and is no outage.
+    # Too long a conversation ends its run; it is not an outage.
     (400, LONG, Unsolvable, "context_too_long: This", 1),
     (400, '{"code": "context_length_exceeded"}', Unsolvable, "context_too_long", 1),
     (413, "the prompt is too long: 9000 tokens", Unsolvable, "context_too_long", 1),

@@ -23,7 +23,7 @@ def jaccard(a: str, b: str) -> float:
 
 @given(st.text())
 def test_plain_text_is_hashed_as_any_other(text):
-  """ASCII takes a path of its own; a letter beyond it, at the end, does not."""
+  """ASCII has its own code path; a non-ASCII letter at the end avoids it."""
   plain = text.encode("ascii", "ignore").decode()
   *words, last = novelty.word_hashes(f"{plain} \u00e9").tolist()
   assert words == novelty.word_hashes(plain).tolist()
@@ -39,7 +39,7 @@ def test_signatures_estimate_the_jaccard_similarity(changed):
     other[at] = f"v{at}"
   a, b = " ".join(words), " ".join(other)
   estimate = (novelty.signature(a) == novelty.signature(b)).mean()
-  assert estimate == pytest.approx(jaccard(a, b), abs=0.2)  # over three errors
+  assert estimate == pytest.approx(jaccard(a, b), abs=0.2)  # over three standard errors
 
 
 def test_duplicates_are_found_and_only_they():
@@ -89,7 +89,7 @@ def test_questions_without_spaces_are_found():
 
 
 def test_a_question_in_the_prompt_is_found():
-  """A trajectory of somebody else's may say nowhere else what it was asked."""
+  """An imported trajectory may have its question nowhere else."""
   asked = "one two three four five six seven eight"
   held = trajectory("x")
   held.segments[0] = Segment(Author.PROMPT, "question", asked)
@@ -126,5 +126,5 @@ def test_domains(url, blocked):
 
 @pytest.mark.parametrize("unit", ["a", "a.", "a.aa/", "http://", "-"])
 def test_hostile_arguments_take_linear_time(unit):
-  # Quadratic, this would take hours.
+  # Quadratic time would be hours here.
   assert not novelty.visits(trajectory(calls=(unit * 300_000,)), ("example.net",))

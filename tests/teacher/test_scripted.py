@@ -1,4 +1,4 @@
-"""The scripted backend over the real tools: each fault and privilege, and the whole."""
+"""The scripted backend with the real tools: each fault and privilege, then all."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_wrong_queries_are_sent_noticed_and_mended(tasks, toolbox):
 def test_what_is_asked_or_said_wrongly_is_of_the_same_split(
   tasks, toolbox, world_files
 ):
-  """Else training text holds names of held-out worlds."""
+  """Otherwise training text would hold names from held-out worlds."""
   rates = dict(wrong_query=1, caught=0, recall=0.5, slip=1)
   pairs = set()
   for run in work(tasks, toolbox, **{**PERFECT, **rates}):
@@ -143,7 +143,7 @@ def test_privileges_replace_tools(tasks, toolbox):
 
 
 def sign(task) -> str:
-  """The sign that holds where the first of two is the one that is asked for."""
+  """The comparison sign that holds if the first of two entities is the answer."""
   return "<" if task.meta["program"][-1]["name"] == "min" else ">"
 
 
@@ -181,7 +181,7 @@ def test_samples_and_seeds_differ_and_are_reproducible(tasks, toolbox):
   assert first == text(work(tasks[:30], toolbox))
   assert first != text(work(tasks[:30], toolbox, sample=1))
   assert first != text(work(tasks[:30], toolbox, seed=1))
-  # A run does not depend on which other tasks there are.
+  # A run does not depend on the other tasks.
   assert first[7:8] == text(work(tasks[7:8], toolbox))
 
 

@@ -1,4 +1,4 @@
-"""Best of N: the list-wise selector and what it falls back on."""
+"""Best of N: the list-wise selector and its fallbacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ran(sample: int, answer: str | None, *events: Event, task: str = "t") -> Run
 
 
 def choosing(*texts: str):
-  """A backend that says these, in order, and keeps what it was shown."""
+  """A backend with these replies, in order; it records its prompts."""
   replies = list(texts)
 
   def backend(agent, messages):

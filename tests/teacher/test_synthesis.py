@@ -1,4 +1,4 @@
-"""Task synthesis over real tools: what holds follows, and needs the tools."""
+"""Task synthesis with real tools: answers follow from pages, and need the tools."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_task_by_hand_and_the_deeper_one():
   assert deep.task.answers == ("Mira Quill",)
   assert deep.task.meta == {"titles": ["Grey Gate", "Tarn Hollow"], "hops": 2}
   assert end == SynthesisResult(None, "no_link")
-  # A guesser reads no document; a reader reads all of the task's.
+  # The guesser sees no document; the reader sees all of the task's.
   for agent, request in backend.seen:
     if agent == "guesser":
       assert not any(text in request for text in PAGES.values())
@@ -161,7 +161,7 @@ def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
   tasks = [m.task for m in results if m.task is not None]
   hops = [t.meta["hops"] for t in tasks]
   assert hops.count(1) > 50 and hops.count(2) > 10 and hops.count(3) > 3
-  for task in tasks:  # the truth, by the facts and not by the pages
+  for task in tasks:  # checked against the facts, not the page texts
     assert WorldBackend().resolve(task.question, facts) == task.answers[0]
     assert len(re.findall(r" of ", task.question)) == task.meta["hops"]
     assert task.meta["titles"][0] in task.question

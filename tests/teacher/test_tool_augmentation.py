@@ -1,4 +1,4 @@
-"""Augmented copies: the same work under other names, described in the prompt."""
+"""Augmented copies: the same work with other tool names, described in the prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coa_jax.protocol.trajectory import Author
 
 
 def undone(tag: str, words: str, text: str) -> str:
-  """The protocol's body, read back from a layout by what the prompt says of it."""
+  """Converts a body back to the protocol's layout, using the prompt's description."""
   if words.startswith("query:"):
     return text.removeprefix("query: ")
   if "a JSON object with" in words and tag != "visual_inspector":
@@ -57,7 +57,7 @@ def test_a_copy_says_the_same_under_the_names_its_prompt_tells(drawn, number):
     tag, words = names[other.name]
     assert (tag, other.result) == (mine.name, mine.result)
     assert undone(tag, words, other.arguments) == mine.arguments
-  # No name of the old format is left in the prompt, unless it was drawn again.
+  # No old name is left in the prompt, unless it was drawn again.
   for tag in set(UNIFIED.tools) - set(names):
     assert roles.open_tag(tag) not in prompt
   again, _ = augment(t, UNIFIED, number)
@@ -69,7 +69,7 @@ def test_a_layout_that_cannot_hold_a_call_is_not_drawn():
   step = {"model_output": "go", "tool_calls": [called], "observations": "o"}
   _, t = read("oagents", row_of(step), stem="row")
   drawn = {augment(t, UNIFIED, n)[0].meta["format"]["code"][1] for n in range(40)}
-  # Three formats of other names, and the protocol's own under its own.
+  # Three formats under other names, and the protocol's own under its own tag.
   assert len(drawn) == 4 and "the program and nothing else" not in drawn
   t.calls[0].arguments = "no program"
   assert augment(t, UNIFIED, 1) is None

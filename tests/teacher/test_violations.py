@@ -1,4 +1,4 @@
-"""Instruction violations: what replies are read as, and what no reply is read as."""
+"""Instruction violations: how a judge's replies are read, or counted as unread."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_what_a_reply_says(reply, found):
 
 
 def trajectory(number: int, thought: str = "t"):
-  """A good one; `said` is its first thought."""
+  """A good trajectory, with `thought` as its first thought."""
   task, made = make([("think", thought), *GOOD[1:]], number)
   made.segments.insert(0, Segment(Author.PROMPT, "question", f"q{number}?"))
   return task, made
 
 
 def by_thought(agent, messages):
-  """A judge that finds rule 2 broken where a thought says so, and may mumble."""
+  """A judge; rule 2 is broken if a thought says so, and some replies are unreadable."""
   data = json.loads(messages[1].content)
   if "mumble" in data["record"]:
     return Reply("Hm.")
@@ -71,12 +71,12 @@ SAID = ("t", "in French", "mumble", "once, in French", "once")
 
 def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
   pairs = [trajectory(n, thought) for n, thought in enumerate(SAID)]
-  pairs.append(make([*GOOD[:-1], ("answer", "y")], 9))  # wrong: it is not asked about
+  pairs.append(make([*GOOD[:-1], ("answer", "y")], 9))  # wrong: not inspected
   pairs.append(make(PLAIN, 10))
   path = str(tmp_path / "violations.jsonl")
   outcomes = []
   with ChatServer(by_thought) as server:
-    for _ in range(2):  # the second time all is in the journal
+    for _ in range(2):  # the second time, the journal has everything
       with ViolationInspector(config(server, workers=2), path) as inspector:
         filters = FiltersConfig()
         left, funnel = filter_trajectories(pairs, UNIFIED, judge, filters, inspector)
@@ -115,7 +115,7 @@ def test_a_judge_that_cannot_be_reached_gives_no_verdict(tmp_path, faults, error
     server.faults, server.requests[:] = [], []
     with ViolationInspector(config(server), path) as inspector:
       left, _ = filter_trajectories(pairs, UNIFIED, judge, FiltersConfig(), inspector)
-    assert len(left) == 3 and len(server.requests) == 2  # the first was paid for
+    assert len(left) == 3 and len(server.requests) == 2  # the journal has the first
 
 
 def test_too_long_for_the_judge_is_no_verdict(tmp_path):

@@ -1,4 +1,4 @@
-"""What tests of tools share."""
+"""A fixture shared by the tool tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools_sandbox.client import Sandbox
 
 @pytest.fixture(scope="session", autouse=True)
 def _bare_slots():
-  """Slots start without the imports of programs, which take seconds."""
+  """Starts slots without preloaded imports, which take seconds."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(toolbox, "Sandbox", functools.partial(Sandbox, preload=()))
     yield

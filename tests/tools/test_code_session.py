@@ -1,4 +1,4 @@
-"""A trajectory's programs share a session, and it ends when the trajectory does."""
+"""A trajectory's programs share a session, which ends with the trajectory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(**changes) -> ToolsConfig:
 
 @pytest.fixture
 def opened(monkeypatch) -> list[SandboxSession]:
-  """The sandbox's sessions that are opened during the test."""
+  """Sandbox sessions opened during the test."""
   sessions = []
   real = Sandbox.session
 
@@ -51,7 +51,7 @@ def box():
 
 @pytest.fixture(scope="module")
 def remote():
-  """A box whose programs run on a service; its sessions are tested in tools_sandbox."""
+  """A toolbox with a remote sandbox; tests/tools_sandbox tests its sessions."""
   with serving("--slots=2") as server:
     remote = RemoteConfig((server.url,), wait_s=9.0)
     with Toolbox(config(sandbox="remote", remote=remote)) as box:
@@ -68,14 +68,14 @@ def episode(box) -> CoAEpisode:
 
 
 def start(playing: CoAEpisode, program: str, stdin: str = "") -> CallFuture:
-  """Starts a call as the sampler yields it."""
+  """Starts a call as if it had been sampled."""
   text = roles.wrap("code", tool_bodies.render_code(program, stdin))
   ids = playing.tokenizer.encode(text)
   return playing.sampled(ids, [0.0] * len(ids), "</code>")
 
 
 def call(playing: CoAEpisode, program: str, stdin: str = "") -> ToolCall:
-  """A call and its observation."""
+  """Makes a call, and appends its observation."""
   result = start(playing, program, stdin).result(120)
   playing.observed(result)
   return result
@@ -128,7 +128,7 @@ def test_more_trajectories_than_sessions_wait_for_each_other(box):
     call(playing, "x = 1")
   waiting = episode(box)
   future = start(waiting, "print(5)")
-  # Those that have one are served past it.
+  # Trajectories with a session do not wait behind it.
   assert call(owners[0], "print(x)").result == "1" and not future.done()
   end(owners[0])
   assert future.result(120).result == "5"

@@ -85,7 +85,7 @@ def test_a_trajectory_calls_a_real_mcp_server_by_name(config, dialect, grammar):
   assert "<observation> 42</observation>" in text
   prompt = prompts.instructions(dialect)
   assert "- add: the sum of integers a and b." in prompt and "shout" in prompt
-  # What the policy wrote is what a constrained one may write.
+  # The grammar allows the policy's text.
   own = re.sub("<observation>.*?</observation>", "", text)
   assert accepts(grammar, own)
 
@@ -104,7 +104,7 @@ def test_calls_that_do_not_fit_are_the_models():
       assert call.status == CallStatus.MODEL, (body, call)
     assert box.call("code", "x").status == CallStatus.MODEL
     broken = box.call("tool", '{"name": "shout", "arguments": {"text": 1}}')
-    assert broken.status == CallStatus.INFRASTRUCTURE  # the function's own fault
+    assert broken.status == CallStatus.INFRASTRUCTURE  # the function itself failed
 
 
 @pytest.mark.parametrize(

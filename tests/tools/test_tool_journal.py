@@ -1,4 +1,4 @@
-"""A tool's answer that was kept is given again, and the tool is not asked."""
+"""Stored tool results are returned again, without a second call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import toy
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.journal import ToolJournal
 
-WHO = (False, 7, 0, 3)  # evaluation, seed, the task's place, the sample
+WHO = (False, 7, 0, 3)  # evaluation, seed, task index, sample
 
 
 def answers(*replies: str) -> toy.TableToolbox:
-  """Tools whose every reply is another."""
+  """Tools that give these replies, one per call."""
   left = iter(replies)
   return toy.TableToolbox(lambda *_: next(left))
 
@@ -23,7 +23,7 @@ def answers(*replies: str) -> toy.TableToolbox:
 def play(
   journal: ToolJournal, tools, calls, step: int = 4, trajectory=WHO, within: int = 0
 ) -> list[ToolCall]:
-  """A trajectory makes calls."""
+  """Makes a trajectory's calls; returns their results."""
   mine = journal.tools(tools, step, trajectory, within)
   return [mine.submit(name, text).result() for name, text in calls]
 
@@ -39,7 +39,7 @@ def test_the_same_calls_have_the_same_answers_and_no_tool_is_asked(tmp_path):
   journal = ToolJournal(str(tmp_path))
   assert play(journal, again, CALLS) == results
   assert again.calls == []
-  # One more than then, another call at its place, another trajectory, another step.
+  # New calls: one more, another at its place, another trajectory, another step.
   more = answers("4", "5", "6", "7")
   assert play(journal, more, [*CALLS, ("code", "c")])[3].result == "4"
   assert play(journal, more, [("code", "z")])[0].result == "5"
@@ -72,7 +72,7 @@ def test_half_a_last_line_is_cut_off(tmp_path, torn):
   play(ToolJournal(str(tmp_path)), answers("1", "2", "3"), CALLS)
   (file,) = tmp_path.iterdir()
   file.write_bytes(file.read_bytes()[:-torn])
-  for _ in range(2):  # what is asked anew is kept as well
+  for _ in range(2):  # the repeated call's result is stored too
     tools = answers("x")
     results = play(ToolJournal(str(tmp_path)), tools, CALLS)
     assert [c.result for c in results] == ["1", "2", "x"]
@@ -91,7 +91,7 @@ def test_a_line_that_is_no_answer_is_named(tmp_path):
 
 def test_steps_that_are_never_made_again_are_forgotten(tmp_path):
   journal = ToolJournal(str(tmp_path / "later"))
-  journal.forget(9)  # there is nothing yet
+  journal.forget(9)  # nothing is stored yet
   for step in (3, 4, 5):
     play(journal, answers("1"), CALLS[:1], step=step)
   journal.forget(5)
@@ -101,12 +101,12 @@ def test_steps_that_are_never_made_again_are_forgotten(tmp_path):
 
 @pytest.mark.parametrize("before", [2, 3, 5, 6])
 def test_a_trajectory_is_known_again_some_steps_from_where_it_began(tmp_path, before):
-  """As one that goes on beside the learner: it began under another policy."""
+  """As in asynchronous rollouts: it began under another policy version."""
   first = play(ToolJournal(str(tmp_path)), answers("1", "2", "3"), CALLS, step=before)
   again, journal = answers("4"), ToolJournal(str(tmp_path))
   results = play(journal, again, [*CALLS, ("code", "c")], within=2)
   assert results[:3] == first and again.calls == [("code", "c")]
-  # What is answered now is known next time too, and no further away than it is calls.
+  # New results are found next time too, but only within the given number of steps.
   assert play(ToolJournal(str(tmp_path)), answers(), CALLS, within=2) == first
   far = ToolJournal(str(tmp_path))
   assert play(far, answers("5"), CALLS[:1], within=1, step=before + 2)[0].result == "5"
@@ -140,7 +140,7 @@ def test_what_a_tool_raises_reaches_the_trajectory(tmp_path):
 
 
 def test_another_process_finds_what_was_answered_before_it_started(tmp_path):
-  """With another number of processes another one plays the trajectory again."""
+  """If the number of processes changes, another one repeats the trajectory."""
   mine, other = str(tmp_path), str(tmp_path / "process_1" / "tool_calls")
   before = play(ToolJournal(other), answers("1", "2"), CALLS[:2])
   path = tmp_path / "process_1" / "tool_calls" / "step_000004.jsonl"
@@ -150,7 +150,7 @@ def test_another_process_finds_what_was_answered_before_it_started(tmp_path):
   journal = ToolJournal(mine, [other, str(tmp_path / "none")])
   assert play(journal, answers(), CALLS[:2]) == before
   assert path.read_text() == text
-  # It is forgotten with the step; who comes second finds it gone.
+  # It is deleted with the step; the second process finds it deleted.
   second = ToolJournal(str(tmp_path / "process_2"), [other])
   journal.forget(4)
   assert path.exists()

@@ -1,4 +1,4 @@
-"""Tool calls in the real sandbox, and whose fault a failure is.
+"""Tool calls in the real sandbox, and the cause of each failure.
 
 budget: all of one class, over one toolbox that its tests share.
 """
@@ -49,7 +49,7 @@ def toolbox(config: ToolsConfig):
 OK, MODEL, TOOL = CallStatus.OK, CallStatus.MODEL, CallStatus.TOOL
 DOWN = CallStatus.INFRASTRUCTURE
 LOOP = render_code("print('on', flush=True)\nwhile True: pass")
-# Tag, content; whose fault a failure is, words of the result in their order.
+# Tag, content, status (whose fault a failure is), result pattern.
 CALLS = [
   ("code", render_code("print(6 * 7)"), OK, "^42$"),
   ("code", render_code("print(int(input()) + 1)", "5"), OK, "^6$"),
@@ -59,7 +59,7 @@ CALLS = [
   ("code", LOOP, TOOL, "on.*after 2 s"),
   ("code", render_code("x = bytearray(10**9)"), TOOL, "error: more than 256 MB"),
   ("code", "print(1)", MODEL, "^error: a code call is one ```py block"),
-  # Best first; a title is not said twice.
+  # The best first; a title is not repeated.
   ("wiki_search", " capital of Ur ", OK, r"^1\. Ur is a city. Its capital is Uruk.\n2"),
   ("wiki_search", "kings", OK, r"^1\. Uruk: A city of kings\.$"),
   ("wiki_search", "zzz", OK, "^no result$"),
@@ -124,7 +124,7 @@ def test_calls_at_once_get_their_own_results(toolbox):
 
 
 class Odd(Toolbox):
-  """Does what a query or a program's comment says, in the thread of the call."""
+  """Hangs, crashes or returns nothing if a call says so, in the call's thread."""
 
   def __init__(self, config: ToolsConfig, **changes):
     super().__init__(dataclasses.replace(config, **changes))
@@ -165,7 +165,7 @@ def test_a_hung_tool_is_answered_for_at_its_deadline(config):
     assert box.hung == 1
     box.released.set()
     soon(lambda: box.hung == 0)
-  assert call.result == "error: no answer after 0.3 s"  # what came late changes nothing
+  assert call.result == "error: no answer after 0.3 s"  # a late answer changes nothing
 
 
 def test_a_hung_tool_stalls_nobody(config):
@@ -188,7 +188,7 @@ def test_a_hung_program_keeps_its_permit_until_its_deadline_only(config):
     lasted = time.monotonic() - began
     assert hung.done() and box.hung == 1
     assert [outcome(c) for c in calls] == [(OK, str(n)) for n in range(3)]
-    # They waited as long as a call may take; that is on nobody's clock.
+    # They waited as long as a call may take; waiting does not count as their time.
     assert sum(c.seconds for c in calls) <= lasted - 3.0
 
 
@@ -200,7 +200,7 @@ def test_waiting_for_a_permit_is_not_on_the_clock(config):
     futures = [box.submit("code", program) for _ in range(5)]
     calls = [f.result(timeout=60) for f in futures]
     assert [c.result for c in calls] == ["done"] * 5
-    # The last waited about as long as a call may take; they ran one after the other.
+    # They ran one by one; the last waited about as long as a call may take.
     assert 5 * 0.8 <= sum(c.seconds for c in calls) <= time.monotonic() - began
 
 
@@ -208,7 +208,7 @@ def test_as_many_programs_run_at_once_as_there_are_permits(config):
   nap = render_code("import time; time.sleep(0.4)")
   with Odd(config, workers=2) as box:
     for future in [box.submit("code", nap) for _ in range(2)]:
-      future.result(timeout=60)  # now two processes are there
+      future.result(timeout=60)  # both processes have started
     began = time.monotonic()
     for future in [box.submit("code", nap) for _ in range(4)]:
       assert future.result(timeout=60).status == OK
@@ -257,9 +257,9 @@ def test_a_call_gets_no_more_seconds_than_it_is_given(config):
 @pytest.mark.parametrize(
   ("lasts", "seconds", "status"),
   [
-    (0.2, 0.2, TOOL),  # it had less than the tool's own limit
-    (0.0, 0.2, DOWN),  # and did not use it up
-    (0.2, 600.0, DOWN),  # the limit was its own
+    (0.2, 0.2, TOOL),  # less than the tool's own limit, and used up
+    (0.0, 0.2, DOWN),  # less, but not used up
+    (0.2, 600.0, DOWN),  # the tool's own limit
   ],
 )
 def test_a_service_that_runs_out_of_the_trajectorys_time_is_not_down(
@@ -286,7 +286,7 @@ def test_a_future_can_not_be_cancelled(config):
 
 def test_a_closed_toolbox_waits_for_nobody_and_leaves_nothing_behind(config):
   class Deaf(Odd):
-    close = Toolbox.close  # what hangs goes on hanging
+    close = Toolbox.close  # hung calls stay hung
 
   before = set(threading.enumerate())
   with Deaf(config, workers=1, timeout_s=600.0) as box:

@@ -1,4 +1,4 @@
-"""Every tool by config, behind one toolbox, against servers on loopback."""
+"""Every tool, configured in one toolbox, with mock servers on loopback."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CALLS = {
 
 
 class Services(Server):
-  """Answers as every service; `down` makes it fail."""
+  """A mock server for all services; with `down` they fail."""
 
   down = False
 

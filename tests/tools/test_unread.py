@@ -1,4 +1,4 @@
-"""Fields of section `tools` that nothing reads are said, and nothing is demanded."""
+"""Unread fields of section `tools` are reported; their files need not exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEB = dict(web=dict(endpoint="http://localhost:9/search"), corpus="nowhere.jsonl
       ),
       ["descriptions.wiki_search", "timeouts.crawl_page", "mcp.web_search"],
     ),
-    # What an MCP server answers reads nothing of ours.
+    # An MCP server reads none of our fields.
     (
       dict(corpus="p", mcp=dict(wiki_search=dict(url="http://x/mcp", tool="find"))),
       ["corpus"],

@@ -1,9 +1,9 @@
-"""Runs the attacks against a host that has something to lose; answers with JSON.
+"""Runs the attacks against a victim process on the host; prints JSON.
 
-A program of its own, so that it can become an ordinary user first:
-attack_host.py BACKEND [--nobody] [--only=REGEX], where BACKEND may also be `session`:
-the jail, each attack the second cell of a session. The victim is a process of the same
-user with a secret in its environment, on its disk and on its sockets.
+A separate program, so that it can become an ordinary user first:
+attack_host.py BACKEND [--nobody] [--only=REGEX]. BACKEND `session` is the jail, with
+each attack as the second cell of a session. The victim runs as the same user and holds
+a secret in its environment, a secret file, open sockets and shared memory.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from tools_sandbox.jail.wire import Limits, Result, Verdict  # noqa: E402
 
 _NOBODY = 65534
 _SECRET = "s3cret-of-the-host"
-# Of this run: another one may go on beside it.
+# Unique to this run: another one may run at the same time.
 _MARK = f"mark-of-the-host-{os.getpid()}"
 _SHM_KEY = 0x7A6A0000 + os.getpid() % 65536
 _LIMITS = Limits(
   wall_s=10, cpu_s=10, memory_mb=256, file_mb=8, processes=32, disk_mb=16, inodes=500
 )
-# Their programs use up their time, unless their verdict says otherwise; where it says
-# so, the first second has shown all.
+# Programs of these groups use up their time, unless their verdicts exclude a timeout: a
+# short limit is enough. If a timeout is the only verdict, one second is enough.
 _SHORT = {"bombs", "time", "races"}
 _SHORT_S = 2.0
 _TIMEOUT_S = 1.0
 
 
 def victim(folder: str, mark: str, shm_key: int) -> None:
-  """Listens wherever an attack may knock; says where; ends with its standard input."""
+  """Listens wherever attacks connect; prints its TCP port; ends when stdin closes."""
   import ctypes
 
   tcp = socket.create_server(("127.0.0.1", 0))
@@ -71,7 +71,7 @@ def victim(folder: str, mark: str, shm_key: int) -> None:
 
 @contextlib.contextmanager
 def _host():
-  """Starts a victim; yields what the names in a program stand for."""
+  """Starts a victim; yields values for the names in a program."""
   with tempfile.TemporaryDirectory(prefix="attack-host-") as folder:
     os.chmod(folder, 0o755)
     secret = os.path.join(folder, "secret")
@@ -120,7 +120,7 @@ def _alive(word: str) -> bool:
 def _faults(
   attack: Attack, result: Result, after: Result | None, wall_s: float, leaves: str
 ):
-  """Why the attack counts as a breach; [] where it was contained."""
+  """Yields the reasons to call the attack a breach; none if it was contained."""
   if "BREACH" in result.stdout + (after.stdout if after else ""):
     yield "it printed BREACH"
   if result.verdict == Verdict.INFRASTRUCTURE:
@@ -134,7 +134,7 @@ def _faults(
 
 
 def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
-  """Name -> faults of each attack; None where it was not tried with this back-end."""
+  """Attack -> its faults, or None if it does not run on this back-end."""
   out = {}
   jailed = backend in ("jail", "session")
   walls = "jail" if jailed else backend
@@ -154,7 +154,7 @@ def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
         SandboxPool(1, _LIMITS, (), backend=walls) as other,
         concurrent.futures.ThreadPoolExecutor() as threads,
       ):
-        other.run("")  # it is there before they begin
+        other.run("")  # its slot is ready before both begin
         both = [
           threads.submit(execute, attack.program, limits),
           threads.submit(other.run, beside),
@@ -196,7 +196,7 @@ def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
 
 
 def become_nobody() -> None:
-  """Gives up root; an interpreter below a folder of root's stays in reach.
+  """Gives up root; an interpreter in a folder only root can enter stays reachable.
 
   Raises:
     OSError: this process may not change its user or its mounts.
@@ -220,7 +220,7 @@ def become_nobody() -> None:
 
 
 def main() -> None:
-  """See the file's docstring."""
+  """See the module docstring."""
   first, *options = sys.argv[1:]
   if first == "--victim":
     folder, mark, shm_key = options

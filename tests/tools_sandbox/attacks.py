@@ -1,9 +1,9 @@
-"""Hostile programs, as data: each prints BREACH if it got what it was after.
+"""Hostile programs, as data: each prints BREACH if it succeeds.
 
-Names in capitals are filled in by `attack_host`: what the host holds that an attack
-tries to reach. Attacks look without harming: they open a kernel file for writing but
-write nothing, and send signal 0. Those that would harm the machine where they are not
-contained say `harmless=False` and run in the jail only.
+`attack_host` replaces the names in capitals by the host's resources under attack.
+Attacks do not harm the machine: they open a kernel file for writing but write nothing,
+and send signal 0 to the host. An attack that would harm it if not contained has
+`harmless=False` and runs in the jail only.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Attack:
     group: its class.
     name: unique.
     program: source, run after PRELUDE.
-    verdicts: those that a contained run may have; () for any but `infrastructure`.
-    after: a second program of another run, to look for what the first has left.
-    beside: a second program of another run, in another slot at the same time.
-    on_the_host: the same program runs as the host's user too, behind no wall.
-    within_s: wall seconds that the run may take at most.
-    leaves: a name that no process of the host may have in its command line afterwards.
-    harmless: False where it must not run without a jail.
+    verdicts: a contained run has one of these; () allows any but `infrastructure`.
+    after: a second program, in a later run, which looks for leftovers of the first.
+    beside: a second program, in another slot at the same time.
+    on_the_host: whether `beside` also runs as the host's user, without a jail.
+    within_s: maximum wall seconds of the run.
+    leaves: an argument that no host process may have on its command line afterwards.
+    harmless: False if it must not run without a jail.
   """
 
   group: str

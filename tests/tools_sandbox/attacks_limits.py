@@ -5,7 +5,7 @@ from __future__ import annotations
 from attacks import HOST_READS, KERNEL, NETWORK, PARENT, SIGNALS, _group
 
 
-# Each holds much more than the 256 MiB it may, and says so if it still lives then.
+# Each holds much more than its limit of 256 MiB, and prints BREACH if it survives.
 def _map(flags: str, fd: str) -> dict:
   program = (
     f"flags = {flags}\nstart = libc.mmap\nstart.restype = ctypes.c_void_p\n"
@@ -243,7 +243,7 @@ CROSS_RUN = _group(
     "harmless": False,
   },
   user_site_poisoned={
-    # What lies there is run by every interpreter of the user from then on.
+    # Every later interpreter of the user runs this file.
     "program": (
       "import site\np = site.getusersitepackages()\ntry:\n  os.makedirs(p)\n"
       "  open(p + '/usercustomize.py', 'w').write(\"print('BREACH')\")\n"
@@ -264,7 +264,7 @@ CROSS_RUN = _group(
   ),
   process_of_another_run="breach(sum(p.isdigit() for p in os.listdir('/proc')) > 2)",
   memory_of_the_last_run={
-    # So much that the next run's program and reply can not lie over all of it.
+    # Too much for the next run's program and reply to overwrite all of it.
     "program": "x = 'remains-of-' + 'the-last-run'\nprint(x * 2000)",
     "after": (
       "word = b'-'.join([b'remains', b'of', b'the', b'last', b'run'])\n"
@@ -281,7 +281,7 @@ CROSS_RUN = _group(
     "program": "call(68, 7, 0o1666)",
     "after": "n = call(68, 7, 0)\nbreach(n >= 0)\ncall(71, n, 0, 0)",
   },
-  # The interpreter's files and folders are the same for the host and for every run.
+  # The host and all runs share the interpreter's files and folders.
   watch_a_shared_folder=(
     "fd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)\n"
     "with attempt(): fcntl.fcntl(fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS)"

@@ -1,4 +1,4 @@
-"""Hostile programs, continued: what a run shares with others, the host, the machine."""
+"""Hostile programs, continued: resources shared with other runs and the host."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MACHINE = _group(
   ),
 )
 
-# The one holds for as long as the other looks.
+# This loop looks for a lock while the other program still holds it.
 _LOOK = (
   "import fcntl, struct\nf = open(os.__file__)\nend = time.time() + 1.2\n"
   "while time.time() < end:\n  time.sleep(0.01)\n"
 )
-# Every kind of file that a run can open, of which some are one inode for all runs.
+# Every kind of file a run can open; some are the same inode in all runs.
 _FILES = """\
 import fcntl, json, socket, struct
 def files():
@@ -68,7 +68,7 @@ KINDS = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_SH | fcntl.LOCK_NB
 """
 TOGETHER = _group(
   "two runs at once",
-  # One locks all that it can and lets go, in turns; the other sees no difference.
+  # One program locks and unlocks every file in turns; the other must see no difference.
   locks_of_any_file={
     "program": _FILES
     + (
@@ -121,7 +121,7 @@ TOGETHER = _group(
   },
 )
 
-# What programs do all the time, and what takes of the kernel's counters.
+# Common operations in programs, which use the kernel's counters.
 _WORKS = """\
 import select, socket, subprocess, tempfile, threading
 def works():
@@ -163,7 +163,7 @@ _EVERY_PROCESS = "for _ in range(29):\n  if not os.fork(): break\n"
 
 
 def _worst(program: str) -> dict:
-  """Takes what it can and keeps it, while others must still be able to work."""
+  """Takes and keeps all it can, while other programs must still be able to work."""
   program += "\ntime.sleep(1)"
   more = {"verdicts": ("ok", "error", "memory", "timeout"), "harmless": False}
   return {"program": program, "beside": _WORKS, "on_the_host": True, **more}
@@ -213,14 +213,14 @@ COUNTERS = _group(
     "for _ in range(99):\n  try:\n    if os.fork() == 0: time.sleep(9)\n"
     "  except OSError as e: print(e)"
   ),
-  # inotify, epoll, fanotify, queues of messages, asynchronous input and output
+  # inotify, epoll, fanotify, message queues, asynchronous input and output
   watches_and_queues=(
     "for nr in (253, 294, 213, 291): breach(call(nr, 1) >= 0)\n"
     "breach(call(300, 0, 0) >= 0)\nbreach(call(240, b'q', 0o102, 0o600, None) >= 0)\n"
     "breach(call(206, 9, ctypes.byref(ctypes.c_long())) >= 0)\n"
     "opens('/dev/ptmx', '/dev/pts/ptmx')"
   ),
-  # Tells nothing of how many there are: most machines have none.
+  # EPERM whatever the number of huge pages: most machines have none.
   huge_pages=(
     "start = libc.mmap\nstart.restype = ctypes.c_void_p\n"
     "start(None, ctypes.c_size_t(2 << 20), 3, 0x40022, -1, ctypes.c_long(0))\n"

@@ -1,4 +1,4 @@
-"""What tests of the sandbox share."""
+"""Shared fixtures of the sandbox tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from http_server import Server
 
 @pytest.fixture
 def server():
-  """A server on loopback that does what a test has put into its `actions`."""
+  """A mock server on loopback; a test sets its replies in `actions`."""
   with Server() as running:
     yield running

@@ -1,7 +1,7 @@
-"""An MCP server over stdio that does what its argument says, by the standard library.
+"""A faulty MCP server over stdio, written with the standard library.
 
 python mcp_hostile.py JSON: an object with list, schema, output, call, result,
-results (one a call, in turns), letters, log, description
+results (the next one for each call), letters, log, description
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ GREETING = {
 
 
 def send(**message) -> None:
-  """One line of JSON-RPC."""
+  """Sends one line of JSON-RPC."""
   print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
 
 
 def act(fault: str | None, request: int) -> dict:
-  """Some fault, or what an honest server would say."""
+  """Acts out the fault, if any; returns a result."""
   if fault == "die":
     os._exit(3)
   while fault in ("endless line", "garbage", "flood", "hang"):
@@ -40,17 +40,17 @@ def act(fault: str | None, request: int) -> dict:
     else:
       time.sleep(1)
   text = WORK.get("letters", 0) * "a" or "fine"
-  if fault == "self":  # who and where the server is
+  if fault == "self":  # the server's process and environment
     text = json.dumps([os.getpid(), dict(os.environ)])
     return {"content": [{"type": "text", "text": text}]}
-  if "results" in WORK and request:  # a call; 0 is the list
+  if "results" in WORK and request:  # a call; 0 is the list of tools
     WORK["results"].append(WORK["results"].pop(0))
     return WORK["results"][-1]
   return WORK.get("result", {"content": [{"type": "text", "text": text}] * 2})
 
 
 def tools(cursor: str | None) -> dict:
-  """A page of tools; an endless list has another one after each."""
+  """A page of tools; in an endless list, each page has a next one."""
   fault = WORK.get("list")
   if fault == "endless":
     page = {"name": f"other{cursor}", "inputSchema": {"type": "object"}}

@@ -32,7 +32,7 @@ _met, _all_met = [], asyncio.Event()
 
 @server.tool()
 async def meet(count: str) -> str:
-  """Returns once so many calls have come."""
+  """Returns after `count` calls have arrived."""
   _met.append(count)
   if len(_met) >= int(count):
     _all_met.set()

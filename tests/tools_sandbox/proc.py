@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc shows them, and control groups of slots."""
+"""This machine's processes, read from /proc, and slots' control groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROC = pathlib.Path("/proc")
 
 
 def _fields(pid: int) -> list[str]:
-  """State, parent and more of a process; [] where there is none."""
+  """A process's state, parent and further fields; [] if it does not exist."""
   try:
     return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
   except OSError:
@@ -26,7 +26,7 @@ def parents() -> dict[int, int]:
 
 
 def descendants(of: int | None = None) -> set[int]:
-  """Processes below one; below this one if none is named."""
+  """All descendants of a process; of this process by default."""
   everyone = parents()
   below: set[int] = set()
   queue = [os.getpid() if of is None else of]
@@ -39,42 +39,42 @@ def descendants(of: int | None = None) -> set[int]:
 
 
 def ended(pid: int) -> bool:
-  """Whether a process is there no more, or is only not waited for."""
+  """Whether a process is gone or a zombie."""
   return _fields(pid)[:1] in ([], ["Z"])
 
 
 def command(pid: int) -> list[str]:
-  """A process's command line; [] where there is none."""
+  """A process's command line; [] if it does not exist."""
   with contextlib.suppress(OSError):
     return (PROC / str(pid) / "cmdline").read_bytes().decode().split("\0")
   return []
 
 
 def naming(word: str) -> list[int]:
-  """Processes with that word on their command lines."""
+  """Processes with `word` as an argument on their command lines."""
   pids = [int(p.name) for p in PROC.iterdir() if p.name.isdigit()]
   return [pid for pid in pids if word in command(pid)]
 
 
 def descriptors(pid: int) -> int:
-  """How many files a process has open; 0 where there is none."""
+  """The number of a process's open files; 0 if it does not exist."""
   with contextlib.suppress(OSError):
     return len(os.listdir(PROC / str(pid) / "fd"))
   return 0
 
 
 def mounts(pid: int) -> int:
-  """How many mounts a process sees; 0 where there is none."""
+  """The number of mounts a process sees; 0 if it does not exist."""
   with contextlib.suppress(OSError):
     return len((PROC / str(pid) / "mountinfo").read_text().splitlines())
   return 0
 
 
-# Where groups of slots are made: a folder for each controller, or one for both.
+# Parent folders of slots' groups: one for each controller, or one for both.
 FOLDERS = sorted(set(cgroup._own_folders().values())) if not cgroup.check() else []
 
 
 def groups(pid: int) -> list[str]:
-  """Names of the control groups that a host process has made."""
+  """Names of the control groups made by a host process."""
   mine = f"tools-sandbox-{pid}-"
   return [n for folder in FOLDERS for n in os.listdir(folder) if mine in n]

@@ -1,4 +1,4 @@
-"""A real `tools_sandbox.service.server` on loopback, for the length of a block."""
+"""Starts a real `tools_sandbox.service.server` on loopback for a `with` block."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tools_sandbox.host.pool import DEFAULT_PRELOAD, SandboxPool
 from tools_sandbox.jail.wire import Limits
 from tools_sandbox.service.remote import RemoteConfig, RemotePool
 
-LONG = 60.0  # seconds that no healthy server needs
-# The server, its slots with other imports.
+LONG = 60.0  # seconds; a healthy server needs less
+# Starts the server with other imports in its slots.
 _PRELOADING = """\
 import functools
 from tools_sandbox.service import server
@@ -43,16 +43,16 @@ class Server:
   token: str = ""
 
   def post(self, path: str, **more) -> httpx.Response:
-    """A POST that bears the token; arguments as of httpx."""
+    """Sends a POST with the token; further arguments are httpx's."""
     headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
     return httpx.post(self.url + path, headers=headers, timeout=LONG, **more)
 
   def run(self, program: str, **fields) -> httpx.Response:
-    """POST /run."""
+    """Posts a program to /run."""
     return self.post("/run", json={"program": program, **fields})
 
   def send(self, path: str, body: dict) -> socket.socket:
-    """A POST on a socket of its own, whose caller may hang up at any time."""
+    """Sends a POST on its own socket, so that the caller can hang up at any time."""
     url = httpx.URL(self.url)
     data = json.dumps(body).encode()
     head = (
@@ -65,11 +65,11 @@ class Server:
     return sock
 
   def health(self) -> dict:
-    """GET /health, decoded."""
+    """Decoded reply of GET /health."""
     return httpx.get(self.url + "/health", timeout=LONG).json()
 
   def metric(self, name: str, **labels: str) -> float:
-    """One sample of GET /metrics, read by Prometheus's own parser."""
+    """One sample from GET /metrics, read by Prometheus's own parser."""
     headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
     reply = httpx.get(self.url + "/metrics", headers=headers, timeout=LONG)
     samples = [s for f in text_string_to_metric_families(reply.text) for s in f.samples]
@@ -84,13 +84,13 @@ def serving(
   backend: str = BACKEND,
   preload: Sequence[str] | None = (),
 ) -> Iterator[Server]:
-  """Starts a server at a free port; asserts that it ends well.
+  """Starts a server on a free port; asserts that it exits with 0.
 
   Args:
-    *arguments: of the program.
-    token: the word in its file of a token, if it has one.
-    backend: of its slots.
-    preload: imports of its slots; None for the program's own, which take seconds.
+    *arguments: the server's command-line arguments.
+    token: the word in its token file, if it has one.
+    backend: the back-end for its slots.
+    preload: its slots' imports; None for the server's defaults, which take seconds.
   """
   module = ("-m", "tools_sandbox.service.server")
   if preload is not None:
@@ -98,7 +98,7 @@ def serving(
   command = [sys.executable, *module, "--port=0", f"--backend={backend}", *arguments]
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:
-    line = process.stdout.readline()  # or "" where it could not start
+    line = process.stdout.readline()  # "" if it could not start
     assert " at http://" in line, line
     yield Server(line.split()[-1], process, token)
     process.terminate()
@@ -111,7 +111,7 @@ def serving(
 
 @contextlib.contextmanager
 def serving_app(app: ASGIApp) -> Iterator[str]:
-  """Serves an application in a thread; its URL."""
+  """Serves an application in a thread; yields its URL."""
   with http_server.bind("127.0.0.1", 0) as sock:
     server = http_server.Server(app, grace_s=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -124,7 +124,7 @@ def serving_app(app: ASGIApp) -> Iterator[str]:
       thread.join()
 
 
-WHERE = (*BACKENDS, "remote")  # `open_pool`'s
+WHERE = (*BACKENDS, "remote")  # for `open_pool`
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def open_pool(
   slots: int = 1,
   limits: Limits | None = None,
 ) -> Iterator[SandboxPool | RemotePool]:
-  """Opens slots: a back-end's, in this process, or "remote", behind a service."""
+  """Opens a pool on a back-end in this process, or "remote", behind a service."""
   if where != "remote":
     imports = DEFAULT_PRELOAD if preload is None else preload
     with SandboxPool(slots, limits, imports, backend=where) as pool:
@@ -149,13 +149,13 @@ def open_pool(
 
 
 def children(pid: int) -> dict[int, str]:
-  """Processes that this one started, with their command lines."""
+  """A process's children -> their command lines."""
   below = [child for child, parent in proc.parents().items() if parent == pid]
   return {child: " ".join(proc.command(child)) for child in below}
 
 
 def soon(condition: Callable[[], object]) -> None:
-  """Waits until something holds."""
+  """Waits until the condition is true."""
   deadline = time.monotonic() + LONG
   while not condition():
     assert time.monotonic() < deadline, "it never came to hold"
@@ -163,7 +163,7 @@ def soon(condition: Callable[[], object]) -> None:
 
 
 def holds(gate: pathlib.Path) -> str:
-  """A program that ends when a file appears; only back-end subprocess sees it."""
+  """A program that waits for a file, which only back-end subprocess can see."""
   return (
     "import os, time\n"
     f"while not os.path.exists({str(gate)!r}):\n  time.sleep(0.01)\nprint('open')"
@@ -171,5 +171,5 @@ def holds(gate: pathlib.Path) -> str:
 
 
 def marks(path: pathlib.Path) -> str:
-  """A program that leaves a file behind; likewise."""
+  """A program that creates a file; for back-end subprocess only."""
   return f"open({str(path)!r}, 'w')"

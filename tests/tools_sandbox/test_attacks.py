@@ -1,6 +1,6 @@
 """Every attack is contained by the jail, as root and as an ordinary user.
 
-That the suite can fail is a test of its own: without the jail many attacks succeed.
+`test_the_suite_can_fail` tests the suite itself: without the jail many attacks succeed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from attacks_shared import ATTACKS
 from tests.backend import MISSING, needs_jail
 
 _HOST = pathlib.Path(__file__).parent / "attack_host.py"
-# A sample of what a process without walls can do: quick, one of a class each, and none
-# that needs luck, as remains in an allocator's memory do.
+# Attacks that succeed without a jail: quick, one per class, and none that depends on
+# luck, as finding remains in an allocator's memory does.
 _OPEN = {
   "secret_file": "host reads",
   "ptrace_a_child": "parent's environment and memory",
@@ -33,7 +33,8 @@ _OPEN = {
 }
 
 
-# Of every class, and the forgers. README.md tells of all of them in sessions.
+# At least one per class of `_OPEN`, and the forgers. README.md reports all
+# attacks in sessions.
 # fmt: off
 _IN_A_SESSION = (
   "secret_file", "host_root_through_proc", "ptrace_a_child", "take_a_descriptor",
@@ -42,8 +43,8 @@ _IN_A_SESSION = (
   "memory_of_the_last_run",
 )
 # fmt: on
-# Which attacks a host runs, as regular expressions over GROUP/NAME. The jail's are two
-# halves that take equally long, each with a host of its own: they wait for most of it.
+# The attacks of each host, as regular expressions over GROUP/NAME. The jail's are two
+# halves of equal duration, each on its own host: both mostly wait.
 _PARTS = {
   "jail": ("^counters|^two", "^(?!counters|two)"),
   "session": (f"/({'|'.join(_IN_A_SESSION)})$",),
@@ -53,7 +54,7 @@ _PARTS = {
 
 @pytest.fixture(scope="module")
 def hosts():
-  """What the hosts of each (back-end, user) find, all of them started at once."""
+  """(back-end, user) -> futures of the faults found; all hosts start at once."""
   runs = []
   if os.geteuid() == 0:
     runs.append(("subprocess", "root"))
@@ -99,7 +100,7 @@ def test_contained(hosts, user, attack):
 
 @pytest.mark.parametrize("attack", _OPEN)
 def test_the_suite_can_fail(hosts, attack):
-  # The subprocess back-end's table was measured as root.
+  # `_OPEN` was measured as root.
   assert _of(hosts, "subprocess", "root", attack)
 
 

@@ -1,4 +1,4 @@
-"""Control groups of slots: real ones, where this machine lets us make them."""
+"""Slots' control groups: real ones, if this machine lets us create them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _why = MISSING or cgroup.check()
 needs_group = pytest.mark.skipif(bool(_why), reason="; ".join(_why))
 
 
-# Takes 30 x 60 MB faster than a tenth of a second lets anybody look.
+# Takes 30 x 60 MB faster than the sampler, which looks every 0.1 s.
 BURST = """
 import os, time
 for i in range(30):
@@ -33,7 +33,7 @@ for i in range(30):
 time.sleep(2)
 """
 
-# Memory of the kernel, which no process holds: killing one frees little of it.
+# Kernel memory, which no process holds: killing one frees little of it.
 BUFFERS = """
 import os, socket, time
 for _ in range(20):
@@ -51,7 +51,7 @@ time.sleep(1)
 
 
 def read(name: str, before: list[str] = ()) -> list[str]:
-  """A file's content of each new group that has it; in version 1 or 2 of groups."""
+  """A file's content in each new group that has it; cgroup version 1 or 2."""
   new = [n for n in groups(os.getpid()) if n not in before]
   paths = {pathlib.Path(folder, n, name) for folder in FOLDERS for n in new}
   return [path.read_text() for path in paths if path.exists()]
@@ -59,8 +59,8 @@ def read(name: str, before: list[str] = ()) -> list[str]:
 
 @pytest.fixture
 def pool():
-  """One slot with a group, the only one of this process that was not there before."""
-  before = groups(os.getpid())  # of pools that other tests have not closed
+  """A pool with one slot, whose control group is the only new one of this process."""
+  before = groups(os.getpid())  # from pools not yet closed by other tests
   with SandboxPool(1, preload=()) as pool:
     assert pool.run("print(1)").stdout == "1\n"
     assert len(groups(os.getpid())) == len(before) + len(FOLDERS)
@@ -95,7 +95,7 @@ def test_bounds_follow_the_limits_of_the_run(pool):
 def tight(monkeypatch):
   """Groups of 100 MiB, whatever a run's limits say.
 
-  The sampler, which bounds the sum, must not be first: it gets a limit of its own.
+  The sampler of the total memory must not act first: it uses the run's larger limit.
   """
   limit = cgroup.Group.limit
   monkeypatch.setattr(cgroup.Group, "limit", lambda group, *_: limit(group, 100, 64))
@@ -104,8 +104,8 @@ def tight(monkeypatch):
 @needs_group
 def test_the_kernel_ends_a_burst_between_two_samples(tight, pool):
   result = pool.run(BURST, limits=Limits(memory_mb=4000, wall_s=30))
-  # Either the program itself was chosen, and its end is told as memory's; or only
-  # children were, and it slept on.
+  # The kernel kills the program itself, and the verdict is MEMORY; or it kills only
+  # children, and the program sleeps to its end.
   (events,) = pool.read("memory.oom_control") + pool.read("memory.events")
   assert int(events.split("oom_kill ")[1].split()[0]) >= 1 and pool.replaced == 0
   assert result.verdict in (Verdict.MEMORY, Verdict.OK)
@@ -117,7 +117,7 @@ def test_a_program_killed_for_memory_says_so(tight, pool):
   result = pool.run("x = b'x' * (900 << 20)", limits=Limits(memory_mb=2000))
   assert (result.verdict, result.exit_code) == (Verdict.MEMORY, -signal.SIGKILL)
   assert "memory" in result.stderr and pool.replaced == 0
-  # One that kills itself has not run out of anything.
+  # A program that kills itself has not run out of memory.
   own = pool.run("import os\nos.kill(os.getpid(), 9)")
   assert (own.verdict, own.exit_code) == (Verdict.ERROR, -signal.SIGKILL)
 
@@ -161,7 +161,7 @@ def test_in_version_2_it_is_made_where_both_controllers_are_handed_down(tmp_path
   assert place("memory") == f"{tmp_path}/user/session"
   assert place("cpu", "pids") == str(tmp_path)
   assert place("memory", "hugetlb") is None
-  (tmp_path / "user" / "cgroup.procs").unlink()  # as good as not ours to write
+  (tmp_path / "user" / "cgroup.procs").unlink()  # as if we could not write it
   assert place("memory", "pids") == str(tmp_path)
 
 
@@ -196,5 +196,5 @@ def test_a_run_is_called_off_and_the_slot_is_good(backend):
       assert pool.run("print(1)").stdout == "1\n"
     done = Cancel()
     assert pool.run("print(2)", cancel=done).stdout == "2\n"
-    done()  # nothing runs any more
+    done()  # nothing runs now
     assert pool.run("print(3)").stdout == "3\n" and pool.replaced == 0

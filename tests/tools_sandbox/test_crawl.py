@@ -1,4 +1,4 @@
-"""Text out of pages, whatever they are made of, and the part that serves a goal."""
+"""crawl_page: text from any page, and the excerpt that fits a goal."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_goal_chooses_paragraphs_of_a_long_page(server):
   text = crawl(server, "{}/ who built the ziggurat", page_chars=500)
   assert len(text) <= 500 and "Ur-Nammu" in text
   assert text.startswith("Paragraph 0 ") and "\n...\n" in text
-  alone = crawl(server, page_chars=500)  # no goal: its beginning
+  alone = crawl(server, page_chars=500)  # no goal: the beginning
   assert "Paragraph 5 " in alone and "Ur-Nammu" not in alone and len(alone) <= 500
 
 

@@ -16,27 +16,27 @@ from tools_sandbox.service import server
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "tools_sandbox" / "deploy"
-# Name on PyPI -> module, where they differ.
+# PyPI name -> module, if they differ.
 MODULES = {"prometheus-client": "prometheus_client"}
 
 
 @pytest.fixture(scope="module")
 def manifest() -> dict[str, dict]:
-  """Its documents by kind."""
+  """Kind -> document of the Kubernetes manifest."""
   text = (DEPLOY / "kubernetes.yaml").read_text()
   return {d["kind"]: d for d in yaml.safe_load_all(text)}
 
 
 @pytest.fixture(scope="module")
 def image() -> dict[str, str]:
-  """The container file's instructions; of several alike, joined."""
+  """Instruction -> its arguments in the container file; repeated ones are joined."""
   text = re.sub(r"\\\n", " ", (DEPLOY / "Containerfile").read_text())
   lines = [x.split(None, 1) for x in text.splitlines() if x and x[0] != "#"]
   return {k: "\n".join(v for kk, v in lines if kk == k) for k, _ in lines}
 
 
 def command(image, manifest) -> list[str]:
-  """What a pod runs, from the module's name on."""
+  """A pod's command, from the module's name on."""
   start, default = (json.loads(image[k]) for k in ("ENTRYPOINT", "CMD"))
   (container,) = manifest["Deployment"]["spec"]["template"]["spec"]["containers"]
   at = start.index("python")

@@ -16,7 +16,7 @@ from tools_sandbox.web.encoding import decode
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 LABELS = FIXTURES / "encoding_labels.txt"
-# The standard's encoding -> Python's codec, where it has another name.
+# The standard's encoding -> Python's codec, if the names differ.
 CODECS = {
   "iso-8859-8-i": "iso8859-8",
   "macintosh": "mac-roman",
@@ -34,7 +34,7 @@ RUSSIAN, FRENCH, JAPANESE = (TEXTS[n] for n in ("russian", "french", "japanese")
 CHINESE, TAIWAN, KOREAN = (TEXTS[n] for n in ("chinese", "taiwan", "korean"))
 GREEK, HEBREW, ARABIC = (TEXTS[n] for n in ("greek", "hebrew", "arabic"))
 THAI, TURKISH, POLISH = (TEXTS[n] for n in ("thai", "turkish", "polish"))
-# What is declared, what the bytes really are, the text, whether a guess finds it too.
+# Declared encoding, real codec, text, whether a guess also finds it.
 TABLE = [
   ("utf-8", "utf-8", RUSSIAN, True),
   ("windows-1251", "cp1251", RUSSIAN, True),
@@ -69,7 +69,7 @@ TABLE = [
   ("euc-kr", "cp949", KOREAN + "\ubdc1", True),
   ("ks_c_5601-1987", "cp949", KOREAN, True),
 ]
-# Declarations of a page, `%s` for the label.
+# Declarations in a page; `%s` is the label.
 HTML = {
   "meta": '<meta charset="%s">',
   "bare": "<META foo=bar charset=%s >",
@@ -85,7 +85,7 @@ HTML = {
 
 
 def html(text: str, declared: str = "") -> str:
-  """A page; the declaration comes first."""
+  """A page that begins with the declaration."""
   return f"{declared}<html><head><title>t</title></head><p>{text * 3}</p></html>"
 
 
@@ -118,7 +118,7 @@ def test_a_declared_encoding_is_read(label, codec, text, guessed):
     assert text in decode(html(text).encode(codec), "")
     long = f"<style>{'a {b: c}' * 9000}\n</style>" + html(text, "<a b='c'> d" * 9000)
     assert text in decode(long.encode(codec), "")
-    # A header that cannot be right.
+    # A wrong header for most codecs.
     assert text in decode(html(text).encode(codec), "utf-8")
 
 
@@ -131,7 +131,7 @@ def test_utf_16_by_mark_header_or_first_tag_and_never_by_meta(codec):
       assert decode(data, charset) == html(text)
     declared = html(text, f"<meta charset={codec}>")
     assert decode(declared.encode(), "") == declared
-    # The page is no such thing.
+    # The header says UTF-16; the page is ASCII.
     assert decode(html("plain").encode(), codec) == html("plain")
 
 
@@ -150,7 +150,7 @@ def test_a_cut_page_a_broken_byte_and_a_few_quotes():
   page = html("It\u2019s a long line of nothing but ASCII. " * 50).encode("cp1252")
   for charset in ("", "utf-8", "latin1"):
     assert "It\u2019s" in decode(page, charset)
-  # NEC's and IBM's characters in EUC-JP, as browsers read them.
+  # NEC's and IBM's characters in EUC-JP, decoded as browsers do.
   data = html(JAPANESE).encode("euc_jp") + b"\xad\xa1 \xfc\xe2"
   assert decode(data, "euc-jp").endswith("\u2460 \u9ad9")
 

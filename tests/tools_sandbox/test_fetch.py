@@ -1,4 +1,4 @@
-"""What a fetch reaches and what it survives, against a real server on loopback."""
+"""Fetcher: reachable addresses and hostile servers, on loopback."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_addresses_that_are_not_public(address: str):
   "host", ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001"]
 )
 def test_loopback_is_not_reached_by_any_of_its_names(server, host: str):
-  """Not even when a server that may be reached redirects there."""
+  """Not even by a redirect from an allowed server."""
   server.actions["/secret"] = lambda r: r.send(b"secret")
   url = f"http://{host}:{server.port}/secret"
   fetcher = Fetcher(FetchConfig(allow=("127.0.0.2/32",)))
@@ -171,7 +171,7 @@ def test_redirects_are_followed_and_loops_end(server):
 
 
 def test_blocked_domains_are_not_asked_even_after_a_redirect(server):
-  fails(server, "blocked", blocked=("0.0.1",))  # suffixes count by whole labels
+  fails(server, "blocked", blocked=("0.0.1",))  # a suffix matches whole labels only
   server.actions["/"] = lambda r: r.raw(302, Location="http://Sub.Leak.org./x")
   fails(server, "sub.leak.org. is blocked", blocked=("leak.org",))
   server.actions["/"] = lambda r: r.send(b"hi")
@@ -300,7 +300,7 @@ NO_HTTP = "does not speak HTTP"
     (b"Content-Encoding: gzip, gzip\r\nContent-Length: 1", b"x", "was not asked"),
     (b"X: " + b"y" * 300_000, b"", NO_HTTP),
     (b"no colon here", b"", NO_HTTP),
-    # No HTTP at all.
+    # Not HTTP at all.
     (None, b"", f"{NO_HTTP}|cannot be reached"),
     (None, b"\x00\xff" * 50, NO_HTTP),
     (None, b"SSH-2.0-x\r\n", NO_HTTP),
@@ -331,7 +331,7 @@ def test_types_and_statuses_that_are_refused(server):
   for status in (204, 206, 304, 403, 404, 500, 503):
     server.actions["/"] = lambda r, s=status: r.send(b"x", status=s)
     fails(server, f"status {status}")
-  server.actions["/"] = lambda r: r.raw(302, Content_Length="0")  # leads nowhere
+  server.actions["/"] = lambda r: r.raw(302, Content_Length="0")  # no Location
   fails(server, "status 302")
 
 

@@ -1,6 +1,6 @@
-"""The server that all others are: clients that stall or hang up, and names of the host.
+"""`http_server`, the base of all our servers: stalled and lost clients, Host names.
 
-Real sockets, and a small application in a thread.
+Real sockets, with a small application in a thread.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from starlette.routing import Route
 from tools_sandbox import http_server
 
 SHORT = 0.3
-MOST = 1 << 20  # bytes of a body
+MOST = 1 << 20  # maximum body bytes
 PAGE = b"GET /page HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-  """A server of /page and /echo."""
+  """URL of a server with /page and /echo."""
 
   async def page(request: Request) -> PlainTextResponse:
     return PlainTextResponse("xxxx")
@@ -45,7 +45,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def connect(url):
-  """Opens connections, which end with the test."""
+  """Opens connections; they close when the test ends."""
   with contextlib.ExitStack() as stack:
 
     def one(data: bytes) -> socket.socket:
@@ -58,7 +58,7 @@ def connect(url):
 
 
 def rest(sock: socket.socket) -> bytes:
-  """What still comes until the server closes the connection."""
+  """Reads until the server closes the connection."""
   data = b""
   with contextlib.suppress(ConnectionResetError):
     while part := sock.recv(65536):
@@ -76,7 +76,7 @@ def test_a_body_that_does_not_end_is_given_up_and_told_so(connect, caplog, monke
 
 def test_a_connection_that_is_not_used_again_is_given_up(monkeypatch, request):
   monkeypatch.setattr(http_server, "_IDLE_S", SHORT)
-  connect = request.getfixturevalue("connect")  # of a server that starts only now
+  connect = request.getfixturevalue("connect")  # starts the server, with this _IDLE_S
   assert rest(connect(PAGE)).endswith(b"xxxx")
 
 
@@ -97,7 +97,7 @@ def test_a_client_that_hangs_up_in_its_body_is_nobodys_fault(url, connect, caplo
     ({}, b"[]", 400, "not an object"),
     ({"host": "rebound.example"}, b"{}", 400, "Invalid host"),
     ({}, b" " * (MOST + 1), 413, f"at most {MOST} bytes"),
-    # What a form or fetch sends to another site without asking: text, or no type.
+    # A form or fetch may send these to another site without a CORS preflight.
     ({"content-type": "text/plain"}, b"{}", 415, "must be application/json"),
     ({"content-type": ""}, b"{}", 415, "must be application/json"),
   ],

@@ -1,4 +1,4 @@
-"""Ordinary programs that must work in the jail, its limits, what it leaves behind."""
+"""The jail: ordinary programs work in it; its mounts; kernels that refuse it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools_sandbox.jail.wire import Verdict
 
 pytestmark = needs_jail
 
-# Name -> program, what it prints; more are in test_sandbox_run, on every back-end.
+# Name -> (program, its output); test_sandbox_run has more, on every back-end.
 ORDINARY = {
   "dev_stdout": ("open('/dev/stdout', 'w').write('x')", "x"),
   "files": (
@@ -142,7 +142,7 @@ def test_ordinary(jailed, name):
 
 
 def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
-  # As an editable install's .pth leaves it, pip's own folder for them included.
+  # sys.path as the .pth of an editable install leaves it, with pip's own src folder.
   editable = [tmp_path / "repository", tmp_path / "venv" / "src" / "package"]
   installed = tmp_path / "venv" / "lib" / "site-packages"
   for folder in (*editable, installed):
@@ -159,7 +159,7 @@ def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
 def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):
   monkeypatch.setattr(keeper, "check", lambda: ["the kernel has no seccomp filters"])
   with pytest.raises(RuntimeError, match="no seccomp filters"):
-    Sandbox()  # the default
+    Sandbox()  # the default back-end
   with pytest.raises(ValueError, match="backend"):
     Sandbox(backend="docker")
 

@@ -1,4 +1,4 @@
-"""The second wall stands by itself: in a process without namespaces and seccomp."""
+"""Landlock, the second wall, works alone: without namespaces and seccomp."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _outcomes(tmp_path, version: int) -> list[str]:
   with socket.create_server(("127.0.0.1", 0)) as server:
     port = server.getsockname()[1]
     command = [sys.executable, "-c", _PROGRAM, inside, outside, port, version]
-    # Its files import each other by their bare names, as inside a jail.
+    # The jail's modules import each other by bare names, as inside a jail.
     command[2] = (
       f"import sys; sys.path.append({str(pathlib.Path(keeper.__file__).parent)!r})\n"
       + _PROGRAM
@@ -73,7 +73,7 @@ def test_an_old_kernel_s_part_of_it_still_stands(tmp_path):
 
 @needs_jail
 def test_jailed_programs_are_behind_it():
-  # Their own files of /proc, which the first wall leaves writable.
+  # Programs' own /proc files: the first wall leaves them writable.
   program = "open('/proc/self/comm', 'w').write('x')"
   with Sandbox(slots=1, preload=()) as sandbox:
     assert "PermissionError" in sandbox.run(program).stderr

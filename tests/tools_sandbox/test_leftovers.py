@@ -1,4 +1,4 @@
-"""Nothing of runs, sessions and hosts remains, however they end."""
+"""Runs, sessions and hosts leave nothing behind, however they end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.jail.wire import Limits, Verdict
 
 ROOT = pathlib.Path(__file__).parents[2]
-# A module that is not there is skipped, but tells our slots' processes from others.
+# The preload skips a missing module; its name identifies our slots' processes.
 MARK = f"no_module_{os.getpid()}"
 
 
@@ -53,7 +53,7 @@ def test_nothing_of_a_closed_or_killed_host_remains(tmp_path, name):
   )
   assert host.stdout.readline() == b"up\n"
   if after != "p.close()":
-    # Zygote, program and its fork; of a jail the processes of a slot.
+    # Subprocess: zygote, program and its fork; jail: the slot's processes.
     soon(lambda: len(proc.naming(MARK)) >= 3)
     assert len(proc.groups(host.pid)) == len(proc.FOLDERS) * (backend == "jail")
     host.kill()
@@ -64,13 +64,13 @@ def test_nothing_of_a_closed_or_killed_host_remains(tmp_path, name):
 
 
 def runs(pool, rounds: int) -> None:
-  """Programs that leave a process and a file."""
+  """Programs, each leaving a process and a file."""
   for _ in range(10 * rounds):
     pool.run("import os\nos.fork()\nopen('f', 'w').write('x')")
 
 
 def sessions(pool, rounds: int) -> None:
-  """Sessions that leave a process."""
+  """Sessions, each leaving a process."""
   for _ in range(2 * rounds):
     with pool.session() as s:
       s.run("import os\nif not os.fork(): import time; os.setsid(); time.sleep(600)")
@@ -91,7 +91,7 @@ GREEDY = (
 
 
 def greedy(pool, rounds: int) -> None:
-  """Greedy programs, runs that are called off, sessions that nobody closes."""
+  """Greedy programs, cancelled runs, sessions without a close."""
   limits = Limits(wall_s=0.5, memory_mb=128)
   for i in range(rounds):
     for program in GREEDY:
@@ -108,7 +108,7 @@ def greedy(pool, rounds: int) -> None:
 
 
 def held(folder: pathlib.Path) -> dict[str, int]:
-  """What the pools of this process hold now, by kind."""
+  """Kind of resource -> how many the pools of this process hold now."""
   slots = proc.naming(MARK)
   return {
     "processes": len(slots),
@@ -122,7 +122,7 @@ def held(folder: pathlib.Path) -> dict[str, int]:
 
 
 def held_at_most(folder: pathlib.Path) -> dict[str, int]:
-  """The most of each kind during a second: a slot's next init takes a moment."""
+  """The most of each kind during a second: a slot's next init needs time to start."""
   seen = []
   for _ in range(20):
     seen.append(held(folder))
@@ -130,8 +130,8 @@ def held_at_most(folder: pathlib.Path) -> dict[str, int]:
   return {kind: max(counts[kind] for counts in seen) for kind in seen[0]}
 
 
-# An idle slot's counts vary a little. What leaks leaks with every run, of which there
-# are more.
+# An idle slot's counts vary a little. A leak adds to them in every run, and there are
+# more runs than this.
 SLACK = 3
 
 
@@ -147,13 +147,13 @@ SLACK = 3
 )
 def test_a_pool_holds_no_more_after_many(tmp_path, monkeypatch, backend, work):
   monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-  gc.collect()  # else what other tests left open may be closed meanwhile
+  gc.collect()  # otherwise files left open by other tests may be closed meanwhile
   files = proc.descriptors(os.getpid())
   with SandboxPool(1, preload=(MARK,), runs_per_zygote=35, backend=backend) as pool:
     work(pool, 1)
     most = {kind: count + SLACK for kind, count in held_at_most(tmp_path).items()}
     work(pool, 8)
     soon(lambda: all(n <= most[kind] for kind, n in held(tmp_path).items()))
-    assert (pool.replaced > 0) == (work is not sessions)  # one that was worn out
+    assert (pool.replaced > 0) == (work is not sessions)  # a worn-out zygote
   soon(lambda: not proc.naming(MARK) and not os.listdir(tmp_path))
   assert proc.descriptors(os.getpid()) <= files

@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, over stdio and over HTTP."""
+"""MCP tools of real and hostile servers, over stdio and HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOSTILE = str(pathlib.Path(__file__).with_name("mcp_hostile.py"))
 
 
 def hostile(**work) -> dict:
-  """A server with a fault; see `mcp_hostile`."""
+  """A faulty server's command; see `mcp_hostile`."""
   return {"command": (sys.executable, HOSTILE, json.dumps(work))}
 
 
@@ -52,7 +52,7 @@ def url():
 
 @pytest.fixture(params=["stdio", "http"])
 def where(request) -> dict:
-  """How the server is reached."""
+  """The server's command or URL."""
   if request.param == "http":
     return {"url": request.getfixturevalue("url")}
   return {"command": STDIO}
@@ -79,11 +79,11 @@ def test_a_call_of_a_real_server_and_whose_fault_its_failure_is(where):
     assert add('{"a": 2, "b": 40}', LONG) == "42"
     with pytest.raises(BadCall, match="a JSON object with a, b"):
       add("2 40", LONG)
-    # The SDK's server answers wrong parameters as a tool's failure, in words.
+    # The SDK's server reports wrong parameters as a tool failure, in text.
     for call in ('{"a": "x", "b": 1}', '{"a": 1}', '{"c": 1}', '{"a": [1], "b": 1}'):
       with pytest.raises(BadCall, match=r"executing tool add: .*validation error"):
         add(call, LONG)
-    # What the server takes is no fault, whatever the schema says of it.
+    # Parameters accepted by the server are not a fault, even against the schema.
     assert add('{"a": "2", "b": 40.0}', LONG) == "42"
 
 
@@ -117,7 +117,7 @@ def test_whose_fault_a_failure_is_the_schema_tells(call, fault):
     ({"properties": {"q": {"type": ["null", "integer"]}}}, {"q": 1.5}, False),
     ({"properties": {"q": {"type": ["null", "integer"]}}}, {"q": None}, True),
     ({"properties": {"q": {"type": "number"}}}, {"q": True}, False),
-    # Rules that nobody knows hold.
+    # Unknown rules count as satisfied.
     ({"properties": {"q": {"type": "date"}}}, {"q": 1}, True),
     ({"properties": {"q": {"type": {"a": 1}}}}, {"q": 1}, True),
     ({"properties": {"q": True}}, {"q": 1}, True),
@@ -167,7 +167,7 @@ def test_what_cannot_be_sent_is_the_models_fault_and_the_session_stays():
     ):
       with pytest.raises(BadCall):
         one(call, LONG)
-      # Another server would have another number.
+      # Another server process would have another pid.
       assert json.loads(one("{}", LONG))[0] == number, call
 
 
@@ -181,7 +181,7 @@ def test_servers_that_are_not_there(tmp_path):
   ):
     with pytest.raises(Unavailable, match="does not start or greet"):
       McpTool(McpConfig("x", **where, start_s=2.5))
-  with pytest.raises(ProcessLookupError):  # it is not left behind
+  with pytest.raises(ProcessLookupError):  # the process is gone
     os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
@@ -189,7 +189,7 @@ def test_servers_that_are_not_there(tmp_path):
   ("fault", "why"),
   [
     ("endless", "more than 100 pages"),
-    ("flood", "no answer within 6 s"),  # no more does one that hangs
+    ("flood", "no answer within 6 s"),  # as from a hanging server
     ("die", ""),
     ("no list", ""),
     ("no schema", ""),
@@ -259,7 +259,7 @@ IMAGE = {"type": "image", "data": "eA==", "mimeType": "image/png"}
 FILE = {"uri": "file:///a.md", "text": "# T"}
 STRUCTURE = {"structuredContent": {"a": 1}}
 LINK = {"type": "resource_link", "uri": "file:///b.md", "name": "b.md", "size": 7}
-# A result's blocks, or all of it -> its text.
+# A result's content blocks, or the whole result -> its text.
 RESULTS = [
   ([IMAGE], "[image image/png 1 bytes]"),
   (
@@ -281,7 +281,7 @@ RESULTS = [
   ),
   ([{**TEXT, "annotations": 5, "_meta": 6}], "seen"),
   ([{"type": "x" * 9999, "uri": "\x1b[2J", "name": 5}], f"[{'x' * 2000} [2J]"),
-  # A structure is shown where no block has a text.
+  # Structured content is shown if no block has text.
   ({**STRUCTURE, "content": []}, '{"a": 1}'),
   (STRUCTURE, '{"a": 1}'),
   ({"structuredContent": [1]}, "[1]"),

@@ -1,6 +1,6 @@
-"""Back-end `remote`: scripted services, ours and SandboxFusion's.
+"""Back-end `remote` against our service, and mock services: ours and SandboxFusion's.
 
-What its runs and sessions do is tested with the other back-ends, in test_sandbox_run
+Its runs and sessions are tested with those of the other back-ends, in test_sandbox_run
 and test_session.
 """
 
@@ -50,7 +50,7 @@ def answer(value, status=200, **headers):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-  """Our own service, and the file with its token."""
+  """Our own service and the path of its token file."""
   path = tmp_path_factory.mktemp("token") / "token"
   path.write_text(TOKEN)
   arguments = ("--slots=2", f"--token_file={path}")
@@ -98,7 +98,7 @@ def test_a_service_that_comes_up_late_is_waited_for():
 def test_full_and_broken_replies_are_asked_again(server):
   replies = itertools.chain(
     [
-      answer(OK),  # of the empty program
+      answer(OK),  # to the empty program at the start
       answer({"error": "full"}, 503, Retry_After="0.05"),
       answer({"error": "late"}, 504),
       lambda r: r.send(b"<html>", "text/html"),
@@ -159,7 +159,7 @@ def test_replicas_take_turns_and_stand_in_for_each_other(monkeypatch):
       servers[2].actions["/run"] = answer({"error": "full"}, 503)
       for _ in range(12):
         assert all_three.run("").verdict == Verdict.OK
-      # One that cannot be spoken to is put aside; one that is full is still asked.
+      # A replica that hangs up is put aside; a full one is still asked.
       assert [len(s.requests) for s in servers] == [4 + 12, 4 + 1, 4 + 8]
       servers[0].actions["/run"] = servers[1].actions["/run"] = answer({}, 401)
       servers[2].actions["/run"] = answer(OK)
@@ -167,7 +167,7 @@ def test_replicas_take_turns_and_stand_in_for_each_other(monkeypatch):
 
 
 def fusion(run: dict | None = None, **changes) -> dict:
-  """A reply of SandboxFusion, changed."""
+  """SandboxFusion's reply with changes."""
   return FUSION | {"run_result": FUSION["run_result"] | (run or {})} | changes
 
 

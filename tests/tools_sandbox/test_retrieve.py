@@ -1,4 +1,4 @@
-"""The /retrieve API over loopback: our client and our server, together and apart."""
+"""The /retrieve API over loopback: our client and server, together and apart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def corpus(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def url(corpus: str):
-  """A running server of the corpus, in a thread."""
+  """URL of a server for the corpus, in a thread."""
   with (
     Sandbox(corpus=corpus, backend=None) as sandbox,
     serving_app(retrieve_server.make_app(sandbox)) as url,
@@ -142,7 +142,7 @@ def test_json_of_another_kind_is_the_servers_fault(reply):
 
 @contextlib.contextmanager
 def program(*arguments: str):
-  """The server's program, and the line that it starts with."""
+  """Starts the server program; yields its process and first line of output."""
   command = [sys.executable, "-m", "tools_sandbox.search.retrieve_server", "--port=0"]
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
   with subprocess.Popen([*command, *arguments], text=True, **pipes) as running:
@@ -170,7 +170,7 @@ def test_the_program_serves_beyond_loopback_and_says_what_that_means(corpus: str
 def test_arguments_that_can_not_be_served_are_one_line(
   tmp_path, corpus: str, monkeypatch, capsys
 ):
-  monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own stay
+  monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep pytest's handlers
   (tmp_path / "empty.jsonl").write_text("")
   (tmp_path / "deep.jsonl").write_text("\n" + "[" * 100_000 + "\n")
   for arguments, words in (

@@ -1,4 +1,4 @@
-"""The one door."""
+"""`Sandbox`: runs and searches, its defaults, its errors."""
 
 import os
 

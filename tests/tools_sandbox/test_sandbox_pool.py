@@ -1,4 +1,4 @@
-"""The pool: threads, broken zygotes, replacement, and leaving nothing behind."""
+"""SandboxPool: threads, broken zygotes and their replacement, no leftovers."""
 
 import concurrent.futures
 import os
@@ -21,14 +21,14 @@ KILL_ZYGOTE = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
 
 @pytest.fixture(autouse=True)
 def own():
-  """The processes of this test: others' tools may keep some for the whole session."""
+  """This test's processes: tools of other tests may run for the whole session."""
   before = proc.descendants()
   return lambda: proc.descendants() - before
 
 
 @pytest.fixture(autouse=True)
 def _own_temporary_files(tmp_path, monkeypatch):
-  """Other sessions' files in /tmp are none of these tests' business."""
+  """A private temporary folder: other pytest sessions have files in /tmp."""
   monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
   yield
   assert not list(tmp_path.glob("tools-sandbox-*"))
@@ -55,7 +55,7 @@ def test_callers_are_served_in_the_order_of_their_arrival(tmp_path):
     for run in runs:
       run.result(60)
     assert pool.waiting == 0
-  # Whoever has had a slot and asks again comes behind all that wait.
+  # A caller that asks again queues behind all waiting callers.
   served = log.read_text()
   assert served[:8] == "abcdefgh" and sorted(served[8:]) == list("ABCDEFGH")
 
@@ -83,7 +83,7 @@ def test_a_caller_that_is_interrupted_gives_up_its_place(tmp_path, monkeypatch):
 
 
 def _meet(pool, folder, count):
-  """Runs so many programs that end only once all of them have begun."""
+  """Runs `count` programs; each ends only after all of them have begun."""
   folder.mkdir()
   program = (
     "import os, time, uuid\n"
@@ -106,7 +106,7 @@ def test_a_zygote_killed_between_runs_is_replaced(own):
     assert pool.run("print(1)").stdout == "1\n"
     (zygote,) = own()
     os.kill(zygote, signal.SIGKILL)
-    result = pool.run("print(2)")  # never started on the dead one, so tried again
+    result = pool.run("print(2)")  # not started on the dead zygote, so retried
     assert (result.stdout, result.verdict) == ("2\n", Verdict.OK)
 
 
@@ -127,8 +127,7 @@ def test_a_dead_zygote_is_replaced_before_it_is_missed(tmp_path, own):
     before = own()
     assert pool.run(KILL_ZYGOTE).verdict == Verdict.INFRASTRUCTURE
     after = own()
-    # Nothing has been asked for since, and a new one is on its way; but the one that
-    # is ready serves first.
+    # A new zygote starts before a run needs it; but the ready one serves first.
     assert len(after) == 2 and len(after - before) == 1
     assert int(pool.run(where).stdout) in after & before
 

@@ -1,4 +1,4 @@
-"""What one run may do and what comes back: the same on every back-end and by HTTP.
+"""A run's behaviour and results: the same on every back-end and over HTTP.
 
 budget: the contract of a run, as tables over back-ends.
 """
@@ -29,7 +29,7 @@ def pool(where):
     yield pool
 
 
-# Program -> its exit status, which the kernel tells.
+# Program -> its exit status, from the kernel.
 STATUS = {
   "print(1 + 1)": 0,
   "import sys; sys.exit(3)": 3,
@@ -42,7 +42,7 @@ STATUS = {
   "raise KeyboardInterrupt": 1,
   "import sys; sys.stdout.close()": 0,
   "input()  # the end of stdin": 1,
-  # Strange ones are answered.
+  # Strange programs get a result too.
   "": 0,
   "\0": 1,
   "\ud800": 1,
@@ -60,7 +60,7 @@ def test_exit_status_comes_from_the_kernel(pool, program):
 
 _SLEEP = "import time\ntime.sleep(600)"
 _ON_XCPU = "import os, signal, time\nsignal.signal(signal.SIGXCPU, {})\n"
-# Limits; verdict, exit status (None: either way) and words of stderr; programs.
+# Limits; verdict, exit status (None: any) and a regex for stderr; programs.
 LIMITED = [
   (
     {"wall_s": 1},
@@ -72,7 +72,7 @@ LIMITED = [
       f"import os\nos.close(1); os.close(2)\n{_SLEEP}",
       "import signal\nfor s in (2, 15, 24): signal.signal(s, signal.SIG_IGN)\n"
       "while True: signal.pause()",
-      # No handler of the signal that asks it to flush makes it end well.
+      # SIGXCPU asks the program to flush; no handler for it changes the verdict.
       _ON_XCPU.format("lambda *a: os._exit(0)") + _SLEEP,
       _ON_XCPU.format("signal.SIG_IGN") + _SLEEP,
     ],
@@ -130,7 +130,7 @@ def test_each_limit_ends_a_run(pool, changed, end, program):
 
 
 _FAKE = '{"event": "result", "result": {"verdict": "ok"}}'
-# Name -> (program, stdin, what it prints).
+# Name -> (program, stdin, its output).
 PRINTS = {
   "a verdict": (f"import os\nos.write(1, b'{_FAKE}')", "", _FAKE),
   "the zygote's pipes": (
@@ -197,7 +197,7 @@ def test_what_a_run_prints(pool, name):
 
 
 def test_large_stdin_and_output_at_once(pool):
-  # Both directions exceed what a pipe holds: a parent that writes first would hang.
+  # Both directions exceed a pipe's capacity: a parent that writes first would hang.
   program = "import sys\nfor line in sys.stdin:\n  sys.stdout.write(line)"
   text = "0123456789\n" * 100_000
   result = pool.run(program, text, Limits(output_bytes=2_000_000))
@@ -239,7 +239,7 @@ def test_files_stay_in_their_run(pool):
   )
   cwd, temporary, home = first.stdout.split()
   assert temporary.startswith(cwd) and home == cwd
-  assert cwd == "/tmp" or not os.path.exists(cwd)  # in the jail it is the run's own
+  assert cwd == "/tmp" or not os.path.exists(cwd)  # in the jail, /tmp is the run's own
   assert pool.run("import os\nprint(os.listdir('.'))").stdout == "[]\n"
 
 
@@ -403,13 +403,13 @@ def test_seed_and_clock_of_a_run_with_the_default_preload(where):
     draws = [pool.run(_DRAWS, limits=fixed(seed=n)).stdout for n in (1, 1, 2)]
     one, same, other = draws
     assert one == same != other and pool.run(_DRAWS).stdout not in draws
-    # Whatever the program, where a seed is given.
+    # With a seed, the draws do not depend on the program.
     assert pool.run(f"{_DRAWS} # x", limits=fixed(seed=1)).stdout == one
     times = pool.run(_TIMES, limits=fixed(clock_s=10**9))
     assert (times.stdout, times.stderr) == (_EXPECTED, "")
     assert pool.run("import time\nprint(time.time() > 1.5e9)").stdout == "True\n"
     if where == "subprocess" or MISSING:
-      return  # it has no sessions
+      return  # no sessions without a jail
     with pool.session(fixed(seed=1, clock_s=10**9)) as session:
       assert session.run(_DRAWS).stdout == one
       assert session.run(_TIMES).stdout == _EXPECTED

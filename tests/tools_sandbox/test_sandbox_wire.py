@@ -69,7 +69,7 @@ def test_malformed_results(row, message):
 
 @pytest.fixture
 def pipe():
-  """The ends of a pipe, as files: a test may close one."""
+  """Both ends of a pipe, as files, so that a test may close one."""
   read, write = os.pipe()
   with os.fdopen(read, "rb", 0) as out, os.fdopen(write, "wb", 0) as into:
     yield out, into

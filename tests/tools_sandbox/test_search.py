@@ -1,4 +1,4 @@
-"""Ranking, ties, persistence and the corpus formats."""
+"""SearchIndex: ranking, ties, persistence; corpus formats."""
 
 import concurrent.futures
 import json
@@ -34,7 +34,7 @@ def test_the_page_of_that_title_comes_first(index):
   assert _titles(index.search("Paris", 5))[0] == "0"
   assert _titles(index.search("  france ", 5))[0] == "1"
   assert _titles(index.search("BEYONCE KNOWLES", 5)) == ["3"]
-  assert _titles(index.search("lyon", 5)) == ["4", "2"]  # both; shorter text first
+  assert _titles(index.search("lyon", 5)) == ["4", "2"]  # both; the shorter text first
   # Pages without any of the words are never returned.
   assert _titles(index.search("houston", 5)) == ["3"]
   assert _titles(index.search("houston zzzz", 1)) == ["3"]
@@ -107,7 +107,7 @@ def test_a_corpus_without_words():
 
 
 def test_quiet_and_without_jax(tmp_path):
-  # bm25s imports jax where it can, and starts its backend.
+  # bm25s imports jax if it can, and starts its backend.
   program = (
     "import sys\nfrom tools_sandbox import client\n"
     "from tools_sandbox.search import index as search\n"

@@ -1,4 +1,4 @@
-"""The filter says of every system call what its tables say."""
+"""The seccomp filter follows its tables for every system call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS = ("x86_64-linux-gnu/asm/unistd_64.h", "asm/unistd_64.h")
 
 
 def kernel_numbers() -> dict[str, int]:
-  """Name -> number, as the kernel's table has it."""
+  """System call -> its number in the kernel's table."""
   pairs = re.findall(r"^(\w+) (\d+)$", TABLE.read_text(), re.MULTILINE)
   return {name: int(number) for name, number in pairs}
 
@@ -32,7 +32,7 @@ CODE = seccomp.build()
 
 
 def verdict(name: str | int, *arguments: int, arch: int = X86_64) -> int:
-  """What the kernel's interpreter of classic BPF would return."""
+  """The filter's verdict, as the kernel's classic BPF interpreter returns it."""
   number = KERNEL[name] if isinstance(name, str) else name
   code = CODE
   padded = (*arguments, *(0,) * (6 - len(arguments)))
@@ -54,7 +54,7 @@ def verdict(name: str | int, *arguments: int, arch: int = X86_64) -> int:
 
 
 def test_the_kernels_table_has_these_numbers():
-  # By name and by number: two of ours cannot be exchanged.
+  # Compared by name and number: two swapped numbers fail.
   assert len(KERNEL) > 350 and (KERNEL["read"], KERNEL["clone3"]) == (0, 435)
   ours = {name: KERNEL.get(name) for name in seccomp.NUMBERS}
   assert ours == seccomp.NUMBERS
@@ -82,7 +82,7 @@ def test_every_call_gets_what_its_table_says():
       error = seccomp._REFUSED.get(name, errno.EPERM)
       assert verdict(name) == REFUSE | error, name
   known = set(KERNEL.values())
-  for number in (*range(600), 0x40000000 | KERNEL["getpid"]):  # the last: x32's
+  for number in (*range(600), 0x40000000 | KERNEL["getpid"]):  # the last: an x32 call
     if number not in known:
       assert verdict(number) == REFUSE | errno.EPERM, number
 

@@ -27,7 +27,7 @@ TOKEN = "word-of-27-random-letters"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-  """Two slots, a token, small bodies."""
+  """A server with two slots, a token and small bodies."""
   path = tmp_path_factory.mktemp("token") / "token"
   path.write_text(TOKEN + "\n")
   arguments = ("--slots=2", "--max_body_mb=1", f"--token_file={path}")
@@ -37,14 +37,14 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def narrow():
-  """One slot and two places to wait; its programs see the host's files."""
+  """A server with one slot and a queue of two; programs see the host's files."""
   with serving("--slots=1", "--max_waiting=2", backend="subprocess") as running:
     yield running
 
 
 @pytest.fixture
 def threads():
-  """Callers."""
+  """Threads for concurrent callers."""
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
     yield pool
 
@@ -94,7 +94,7 @@ def test_giant_bodies_and_other_routes_are_refused(server: Server):
       yield b" " * 65536
 
   headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
-  with contextlib.suppress(httpx.TransportError):  # it may hang up before all was sent
+  with contextlib.suppress(httpx.TransportError):  # it may hang up early
     reply = httpx.post(
       server.url + "/run", content=endless(), headers=headers, timeout=LONG
     )
@@ -181,7 +181,7 @@ def is_closed(server: Server) -> bool:
   except httpx.ConnectError:
     return True
   except httpx.TransportError:
-    return False  # let in, and then closed
+    return False  # accepted, then closed
   return False
 
 
@@ -227,7 +227,7 @@ def test_sigterm_lets_what_runs_end_and_refuses_the_rest(threads, tmp_path):
 def test_what_cannot_be_served_is_refused_at_once(
   monkeypatch, capsys, arguments, words
 ):
-  monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own stay
+  monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep pytest's handlers
   with pytest.raises(SystemExit) as end:
     service.main(arguments)
   assert end.value.code == 2 and words in capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_what_cannot_be_served_is_refused_at_once(
 @pytest.mark.parametrize(
   ("arguments", "missing", "backend"),
   [
-    ([], ["no namespaces"], "jail"),  # which then refuses to start
+    ([], ["no namespaces"], "jail"),  # the jail then refuses to start
     (["--allow-weaker"], ["no namespaces"], "subprocess"),
     (["--allow-weaker"], [], "jail"),
     (["--backend=subprocess"], [], "subprocess"),
@@ -262,7 +262,7 @@ def test_what_is_lost_is_said(monkeypatch, capsys, arguments, missing, backend):
 
 
 def test_no_mix_of_clients_loses_a_place(narrow: Server, threads):
-  """Clients that leave at any moment, late ones, wrong ones: all is free afterwards."""
+  """Clients hang up, miss deadlines or send bad JSON; nothing stays occupied."""
   address = ("127.0.0.1", httpx.URL(narrow.url).port)
   head = "POST /run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
   files = pathlib.Path("/proc", str(narrow.process.pid), "fd")

@@ -1,4 +1,4 @@
-"""Sessions: what lives between cells, what ends them, what a hostile cell cannot do."""
+"""Sessions: state between cells, ends of sessions, hostile cells."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.jail.wire import Limits, Verdict
 
 pytestmark = needs_jail
-# A module that is not there is skipped, but tells our slots' processes from others.
+# The preload skips a missing module; its name identifies our slots' processes.
 MARK = f"no_module_{os.getpid()}"
 
 
@@ -28,7 +28,7 @@ LIMITS = Limits(wall_s=60, cpu_s=300)
 def jailed():
   with open_pool("jail", limits=LIMITS) as pool:
     yield pool
-    assert pool.replaced == 0  # no cell of this file has spoilt the slot
+    assert pool.replaced == 0  # no cell of this file broke the slot
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def served():
 
 @pytest.fixture(params=["jailed", "served"])
 def pool(request):
-  """In this process, or behind a service; `jailed` alone is for attacks and timing."""
+  """A pool, local or behind a service; attacks and timing use only `jailed`."""
   return request.getfixturevalue(request.param)
 
 
@@ -94,7 +94,7 @@ def test_errors_show_the_lines_of_the_cell_they_come_from(pool):
   assert "of the first" in text and "of the second" in text and "/" not in text
 
 
-# Name -> (cell, changed limits, verdict, a word of stderr) of a cell that ends it.
+# Cells that end a session: name -> (cell, changed limits, verdict, word of stderr).
 ENDS = {
   "hangs": ("print('a')\nwhile True: pass", {"wall_s": 1.5}, Verdict.TIMEOUT, "1.5 s"),
   "sleeps": ("import time\ntime.sleep(600)", {"wall_s": 1.5}, Verdict.TIMEOUT, "1.5 s"),
@@ -129,7 +129,7 @@ def test_a_cell_that_ends_the_session(pool, name):
     assert "the session has ended" in result.stderr and not s.alive
     with pytest.raises(SessionEnded):
       s.run("print(x)")
-    # Its slot is free at once, and knows nothing of it.
+    # The slot is free at once, without the session's variables.
     assert pool.run("print('x' in globals())").stdout == "False\n"
 
 
@@ -149,13 +149,13 @@ def test_time_is_each_cells_and_cpu_all_cells_together(pool):
 def test_disk_and_output_are_limited(pool):
   limits = Limits(wall_s=60, disk_mb=4, output_bytes=1000)
   with pool.session(limits) as s:
-    for _ in range(3):  # output: of each cell
+    for _ in range(3):  # output is limited per cell
       result = s.run("print('a' * 900)")
       assert len(result.stdout) == 901 and not result.truncated
     assert s.run("print('a' * 1_000_000)").truncated
     write = "open('%s', 'wb').write(b'x' * (3 << 20))"
     assert s.run(write % "a").verdict == Verdict.OK
-    assert "No space left" in s.run(write % "b").stderr  # disk: of all cells
+    assert "No space left" in s.run(write % "b").stderr  # disk is limited per session
 
 
 def test_a_long_cell_and_a_flood_do_not_wedge(pool):
@@ -163,7 +163,7 @@ def test_a_long_cell_and_a_flood_do_not_wedge(pool):
     assert s.run("x = '" + "y" * 3_000_000 + "'\nprint(len(x))").stdout == "3000000\n"
     flood = "import os, threading\ndef f():\n  while True: os.write(1, b'z' * 65536)\n"
     s.run(flood + "threading.Thread(target=f, daemon=True).start()")
-    result = s.run("x = 5")  # a thread of an earlier cell writes for ever
+    result = s.run("x = 5")  # a thread of an earlier cell still writes
     assert result.verdict == Verdict.OK and set(result.stdout) <= set(
       "z.[]0123456789 bytescut"
     )
@@ -177,7 +177,7 @@ def test_a_fork_that_falls_out_of_its_cell_is_not_asked(jailed):
       assert s.run(f"print({i}, pid > 0)").stdout == f"{i} True\n"
 
 
-# What a program can write to: its own three pipes and the two of its session.
+# Writes a forged result to all descriptors but stdio: two belong to the session.
 _FORGE = (
   "import json, os, struct\n"
   "body = json.dumps({'event': 'result', 'alive': True, 'result': {'stdout': 'FORGED',"
@@ -203,14 +203,14 @@ def test_what_a_cell_forges_stays_in_its_session(jailed):
 
 
 def test_an_end_told_too_early_changes_only_what_it_says_of_itself(jailed):
-  """The most that a hostile cell can do to the next one of its own session."""
+  """The worst a hostile cell can do to the next cell of its session."""
   early = (
     "import os, time\n"
     "for fd in range(3, 256):\n  try: os.write(fd, bytes(9))\n  except OSError: pass\n"
-    "time.sleep(1.5)\nprint('late')\nos._exit(9)"  # when the next cell has begun
+    "time.sleep(1.5)\nprint('late')\nos._exit(9)"  # after the next cell has begun
   )
   with jailed.session() as s:
-    assert _outcome(s.run(early)) == ("", Verdict.OK)  # it lied
+    assert _outcome(s.run(early)) == ("", Verdict.OK)  # a forged end
     result = s.run("print('never run')")
     assert result.exit_code == 9 and not s.alive and "never" not in result.stdout
 
@@ -230,7 +230,7 @@ def test_what_happens_between_cells_is_limited_too(jailed):
   with jailed.session(limits) as s:
     s.run("import threading\ndef f():\n  while True: pass\n"
           "threading.Thread(target=f, daemon=True).start()")  # fmt: skip
-    # Asked next, a cell finds the session ended, or sees it end.
+    # The session ends before this cell or during it.
     result = s.run("import time\ntime.sleep(250)")
     assert result.verdict == Verdict.TIMEOUT and "CPU" in result.stderr
 
@@ -247,7 +247,7 @@ def test_a_session_holds_a_slot_for_its_life():
     soon(lambda: pool.waiting)
     assert s.run("print(2)").stdout == "2\n" and not run.done()
     s.close()
-    s.close()  # again: nothing
+    s.close()  # no effect
     assert run.result(60).stdout == "1\n" and pool.replaced == 0
     with pytest.raises(SessionEnded):
       s.run("1")
@@ -272,7 +272,7 @@ def test_a_zygote_that_dies_ends_its_session_not_the_pool():
       (slot,) = (p for p, words in children(os.getpid()).items() if MARK in words)
       os.kill(slot, signal.SIGKILL)
       while (result := s.run("assert x == 1")).verdict == Verdict.OK:
-        pass  # what is below the one that was killed dies a moment later
+        pass  # its descendants die a moment later
       assert result.verdict == Verdict.INFRASTRUCTURE and not s.alive
     with pool.session() as s:
       assert s.run("print(3)").stdout == "3\n"

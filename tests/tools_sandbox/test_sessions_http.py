@@ -1,4 +1,4 @@
-"""Sessions over HTTP, and clients that hang up: against a real server process."""
+"""Sessions over HTTP, and lost clients; with a real server process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server(tmp_path_factory):
     "--slots=1", f"--token_file={token}", "--max_waiting=2", token="word"
   ) as s:
     yield s
-    # Nothing of this file has cost the server its zygote.
+    # No test in this file broke the server's zygote.
     assert s.metric("sandbox_zygotes_replaced_total") == 0
 
 
@@ -54,7 +54,7 @@ def test_seed_and_clock_go_over_http(remote):
 def test_a_session_that_nobody_closes_ends_with_its_lease(server, remote):
   s = remote.session(lease_s=1.0)
   assert s.run("x = 1").verdict == Verdict.OK
-  # The only slot comes free without anybody closing anything.
+  # The only slot becomes free, though nobody closed the session.
   assert remote.run("print(2)").stdout == "2\n"
   with pytest.raises(SessionEnded):
     s.run("print(x)")
@@ -72,7 +72,7 @@ def test_a_session_is_nobodys_without_token_and_name(server):
   for body in ({"program": 1}, {"program": "1", "timeout_s": 1}, {}):
     assert server.post(f"/session/{name}", json=body).status_code == 400
   running = server.send(f"/session/{name}", {"program": _SLEEP})
-  # Only one cell at a time; an idle session gives 200, so it is asked until it is not.
+  # Only one cell at a time: 409. Until the slow cell has begun, the status is 200.
   soon(lambda: _cell_status(server, name) == 409)
   running.close()
   idle(server)
@@ -113,7 +113,7 @@ def test_sessions_are_under_back_pressure(server, remote):
     waiting = [server.send("/run", {"program": "1"}) for _ in range(2)]
     soon(lambda: server.health()["waiting"] == 2)
     assert server.post("/session", json={}).status_code == 503
-    # A session that has its slot is served all the same.
+    # A session with a slot is still served.
     assert s.run("print(3)").stdout == "3\n"
   for sock in waiting:
     assert b"200" in sock.recv(99)
@@ -129,11 +129,11 @@ def test_a_client_that_hangs_up_in_the_middle_frees_the_slot(server, how):
   else:
     sock = server.send("/run", {"program": _SLEEP, "timeout_s": 60})
   soon(lambda: server.health()["busy"] == 1)
-  time.sleep(0.3)  # most likely in the middle of it; earlier must do as well
+  time.sleep(0.3)  # probably in the middle of it; earlier must work too
   began = time.monotonic()
   sock.close()
   idle(server)
-  assert time.monotonic() - began < 40  # it would have slept for 50
+  assert time.monotonic() - began < 40  # the program sleeps for 50
   assert server.run("print(1)").json()["stdout"] == "1\n"
   assert server.metric("sandbox_refused_total", reason="gone") >= 1
 

@@ -1,4 +1,4 @@
-"""Configs of tools that make no sense are refused, and say why."""
+"""Invalid tool configs are rejected; the error says why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools_sandbox.web.web_search import WebConfig
 URL = "http://a"
 NO_URL = "must start with http:// or https://"
 COMMAND = ("b",)
-# Class -> (its fields, what is said of them).
+# Config class -> (its fields, words of the error).
 WRONG = {
   ChatConfig: [
     ({"base_url": "x", "model": "m"}, NO_URL),

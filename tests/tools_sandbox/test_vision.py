@@ -1,4 +1,4 @@
-"""visual_inspector: which images it looks at, and what it sends to the model."""
+"""visual_inspector: accepted images, and requests to the model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_headers_are_read_from_the_bytes(kind: str, more):
   data = picture(kind, (301, 207), **more)
   assert read_header(data) == Image(f"image/{kind.lower()}", 301, 207)
   for end in range(0, 40):
-    read_header(data[:end])  # whatever it says, it does not fail
+    read_header(data[:end])  # any result, but no exception
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_any_bytes_are_an_image_with_a_size_or_none(head: bytes, rest: bytes):
 
 @pytest.mark.parametrize("where", ["file", "url"])
 def test_the_model_sees_the_image_and_the_question(server, inspect, where: str):
-  server.actions["/x.txt"] = lambda r: r.send(picture(), "image/jpeg")  # it lies
+  server.actions["/x.txt"] = lambda r: r.send(picture(), "image/jpeg")  # a wrong type
   path = "red.png" if where == "file" else server.url + "/x.txt"
   assert inspect(ask(path, question="\ud800 Which colour?")) == "a red box"
   request = server.requests[-1]

@@ -1,4 +1,4 @@
-"""web_search against a real server that speaks Serper's JSON and misbehaves."""
+"""web_search against a mock Serper server, which also misbehaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server(server):
 
 @pytest.fixture
 def search(server, tmp_path):
-  """Makes a search of the server with changes to its config."""
+  """Makes a `WebSearch` on the server, with changes to its config."""
   searches = []
   (tmp_path / "key").write_text(KEY + "\n")
 
@@ -68,7 +68,7 @@ def test_the_cache_outlives_the_run_and_the_block_list(server, search, tmp_path)
   with pytest.raises(Unavailable):
     search(cache=path)("something else", LONG)
   server.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
-  assert search(cache=path).hits("something else", LONG)  # the failure was not kept
+  assert search(cache=path).hits("something else", LONG)  # the failure was not cached
 
 
 @pytest.mark.parametrize("rows", ["{", "[1]", "null", "[[1, 2, 3, 4]]", '["abcd", 5]'])
@@ -80,7 +80,7 @@ def test_a_poisoned_entry_is_asked_for_again(server, search, tmp_path, rows: str
     base.execute("UPDATE answers SET rows = ?", (rows,))
   base.close()
   assert len(one.hits("Ur", LONG)) == 2 and len(server.requests) == 2
-  assert len(one.hits("Ur", LONG)) == 2 and len(server.requests) == 2  # mended
+  assert len(one.hits("Ur", LONG)) == 2 and len(server.requests) == 2  # repaired
 
 
 def test_a_file_that_is_no_cache_is_refused_and_kept(search, tmp_path):
@@ -176,7 +176,7 @@ def test_who_is_at_fault_and_the_key_is_told_to_nobody(
   with pytest.raises(fault, match=f"status {status}") as error:
     search()("Ur", LONG)
   in_time()
-  assert len(server.requests) == 1  # trying again cannot help
+  assert len(server.requests) == 1  # a retry cannot help
   assert KEY not in str(error.value) and KEY not in caplog.text
   with pytest.raises(Unavailable, match="ConnectError"):
     search(endpoint="http://127.0.0.1:1/search")("Ur", LONG)

@@ -1,11 +1,11 @@
-"""Writes cases.json: the inputs that the peers and we compute losses from.
+"""Writes cases.json: the shared inputs for our losses and the peers'.
 
   python tests/learner/oracles/make_cases.py
 
-Each case is 8 rows of 12 tokens, two groups of 4, three rows with holes
-(observations): `near` is a little off-policy, `far` a lot, so that every bound is
-active, and `hard` has a row without a policy token, one with a single one, a group
-without variance, and log-ratios beyond every clamp.
+Each case has 8 rows with 12 tokens, in two groups of 4; three rows have holes
+(observations). `near` is slightly off-policy. `far` is far off-policy, so every bound
+is active. `hard` has a row without policy tokens, a row with only one, a group without
+variance, and log-ratios beyond every clamp.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ B, T, K = 8, 12, 4
 
 
 def case(seed: int, drift: float, hard: bool = False) -> dict[str, list]:
-  """Arrays of one case, as lists: [B], or [B, T]."""
+  """One case's arrays as lists, [B] or [B, T]."""
   rng = np.random.default_rng(seed)
   mask = np.zeros((B, T))
   for row, n in enumerate((12, 9, 5, 12, 7, 11, 3, 8)):

@@ -1,10 +1,10 @@
-"""What TRL 1.16.0 computes from cases.json; prints JSON {case: {quantity: value}}.
+"""TRL 1.16.0's results for cases.json; prints JSON {case: {quantity: value}}.
 
   PYTHON tests/learner/oracles/of_trl.py > tests/learner/oracles/trl.json
 
-PYTHON of an environment with torch 2.13.0 (CPU), trl 1.16.0, transformers, accelerate,
-datasets. The trainer's own `_compute_loss` runs unbound, on a stub whose model answers
-with the case's log-probs; advantages are cut out of its method and run as they are.
+PYTHON is an interpreter with torch 2.13.0 (CPU), trl 1.16.0, transformers, accelerate,
+datasets. The trainer's own `_compute_loss` runs unbound, on a stub whose model returns
+the case's log-probs. The advantage lines are cut from its method and run unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from trl.trainer import grpo_trainer, rloo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-# Ours -> TRL's name of the aggregation.
+# Aggregation: our name -> TRL's name.
 LOSS_TYPES = {
   "token-mean": "dapo",
   "seq-mean-token-mean": "grpo",
@@ -29,14 +29,14 @@ LOSS_TYPES = {
 
 
 class Metrics(dict):
-  """Takes whatever is logged."""
+  """Accepts and discards every logged metric."""
 
   def __missing__(self, key: str) -> list:
     return []
 
 
 def trainer(logp: torch.Tensor, **changes):
-  """A stub with all that `_compute_loss` reads."""
+  """A stub with every attribute that `_compute_loss` reads."""
   settings = dict(
     loss_type="dapo",
     epsilon_low=io.CLIP_LOW,
@@ -113,7 +113,7 @@ def losses(c: dict[str, torch.Tensor]) -> dict:
 
 
 def cut(module, method, first: str, last: str) -> str:
-  """The statements of a method from the one that starts so to the one that does so."""
+  """A method's statements, from one that starts with `first` to one with `last`."""
   tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
   for node in ast.walk(tree):
     for field in ("body", "orelse"):
@@ -127,7 +127,7 @@ def cut(module, method, first: str, last: str) -> str:
 
 
 def group_advantages(reward: torch.Tensor, scale: str) -> list:
-  """GRPO's, by the lines of the trainer."""
+  """GRPO advantages, computed by the trainer's own lines."""
   method = GRPOTrainer._generate_and_score_completions
   lines = cut(
     grpo_trainer,
@@ -145,7 +145,7 @@ def group_advantages(reward: torch.Tensor, scale: str) -> list:
 
 
 def leave_one_out(reward: torch.Tensor) -> list:
-  """RLOO's, by the lines of its trainer."""
+  """RLOO advantages, computed by its trainer's own lines."""
   method = rloo_trainer.RLOOTrainer._generate_and_score_completions
   lines = cut(rloo_trainer, method, "grouped_rewards = ", "if num_generations > 1")
   names = vars(rloo_trainer) | {
@@ -158,15 +158,15 @@ def leave_one_out(reward: torch.Tensor) -> list:
 
 
 def compute(case: dict[str, np.ndarray]) -> dict:
-  """All of it."""
+  """Computes every quantity for a case."""
   c = {k: torch.tensor(v, dtype=torch.float64) for k, v in case.items()}
   out = {
     "advantage/grpo-1e-4": group_advantages(c["reward"], "group"),
     "advantage/dr_grpo": group_advantages(c["reward"], "none"),
     "advantage/rloo": leave_one_out(c["reward"]),
   }
-  # Its means over rows count those without a policy token, so `hard` is left to others;
-  # and it clamps no log-ratio.
+  # TRL's means over rows include rows without policy tokens, and it clamps no
+  # log-ratio; so other peers cover the losses for `hard`.
   return out if (case["mask"].sum(1) == 0).any() else out | losses(c)
 
 

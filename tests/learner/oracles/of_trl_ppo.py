@@ -1,11 +1,11 @@
-"""What PPO of TRL 1.12.0 computes from cases.json; prints {case: {quantity: value}}.
+"""TRL 1.12.0's PPO results for cases.json; prints {case: {quantity: value}}.
 
   PYTHONPATH=TRL PYTHON tests/learner/oracles/of_trl_ppo.py \\
     > tests/learner/oracles/trl_ppo.json
 
-TRL is a folder with trl 1.12.0 (the last to have PPO), PYTHON as for of_trl.py. The
-trainer has these lines inside its loop; they are cut out and run as they are. It knows
-no observations: rows are taken whole, up to their last policy token.
+TRL is a folder with trl 1.12.0 (the last version with PPO), PYTHON as for of_trl.py.
+The lines are cut from the trainer's loop and run unchanged. It does not support
+observations, so every token up to a row's last policy token counts as the policy's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trl.experimental.ppo import ppo_trainer
 
 
 def compute(case: dict[str, np.ndarray]) -> dict:
-  """GAE and returns of rows without holes, and both losses."""
+  """GAE, returns and both losses, with the holes in rows filled."""
   c = {k: torch.tensor(v, dtype=torch.float64) for k, v in case.items()}
   if (case["mask"].sum(1) == 0).any():
     return {}
   B, T = case["mask"].shape
-  # Whole rows: what is a hole in other checks is a policy token here.
+  # Whole rows: holes in the other checks are policy tokens here.
   last = T - 1 - case["mask"][:, ::-1].argmax(1)
   whole = torch.tensor(np.arange(T) <= last[:, None])
   reward = -io.KL * (c["old"] - c["reference"]) * whole

@@ -1,9 +1,9 @@
-"""What google-tunix 0.1.7 computes from cases.json; prints {case: {quantity: value}}.
+"""google-tunix 0.1.7's results for cases.json; prints {case: {quantity: value}}.
 
   PYTHON tests/learner/oracles/of_tunix.py > tests/learner/oracles/tunix.json
 
-PYTHON of an environment with google-tunix 0.1.7. Its losses call a model for log-probs;
-that call is replaced by one that answers with the case's. In float32, as tunix does.
+PYTHON is an interpreter with google-tunix 0.1.7. Its losses call a model for log-probs;
+a replacement for that call returns the case's log-probs. All in float32, like tunix.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def losses(c: dict[str, jax.Array]) -> dict:
 
 
 def rest(c: dict[str, jax.Array]) -> dict:
-  """Advantages, GAE, KL estimates, the value loss."""
+  """Advantages, GAE, KL estimates and the value loss."""
   out, mask = {}, c["mask"]
   reward = np.asarray(c["reward"])
   out["advantage/grpo"] = algo_core.compute_advantages(reward, 4)
@@ -102,7 +102,7 @@ def rest(c: dict[str, jax.Array]) -> dict:
   )
 
   def value_loss(value):
-    # The model's answer has one value before the first token and one after the last.
+    # The model returns T + 1 values: one before each token and one after the last.
     padded = jnp.pad(value, ((0, 0), (0, 1)))
     common.compute_score = lambda *a, **k: padded
     return algo_core.ppo_value_loss_fn(None, example, io.VALUE_CLIP, 0, 0)[0]
@@ -112,7 +112,7 @@ def rest(c: dict[str, jax.Array]) -> dict:
 
 
 def compute(case: dict[str, np.ndarray]) -> dict:
-  """All of it."""
+  """Computes every quantity for a case."""
   c = {k: jnp.asarray(v, jnp.float32) for k, v in case.items()}
   return losses(c) | rest(c)
 

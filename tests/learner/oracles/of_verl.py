@@ -1,10 +1,10 @@
-"""What verl 0.9.1 computes from cases.json; prints JSON {case: {quantity: value}}.
+"""verl 0.9.1's results for cases.json; prints JSON {case: {quantity: value}}.
 
   PYTHON tests/learner/oracles/of_verl.py > tests/learner/oracles/verl.json
 
-PYTHON of an environment with torch 2.13.0 (CPU), verl 0.9.1 --no-deps, tensordict 0.10,
+PYTHON is an interpreter with torch 2.13.0 (CPU), verl 0.9.1 --no-deps, tensordict 0.10,
 ray, transformers<5.11, accelerate, datasets, hydra-core, codetiming, pandas, peft,
-torchdata, pylatexenc, dill. Everything in float64.
+torchdata, pylatexenc, dill. All in float64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AGGREGATIONS = (
   "seq-mean-token-sum",
   "seq-mean-token-sum-norm",
 )
-# Weights of the sampler's mismatch: (level, verl's threshold).
+# Importance weights for the sampler's mismatch: (level, verl's threshold).
 IMPORTANCE = {
   "token-truncate": ("token", 2.0),
   "sequence-truncate": ("sequence", 2.0),
@@ -34,7 +34,7 @@ IMPORTANCE = {
 
 
 def actor(dual_clip: float, clip_low: float = io.CLIP_LOW):
-  """verl's config of a policy loss; its dual clip can only be raised out of reach."""
+  """verl's policy loss config. Its dual clip has no off switch; 1e30 disables it."""
   return ActorConfig(
     strategy="fsdp",
     rollout_n=4,
@@ -74,8 +74,8 @@ def losses(c: dict[str, torch.Tensor]) -> dict:
       out[f"loss/{name}/{mode}"] = loss.item()
       if mode in AGGREGATIONS[:2]:
         out[f"grad/{name}/{mode}"] = logp.grad.tolist()
-  # On-policy distillation, as verl.trainer.distillation.losses puts it together, where
-  # the learner is still the sampler: minus k1 to the teacher is the advantage.
+  # On-policy distillation as in verl.trainer.distillation.losses, while learner and
+  # sampler are equal: the advantage is minus k1 to the teacher.
   logp = c["old"].clone().requires_grad_()
   advantage = -verl.kl_penalty(logp, c["reference"], "k1").detach()
   f, config = variants["clip"]
@@ -86,7 +86,7 @@ def losses(c: dict[str, torch.Tensor]) -> dict:
 
 
 def rest(c: dict[str, torch.Tensor]) -> dict:
-  """Advantages, KL estimates, the value loss."""
+  """Advantages, KL estimates and the value loss."""
   out, mask = {}, c["mask"]
   last = mask.cumsum(1).argmax(1)  # the last policy token; 0 in an empty row
   reward = torch.zeros_like(mask)
@@ -132,7 +132,7 @@ def rest(c: dict[str, torch.Tensor]) -> dict:
 
 
 def compute(case: dict[str, np.ndarray]) -> dict:
-  """All of it."""
+  """Computes every quantity for a case."""
   c = {k: torch.tensor(v, dtype=torch.float64) for k, v in case.items()}
   return losses(c) | rest(c)
 
