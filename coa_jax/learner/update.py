@@ -258,7 +258,9 @@ class PolicyUpdate:
     own: list[int] = []
     for part, c, p in zip(parts, contexts, packed, strict=True):
       own += [len(counts) + i for i in p.own]
-      owners += [sum(map(len, map(_graded, groups))) + i for i in c.owners]
+      # Trajectories are numbered within their part, from 0.
+      begin = owners[-1] + 1 if owners else 0
+      owners += [begin + i for i in c.owners]
       groups += part
       rows += c.rows
       counts += p.counts

@@ -183,7 +183,7 @@ const legend = document.getElementById('legend');
 const present = new Set(rows.flatMap(r => r.roles));
 for (const role of Object.keys(data.kinds)) if (present.has(role)) chip(role, legend);
 element('span', '', 'written by', legend);
-for (const author of ['policy', 'tool', 'environment'])
+for (const author of ['policy', 'tool', 'carried', 'environment'])
   element('b', 'span r-other by-' + author, author, legend);
 if (rows.some(r => r.mean !== null)) {
   const example = element('span', 'example r-other', undefined, legend);
