@@ -2,17 +2,17 @@
 
 Writes into the workdir:
   config.json          the config, and the commit; written first
-  calls.jsonl          with backend "chat": every call of the model and of a tool, as it
-                       came back; an interrupted run resumes from it
+  calls.jsonl          with backend "chat": every model and tool call, as it came back;
+                       an interrupted run resumes from these
   runs.jsonl           every finished run, appended as it ends; in task order at the end
-  selections.jsonl     with teacher.select: which run of each task was taken, and why
-  violations.jsonl     with section violations: the calls of its judge, likewise
+  selections.jsonl     with teacher.select: each task's chosen run, and why
+  violations.jsonl     with section violations: its judge's calls, likewise
   trajectories.jsonl   the filtered training set
   teacher.jsonl        each run's reward, answer, calls and cost, for `report`
-  funnel.png           what every stage kept and dropped
+  funnel.png           counts kept and dropped by every stage
   statistics.png       lengths and roles before and after the filters
-  manifest.json        config, counts per stage and drop reason, those lengths and
-                       roles (before, after), git commit, sha256
+  manifest.json        config, counts per stage and drop reason, lengths and roles
+                       before and after, git commit, sha256
   results.json         the figures
   README.md            a Hugging Face dataset card, unless a user wrote one
 
@@ -137,7 +137,7 @@ class DistillConfig:
   violations: ViolationsConfig | None = None
 
   def __post_init__(self):
-    # An unread section would be silently ignored.
+    # Without this check, an unread section would be silently ignored.
     backend = self.teacher.backend
     for name in ("scripted", "chat"):
       if getattr(self, name) is not None and name != backend:
@@ -157,7 +157,7 @@ class DistillConfig:
       )
 
   def violations_key(self, api_key: str | None) -> str | None:
-    """Returns the key, unless it belongs to another endpoint, the team's."""
+    """Returns the API key for `violations`; None if its endpoint is not the team's."""
     if self.chat is None or self.violations is None:
       return api_key
     if self.violations.base_url != self.chat.base_url:
@@ -178,11 +178,11 @@ def run(
 
   Args:
     config: as `DistillConfig` says.
-    workdir: folder of all outputs; an interrupted run with the same config resumes.
-    api_key: for the endpoint of backend "chat", and of `violations` if it is the same
-      or there is no such backend.
-    shard: plays only this part of the tasks, into `LOGS`. With the other parts' logs
-      beside them, the whole distillation resumes from there.
+    workdir: the output folder; an interrupted run with the same config resumes.
+    api_key: for the endpoint of backend "chat"; also for `violations`, if that has the
+      same endpoint or there is no such backend.
+    shard: plays only this part of the tasks, into `LOGS`. With all parts' logs joined,
+      the whole distillation resumes from there.
 
   Returns:
     The contents of results.json.
@@ -214,7 +214,7 @@ def run(
   runs = RunFile(os.path.join(workdir, RUNS))
   own_tasks = shard.of(tasks) if shard else tasks
   jobs = list(itertools.product(own_tasks, range(teacher.samples)))
-  bill = {}  # the endpoint's requests, if there is one
+  bill = {}  # the endpoint's usage, if there is one
   with contextlib.ExitStack() as stack:
     stack.enter_context(grader)
     backends = _backends(settings, tasks, api_key, stack)
@@ -251,7 +251,7 @@ def run(
   )
   before = plots.Statistics.of([t for _, t in pairs], tokens=False)
   filtered, funnel, inspected = _filtered(settings, variant, pairs, workdir, api_key)
-  # Copies of the chosen ones, in other tool formats; they come last.
+  # Copies of kept trajectories, in other tool formats, come last.
   augmented = augmented_copies(filtered, variant, settings.formats)
   after = plots.Statistics.of(filtered, tokens=False)
   write_jsonl(os.path.join(workdir, TEACHER), costs)
@@ -312,7 +312,7 @@ def _run_one(
   encode: Encode,
   grader: Grader,
 ) -> Run:
-  """One run of the team, graded; calls of an interrupted run come from the journal."""
+  """Plays and grades one team run; an interrupted run replays its journal."""
   backend = backends[sample]
   call = toolbox.call
   # Between the team and its endpoint: replay, and the journal.
@@ -330,7 +330,7 @@ def _draw(
   before: plots.Statistics,
   after: plots.Statistics,
 ) -> None:
-  """The pictures of the filters."""
+  """Writes the filters' pictures."""
   pictures = {
     "funnel.png": plots.funnel_bars(funnels),
     "statistics.png": plots.filter_statistics(before, after),
@@ -350,7 +350,7 @@ def _filtered(
   workdir: str,
   api_key: str | None,
 ) -> tuple[list[Trajectory], dict[str, Any], dict[str, Any]]:
-  """Returns the kept trajectories; the funnel; and the inspection's result."""
+  """Returns the kept trajectories, the funnel, and the inspection's result."""
   apply = functools.partial(
     filter_trajectories, pairs, variant, grade_known, settings.filters
   )
@@ -358,7 +358,7 @@ def _filtered(
     filtered, funnel = apply()
     return filtered, funnel, {}
   path = os.path.join(workdir, VIOLATIONS)
-  # The team's key is for the team's endpoint, and is shown to no other.
+  # The team's key is only for the team's endpoint.
   key = settings.violations_key(api_key)
   with ViolationInspector(settings.violations, path, key) as inspector:
     filtered, funnel = apply(functools.partial(_shown, inspector, workdir))
@@ -368,7 +368,7 @@ def _filtered(
 def _shown(
   inspector: ViolationInspector, workdir: str, trajectories: Sequence[Trajectory]
 ) -> Iterator[Inspection]:
-  """The inspector's verdicts, with progress."""
+  """Yields the inspector's verdicts, and logs progress."""
   total = len(trajectories)
   with Metrics(workdir, stage="inspect", total=total, unit="trajectory") as metrics:
     for done, verdict in enumerate(inspector(trajectories), 1):
@@ -383,7 +383,7 @@ def _backends(
   api_key: str | None,
   stack: contextlib.ExitStack,
 ) -> list[ModelBackend]:
-  """One backend for each sample of a task."""
+  """Returns one backend per sample of a task."""
   samples = settings.teacher.samples
   if settings.chat is not None:
     # One for all: an endpoint draws anew for each sample.
@@ -414,10 +414,10 @@ def _run_all(
   budget: one loop of a pool, its progress and its ends.
 
   Raises:
-    InfrastructureError: so many failed in a row that the others would, too.
+    InfrastructureError: so many runs failed in a row that others would, too.
   """
-  # --- Leave out jobs finished by earlier starts. Their rewards count in the progress
-  # shown.
+  # --- Leave out jobs finished by earlier starts; the shown progress counts their
+  # rewards.
   todo: list[tuple[Task, int]] = []
   num_ended = 0
   total_reward = 0.0
@@ -429,7 +429,7 @@ def _run_all(
       num_ended += 1
       total_reward += finished.reward or 0.0
 
-  # --- Run the others, twice as many submitted as there are workers.
+  # --- Run the others; submit up to twice as many as there are workers.
   num_failed = 0
   failed_in_a_row = 0
   queue = iter(todo)
@@ -477,7 +477,7 @@ def _run_all(
               figure += f"  {journal.spent()}"
             metrics.log(num_ended, values, figure)
   except BaseException:
-    # Runs on their way end at their next call: nobody would read them.
+    # Unfinished runs end at their next call: nobody would read them.
     if journal is not None:
       journal.stop()
     raise
@@ -493,7 +493,7 @@ def _select_all(
   workdir: str,
   teacher: TeacherConfig,
 ) -> dict[str, Selection] | None:
-  """The best run of each task, by task id; in selections.jsonl, too; or None."""
+  """Selects each task's best run, by task id, into selections.jsonl; or None."""
   if journal is None or not teacher.select:
     return None
 

@@ -1,4 +1,4 @@
-"""Evaluation of a model on tasks with real tools, greedy and sampled.
+"""Evaluates a model on tasks with real tools, greedily and by sampling.
 
 budget: a stage is one page.
 """
@@ -70,9 +70,9 @@ class EvalConfig:
   Attributes:
     greedy: True to play every task once at temperature 0.
     samples: further attempts per task at `temperature`; 3 or more for pass@3.
-    temperature: their temperature.
-    k: of pass@k (one of k samples is right) and of votes (the most frequent answer of k
-      samples is right), each at most `samples`. A finished evaluation may be scored
+    temperature: the further attempts' temperature.
+    k: for pass@k (one of k samples is right) and votes (the most frequent answer among
+      k samples is right), each at most `samples`. A finished evaluation may be scored
       again with others.
   """
 
@@ -90,7 +90,7 @@ class EvalConfig:
         f"temperature is {self.temperature}; it must be above 0, `greedy` plays at 0"
       )
     for k in self.k:
-      # The default does not imply a number of samples.
+      # The default k may exceed `samples`.
       if k < 1 or (k > self.samples and self.k != scores.KS):
         if not self.samples:
           raise ValueError("samples is 0, so no k can be given: pass@k takes k samples")
@@ -104,7 +104,7 @@ class EvaluateConfig:
 
   Attributes:
     init: a model folder.
-    tasks: to play.
+    tasks: the tasks to play.
     model: loading options of the folder.
     mesh: use of the devices.
     rollout: options of playing a trajectory.
@@ -141,22 +141,22 @@ def run(
 
   Args:
     config: as `EvaluateConfig` says.
-    workdir: folder of all outputs. No finished attempt is played again: each is in a
-      file of its stage (`sampled.part.jsonl`) at once. Several processes share it: each
-      plays its part of the tasks and writes those attempts, all but the first into
-      their own folders. All have the whole `results.json`.
-    shard: plays this part of the tasks only, into `LOGS`, and scores nothing. With the
-      other parts' logs beside them, the whole evaluation resumes from there.
+    workdir: the output folder. Each finished attempt is written to its stage's file
+      (`sampled.part.jsonl`) at once, and never played again. Several processes share
+      the folder: each plays its part of the tasks and writes its attempts, all but the
+      first into their own folders. Each process has the whole `results.json`.
+    shard: plays only this part of the tasks, into `LOGS`, and scores nothing. With all
+      parts' logs joined, the whole evaluation resumes from there.
 
   Returns:
-    The contents of `results.json`: the figures of `scores.summary`, the same by
-    `by_source` and `by_family` of the tasks, `usage` (sums over all attempts), and
-    `dropped_tasks`, with too long prompts: they are in no other figure.
+    The contents of `results.json`: the figures of `scores.summary`, also grouped in
+    `by_source` and `by_family`; `reward_parts` (means); `usage` (sums over all
+    attempts); and `dropped_tasks`, with too long prompts, which no other figure counts.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: before any decoding, naming the fault of
+    ConfigError, ValueError, FileNotFoundError: before any decoding, naming the fault in
       the config, the tasks or the model.
-    VllmError: the server can not be used; before any decoding, or when it is gone.
+    VllmError: the server can not be used: before any decoding, or once it is gone.
   """
   # --- Read the config, and refuse faults.
   settings = read_config(config, EvaluateConfig)
@@ -164,7 +164,7 @@ def run(
   tasks = select_tasks(settings.tasks)
   if is_first_process():
     say(describe_tasks(tasks))
-  # The host's memory in the end: all its own attempts.
+  # In the end the host holds all its own attempts.
   fields = f"eval.samples={samples} of {len(tasks)} tasks"
   held = samples * len(tasks) * capacity.TRAJECTORY
   capacity.check_host({fields: held // jax.process_count()})
@@ -188,7 +188,7 @@ def run(
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
 
-  # --- Claim the workdir: it belongs to one config, and its inputs.
+  # --- Claim the workdir for one config and its inputs.
   inputs = {
     "tasks": hash_json(map(Task.to_json, tasks)),
     "tools.corpus": hash_files(settings.tools.corpus),
@@ -251,15 +251,15 @@ def gather_scored(
   tasks: Sequence[Task],
   tools: Collection[str] = roles.TOOLS,
 ) -> list[scores.Scored]:
-  """Returns all processes' attempts, reduced for scoring, by task and sample.
+  """Gathers all processes' attempts for scoring, by task and sample; a collective.
 
-  All processes have to call this. Of an attempt that two of them have, for there were
-  fewer processes before, the first one's counts.
+  After a start with fewer processes, two may have the same attempt: the first process's
+  counts.
 
   Args:
-    own: attempts of this process.
+    own: this process's attempts.
     tasks: in output order.
-    tools: as of `scores.malformed`.
+    tools: as for `scores.malformed`.
   """
   rows = [dataclasses.asdict(scores.scored(t, tools)) for t in own]
   places = {task.id: place for place, task in enumerate(tasks)}
@@ -284,12 +284,12 @@ def _play(
   shard: Shard | None,
   look: _Look | None,
 ) -> list[Trajectory]:
-  """This process's attempts of a stage, in `STAGE.jsonl`, played unless they are there.
+  """Plays this process's missing attempts, and returns all; writes `STAGE.jsonl`.
 
-  Those of a shard stay in its `STAGE.part.jsonl`.
+  A shard's attempts stay in its `STAGE.part.jsonl`.
   """
-  # --- What there is: the stage's file is written whole, at its end. Where there were
-  # other processes before, it holds attempts of others, too, or lacks some.
+  # --- Finished attempts. The stage's file is written whole, at its end; after a start
+  # with other processes, it holds others' attempts, too, or lacks some.
   path = os.path.join(workdir, f"{stage}.jsonl")
   mine = shard or Shard(jax.process_index(), jax.process_count())
   places = {task.id: place for place, task in enumerate(tasks)}
@@ -298,12 +298,12 @@ def _play(
     for t in read_trajectories(path):
       there[places[t.task_id], t.sample] = t
   wanted = set(itertools.product(mine.of(range(len(tasks))), range(samples)))
-  # A kill may have left some processes with all of theirs and others without. Then all
-  # continue, for they make the decode parameters together.
+  # After a kill only some processes may have all their attempts. Then all continue, for
+  # they make the decode parameters together.
   if not any(gather_json(not wanted <= there.keys())):
     return list(there.values())
 
-  # --- Until then attempts are in `part`, as they end.
+  # --- Until then `part` has the finished attempts.
   part = AttemptLog(os.path.join(workdir, f"{stage}.part.jsonl"), mine)
   there |= part.ended
   played = worker.generate(
@@ -328,25 +328,26 @@ def _play(
 
 
 class AttemptLog:
-  """A stage's finished attempts, on disk as they end.
+  """A log of a stage's finished attempts, on disk at once.
 
   Attributes:
-    ended: interrupted starts' attempts. Infrastructure failures are played again.
+    ended: interrupted starts' attempts, without infrastructure failures, which are
+      played again.
   """
 
   def __init__(self, path: str, mine: Shard):
     """Reads the file; a line cut short by a kill is removed.
 
     Args:
-      path: of the file.
-      mine: the attempts played here; others are left in place.
+      path: the file's path.
+      mine: this process's tasks; other attempts are left in place.
     """
     self.ended: Attempts = {}
     self._mine = mine
     self._log = JsonLog(path, self._recall)
 
   def _recall(self, attempt: Any, where: str, _: Place) -> None:
-    # A file of another kind by this name must not be written to.
+    # Refuse to write to a file of another kind.
     if not isinstance(attempt, list) or [type(x) for x in attempt] != [int, dict]:
       raise ValueError(
         f"{where}: not an attempt (a task's index and a trajectory); delete the "
@@ -354,7 +355,7 @@ class AttemptLog:
       )
     task_index, row = attempt
     trajectory = Trajectory.from_json(row, where)
-    # Of as many processes as there are now: those before may have been fewer.
+    # By the current number of processes: earlier starts may have had fewer.
     mine = self._mine.owns(task_index)
     if mine and trajectory.status != Status.INFRASTRUCTURE:
       self.ended[task_index, trajectory.sample] = trajectory
@@ -362,14 +363,14 @@ class AttemptLog:
   def added(
     self, played: Iterator[tuple[int, Trajectory]]
   ) -> Iterator[tuple[int, Trajectory]]:
-    """Yields played attempts, each written as it ends."""
+    """Writes each played attempt, then yields it."""
     # On disk before it is reported: a kill loses no counted attempt.
     for task_index, trajectory in played:
       self._log.append([task_index, trajectory.to_json()])
       yield task_index, trajectory
 
   def remove(self) -> None:
-    """Deletes the file; the stage's own holds all of it."""
+    """Deletes the file; `STAGE.jsonl` has all its attempts."""
     if os.path.exists(self._log.path):
       os.remove(self._log.path)
 
@@ -381,7 +382,7 @@ def _first_warnings(
   grader: Grader,
   attempts: Sequence[Trajectory],
 ) -> list[str]:
-  """Warnings after the first attempts of this process."""
+  """Returns warnings about this process's first attempts."""
   tools = tags if settings.tools.enabled and settings.rollout.max_calls else ()
   return first_step.warnings(
     attempts,
@@ -392,7 +393,7 @@ def _first_warnings(
 
 
 def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
-  """Returns the cost of all processes' attempts: sums of their usages."""
+  """Sums the usage of all processes' attempts."""
   sums = {}
   for field in dataclasses.fields(Usage):
     sums[field.name] = sum(getattr(t.usage, field.name) for t in played)
@@ -400,7 +401,7 @@ def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
 
 
 def _parts(played: Sequence[scores.Scored]) -> dict[str, float]:
-  """Returns each reward part's mean, over the attempts with it."""
+  """Returns each reward part's mean."""
   # Parts differ by kind of task: a mean is over the attempts that have one.
   values: dict[str, list[float]] = {}
   for t in played:
@@ -416,15 +417,15 @@ def _ordered(
   stage: str,
   look: _Look | None,
 ) -> list[Trajectory]:
-  """All `total` trajectories by task and sample, with progress as they are played.
+  """Returns all `total` trajectories by task and sample, and logs progress.
 
-  Faults that `look` finds in the first of them are warned of once.
+  Warns once about faults that `look` finds in the first attempts.
   """
   played: list[tuple[int, int, Trajectory]] = []
   num_right = 0.0
   num_graded = 0
   log_every = max(1, total // 50)  # some fifty lines, however many are played
-  # Several evaluations may follow each other: the bar says whose this is.
+  # Several evaluations may follow each other: the progress bar names each.
   title = f"{os.path.basename(os.path.abspath(workdir))}, {stage}"
   with Metrics(workdir, stage, total, unit="trajectory", title=title) as metrics:
     for task_index, trajectory in attempts:
@@ -438,6 +439,6 @@ def _ordered(
       if look and len(played) == min(_FIRST, total):
         for line in look([t for _, _, t in played]):
           metrics.warn(f"warning: {line}")
-  # They came as they ended.
+  # They came in order of completion.
   played.sort(key=lambda attempt: attempt[:2])
   return [trajectory for _, _, trajectory in played]

@@ -1,10 +1,10 @@
 """Agentic RL: a policy plays tasks with real tools, and learns from its rewards.
 
-By default GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling; section
-`algo` chooses (`learner/algorithms.py`). On-policy: the learning policy plays each
-batch of rollouts, which is then discarded. With `algo.sampling.staleness` rollouts
-continue while it learns, and tokens may be that many updates old
-(`rollout/collect.py`).
+The default is GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling;
+section `algo` selects others (`learner/algorithms.py`). Training is on-policy: the
+learning policy plays each batch of rollouts, which is then discarded. With
+`algo.sampling.staleness` rollouts continue during learning, and tokens may be that many
+updates old (`rollout/collect.py`).
 
 budget: a stage is one page, from its config to its results.
 """
@@ -97,7 +97,7 @@ class _Session:
     frozen: the untrained parameters.
     cursor: the collector's position.
     collector: plays the tasks.
-    evaluate: plays the dev tasks by the given parameters and step.
+    evaluate: plays the dev tasks with the given parameters, at the given step.
     checkpoints: saves `state` and `cursor`.
     metrics: the run's log.
     goodput: seconds of useful work.
@@ -126,11 +126,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Args:
     config: as `RLConfig` says.
-    workdir: folder of all outputs; an interrupted run in it resumes, and ends with the
-      parameters of an uninterrupted one. Several processes share it and the tasks; all
-      but the first log into their own folders. With other processes or devices than
-      before it plays the same tasks with the same seeds; the rounding of sums may
-      differ.
+    workdir: the output folder. An interrupted run resumes there, and ends with the same
+      parameters as without an interruption. Several processes share the folder and the
+      tasks; all but the first log into their own folders. With other processes or
+      devices than before, a run plays the same tasks with the same seeds; the rounding
+      of sums may differ.
 
   Returns:
     The contents of `results.json`: steps, rewards, rates and seconds by phase.
@@ -140,7 +140,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     CollapsedError: a learner metric is not finite, or section `watch` ends a run with
       such metrics.
     Interrupted: SIGTERM or SIGINT came; the run's position is saved.
-    VllmError: the server can not be used; before any training, or when it is gone.
+    VllmError: the server can not be used: before any training, or once it is gone.
   """
   # --- Plan: read the config and the tasks, and refuse faults.
   settings = read_config(config, RLConfig)
@@ -156,7 +156,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   with _open(plan, worker, tasks, workdir) as s:
     first = int(s.state.step)
-    # Warnings before the checkpoint count, so that patience ends at the same step.
+    # Earlier metrics count, so that patience ends at the same step.
     monitor.replay(s.own_dir, "rl", first)
     numbers = range(first, algo.steps)
     for step in traced(numbers, settings.log.profile, "rl", s.own_dir, offset=1):
@@ -171,8 +171,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         rollouts = s.collector.next(params, step)
         s.timer.lap("other", **rollouts.spent)
 
-      # --- Learn. The old state is donated: a signal waits until there is a new one to
-      # save. Merged adapters are a copy of the model, and their memory is needed.
+      # --- Learn. The old state is donated: a signal waits for the new one. Merged
+      # adapters are a copy of the model, and their memory is needed.
       s.cursor = rollouts.cursor
       del params
       s.state, learned = s.learner(s.state, s.frozen, rollouts.groups)
@@ -191,15 +191,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       if step % algo.keep_every == 0:
         name = f"step_{step:06d}.jsonl"
         write_jsonl(os.path.join(s.own_dir, "trajectories", name), rollouts.own)
-      # After the line above: checkpointed steps are always logged.
+      # After logging: checkpointed steps are always logged.
       monitor.update(step + 1, values, s.metrics.warn)
       is_last = step + 1 == algo.steps or monitor.ends
       s.checkpoints.reached(s.state, s.cursor, is_last)
-      # A group missing in the oldest checkpoint began up to `staleness` before.
+      # A group missing in the oldest checkpoint began up to `staleness` steps before.
       worker.journal.forget(s.checkpoints.oldest - algo.sampling.staleness)
       s.timer.lap("save")
       monitor.raise_if_stopped(step + 1)
-    # --- Evaluate the new policy on `dev`'s tasks.
+    # --- Evaluate the final policy on the dev tasks.
     with s.checkpoints.resumable(s.state, s.cursor):
       accuracy = s.evaluate(s.learner.policy(s.state, s.frozen), algo.steps)
 
@@ -225,9 +225,9 @@ class _Tasks:
   """A run's tasks.
 
   Attributes:
-    train: to learn from.
-    dev: to watch the policy on.
-    dropped: numbers of tasks whose prompts are too long, for `results.json`.
+    train: training tasks.
+    dev: tasks for evaluation during training.
+    dropped: numbers of tasks with too long prompts, for `results.json`.
   """
 
   train: Sequence[Task]
@@ -244,7 +244,7 @@ class _Tasks:
     return cls(train, dev, {})
 
   def admitted(self, worker: RolloutWorker) -> _Tasks:
-    """Drops tasks too long for the worker, and refuses those that it can not grade."""
+    """Drops tasks too long for the worker, and refuses ungradable tasks."""
     train = worker.admit(self.train)
     dev = worker.admit(self.dev, "dev tasks")
     worker.check([*train, *dev])
@@ -319,7 +319,7 @@ def _open(
   if line := plan.budget_line((state, frozen, teachers and teachers.params)):
     say(line)
 
-  # --- Resources, in the order in which they are opened.
+  # --- Resources, in opening order.
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), settings.checkpoint)
   toolbox = Toolbox(settings.tools)
   dev_toolbox = Toolbox(settings.dev.tools(settings.tools))
@@ -333,7 +333,7 @@ def _open(
       say_what_changed(log, devices, jax.process_count())
       drop_trajectories([own_dir, *other_process_dirs(workdir)], step)
 
-    # --- What plays the tasks, and the records.
+    # --- The collector, and the records.
     task_sampler = make_task_sampler(
       sampling.task_sampler,
       tasks.train,
@@ -398,7 +398,7 @@ def _load_teachers(plan: RLPlan, worker: RolloutWorker) -> Teachers | None:
 
 
 def _extension_fault(settings: RLConfig) -> str:
-  """Explains why a run with more steps differs from the start; "" if it does not."""
+  """Explains why more steps would change the run from its start; "" if not."""
   sampling = settings.algo.sampling
   if sampling.task_sampler == "curriculum" and sampling.curriculum:
     return (
@@ -423,10 +423,10 @@ def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
 
 
 def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.ndarray:
-  """Marks in keep_G the groups neither all right nor all wrong.
+  """Returns keep_G, True for groups neither all right nor all wrong.
 
-  DAPO filters by right answers (arXiv 2503.14476, eq. 11). By rewards, an all-wrong
-  group with differing penalties would be kept and divided by its small deviation.
+  DAPO filters by right answers (arXiv 2503.14476, eq. 11). A filter by rewards would
+  keep an all-wrong group with differing penalties, and divide by its small deviation.
   """
   right = functools.partial(correctness, shaping)
   return advantages.has_reward_variance(
@@ -435,11 +435,11 @@ def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.nda
 
 
 def drop_trajectories(folders: Sequence[str], step: int) -> None:
-  """Deletes processes' files of steps after a checkpoint: they are repeated.
+  """Deletes the trajectory files of steps that a resumed run repeats.
 
   Args:
-    folders: all processes', including former ones'.
-    step: the checkpoint's, and the first repeated one.
+    folders: all processes' folders, including former ones'.
+    step: the checkpoint's step, the first one repeated.
   """
   for folder in folders:
     for path in glob.glob(os.path.join(glob.escape(folder), "trajectories", "step_*")):
@@ -467,7 +467,7 @@ def _speed(
   values: dict[str, float],
   plan: RLPlan,
 ) -> dict[str, float]:
-  """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
+  """Returns the step's seconds by phase, tokens per second, and learner `mfu`."""
   # The learner reads trajectories with a reward, once per epoch.
   lengths: list[int] = []
   for group in rollouts.groups:
@@ -492,7 +492,7 @@ def _accuracy(
   params: Any,
   step: int,
 ) -> float:
-  """Returns metrics of greedy answers to tasks, by the policy after `step` updates."""
+  """Returns the accuracy of greedy answers, by the policy after `step` updates."""
   played = collector.evaluate(params, step, tasks, toolbox)
   return figures.mean_graded(t.reward_parts.get("answer") for t in played)
 
@@ -500,7 +500,7 @@ def _accuracy(
 def _first_warnings(
   settings: RLConfig, rollouts: RolloutBatch, tasks: Sequence[Task], grader: Grader
 ) -> list[str]:
-  """Warnings of the first step, by the attempts of this process."""
+  """Returns the first step's warnings, from this process's attempts."""
   exact = settings.reward.match != "f1"
   tools: tuple[str, ...] = ()
   if settings.tools.enabled and settings.rollout.max_calls:

@@ -1,7 +1,7 @@
-"""Serves a model and its tools, from the config of their evaluation.
+"""Serves a model and its tools, from their evaluation's config.
 
-Model, tools, prompts, limits and distribution are the evaluated ones. An evaluation
-over vLLM is refused: the sampler in JAX serves.
+Model, tools, prompts, limits and sampling distribution are the evaluation's. A config
+with vLLM is refused: the sampler in JAX serves.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from coa_jax.tools.unread import warn_unread
 def read_rollout(
   rollout: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RolloutConfig:
-  """Reads section `rollout`; missing fields are the model's training values.
+  """Reads section `rollout`; missing fields take the model's training values.
 
-  This holds for variant, style and max_len, if the model's folder records them (see
-  `protocol.origin`); of several dialects the first.
+  These are variant, style and max_len, if the model folder records them (see
+  `protocol.origin`). With several dialects the first one counts.
 
   Args:
     rollout: the section.
     config: the whole config, for its `init`.
 
   Raises:
-    ConfigError, ValueError: it can not be used, or the record is damaged.
+    ConfigError, ValueError: the section can not be used, or the record is damaged.
   """
   values = {name: value for name, value in rollout.items() if value is not None}
   init = config.get("init")
@@ -96,7 +96,7 @@ class ServeConfig:
 def open_server(
   config: ml_collections.ConfigDict, max_waiting: int = 64
 ) -> Iterator[InferenceServer]:
-  """Opens an evaluation's model and tools for questions, for a `with` block.
+  """Serves an evaluation's model and tools inside a `with` block.
 
   Args:
     config: as `ServeConfig` says.
@@ -106,7 +106,7 @@ def open_server(
     The server; its threads, its tools' threads and their processes end with the block.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: naming the fault of the config, the
+    ConfigError, ValueError, FileNotFoundError: naming the fault in the config, the
       model or the corpus.
   """
   settings = read_config(config, ServeConfig)

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning on Chain-of-Agents trajectories: the loss is on the policy.
+"""Supervised fine-tuning on the policy tokens of Chain-of-Agents trajectories.
 
-Packed rows, one jitted step, exact resume: every batch is a function of (seed, step).
+Packed rows, one jitted step, exact resume: every batch depends only on (seed, step).
 Tokens are stored on disk (`workdir/data`), so data may exceed memory.
 
 budget: a stage is one page, from its config to its results.
@@ -75,7 +75,7 @@ from coa_jax.runtime.record import (
 
 # Another mesh only changes the rounding of sums.
 _MAY_CHANGE = ("log", "mesh")
-_SOURCES = "sources.json"  # trajectories of each file, in the folder of tokens
+_SOURCES = "sources.json"  # trajectories per file, in the token folder
 _log = logging.getLogger(__name__)
 
 
@@ -87,14 +87,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Args:
     config: as `SFTConfig` says.
-    workdir: folder of all outputs; an interrupted run in it resumes. Several processes
-      share it; all but the first log into their own folders. With other processes or
-      devices than before every step takes the same rows; the rounding of sums may
-      differ.
+    workdir: the output folder. An interrupted run resumes there. Several processes
+      share the folder; all but the first log into their own folders. With other
+      processes or devices than before, every step takes the same rows; the rounding of
+      sums may differ.
 
   Returns:
-    The contents of `results.json`: parameters, losses, tokens per second, rows left
-    out, and each file's contribution if there are several.
+    The contents of `results.json`: parameters, losses, tokens per second, trajectories
+    left out, and each file's contribution if there are several.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
@@ -155,7 +155,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     if is_first_process():
       say_what_changed(log, devices, jax.process_count())
     timer = StepTimer()
-    # The place in the data is a number: micro-batch n is a function of (seed, n).
+    # The position in the data is a number: micro-batch n depends only on (seed, n).
     stream = dataset.endless(
       train,
       size=data.rows,
@@ -174,11 +174,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         micro = list(itertools.islice(stream, data.micro_batches))
         timer.lap("data")
 
-        # --- Learn. The loss is a mean over the policy's tokens of all micro-batches.
+        # --- Learn. The loss is a mean over all micro-batches' policy tokens.
         batches = [m.batch for m in micro]
         tokens = sum(m.policy for m in micro)
         state, values = learner.step(state, batches, tokens, frozen)
-        # To read them waits for the device, so the lap below is the step's.
+        # Reading values waits for the device, so the lap below times the step.
         values = {name: float(value) for name, value in values.items()}
         _check_finite(step, values)
         timer.lap("step")
@@ -221,13 +221,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 
 def _hash(sources: Sequence[Source]) -> str:
-  """Returns a hash of the files' contents: a single file's own."""
+  """Hashes the files' contents; a single file has its own hash."""
   hashes = [hash_files(source.path) for source in sources]
   return hashes[0] if len(hashes) == 1 else hash_json(hashes)
 
 
 def _check_finite(step: int, values: dict[str, float]) -> None:
-  """Ends a run with nonfinite parameters, before they are saved."""
+  """Refuses a nonfinite loss or gradient, before the parameters are saved."""
   bad = []
   for name in ("loss", "grad_norm"):
     if not math.isfinite(values[name]):
@@ -248,9 +248,9 @@ def _dataset(
   workdir: str,
   rows: int,
 ) -> tuple[Dataset, list[int]]:
-  """Returns the trajectories, N rows, as tokens; and the number in each file.
+  """Returns the tokenized trajectories, and the number in each file.
 
-  An interrupted run has them already.
+  A resumed run reads the stored tokens.
   """
   folder = os.path.join(workdir, "data")
 
@@ -269,7 +269,7 @@ def _dataset(
 
   derive(folder, make, data.trajectories)
   dataset = Dataset(folder)
-  counts = [len(dataset)]  # an earlier version read one file and wrote nothing of it
+  counts = [len(dataset)]  # an earlier version read one file and stored no counts
   if os.path.exists(os.path.join(folder, _SOURCES)):
     counts = read_object(os.path.join(folder, _SOURCES))["trajectories"]
   return dataset, counts
@@ -289,11 +289,11 @@ def _tell(by_source: Mapping[str, Mapping[str, Any]]) -> None:
 def _encoded(
   path: str, tokenizer: Tokenizer, vocab_size: int, context: ContextConfig
 ) -> Iterator[Trajectory]:
-  """Yields the file's contexts, with ids and an end; ids that they had are checked."""
+  """Yields the file's contexts with token ids and ends; checks existing ids."""
   number = 0
   marker = tokenizer.encode_observation(REMOVED)
   trajectories = iter(iter_trajectories(path))
-  # A tokenizer likes many at once.
+  # Tokenizers are faster on many at once.
   while chunk := list(itertools.islice(trajectories, 16)):
     for trajectory in chunk:
       number += 1
@@ -309,10 +309,10 @@ def _encoded(
 
 
 def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
-  """Ends a closed answer with end-of-text, unless its tag is a token of its own.
+  """Ends a closed answer with end-of-text, unless its closing tag is one token.
 
-  Our sampler stops at `</answer>` however it is spelt. Other engines stop at a token,
-  so the model must learn it.
+  Our sampler stops at `</answer>` in any spelling. Other engines stop at a token, which
+  the model must learn.
   """
   if not trajectory.segments or tokenizer.end_id is None:
     return
@@ -327,27 +327,27 @@ def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
 def _divide(
   data: DataConfig, dataset: Dataset, num_of_source: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-  """Returns training and validation sequences, and the left out ones with reasons.
+  """Returns training and validation sequences, and counts left out by reason.
 
   Raises:
-    ValueError: none is left to train on.
+    ValueError: no trajectory is left to train on.
   """
-  # --- Held out for validation: the first trainable ones.
+  # --- Hold out the first trainable sequences for validation.
   lengths_N = dataset.lengths_N
   if not len(dataset):
     raise ValueError(f"{data.trajectories}: there is no trajectory in it")
   fit_N = fits(lengths_N, data.length)
-  # Without any token of the policy, an update has no mean loss.
+  # Without policy tokens, an update has no mean loss.
   usable = np.flatnonzero(fit_N & (dataset.policy_N > 0))
-  order = validation_order(num_of_source)  # of several files, the same share of each
+  order = validation_order(num_of_source)  # with several files, the same share of each
   validation = order[np.isin(order, usable)][: data.validation]
 
-  # --- The others train, except those with a held-out task. Filters may have written a
+  # --- Train on the others, except held-out tasks. Filters may have written a
   # trajectory twice; training on its copy would leak it.
   tasks = dataset.task_N
   train = usable[~np.isin(tasks[usable], tasks[validation])]
 
-  # --- Report the left out ones; nothing left is an error.
+  # --- Report left-out trajectories; an empty training set is an error.
   fit = int(fit_N.sum())
   if not len(train):
     advice = ""
@@ -377,7 +377,7 @@ def _divide(
 
 
 def _speed(timer: StepTimer, plan: SFTPlan, micro: list[Micro]) -> dict[str, float]:
-  """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
+  """Returns the step's tokens, seconds by phase, tokens per second, and `mfu`."""
   lengths: list[int] = []
   for m in micro:
     lengths += m.lengths
@@ -393,7 +393,7 @@ def _speed(timer: StepTimer, plan: SFTPlan, micro: list[Micro]) -> dict[str, flo
 
 
 def _logged(workdir: str) -> dict[str, Any]:
-  """The last figures of the run's log, tokens per second, and seconds by phase."""
+  """Returns the log's last figures, tokens per second, and seconds by phase."""
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "sft")
   last = {k: log[-1].get(k) for k in ("loss", "validation_loss", "seconds", "goodput")}
   rate = sum(r["tokens"] for r in log) / last["seconds"]
@@ -425,7 +425,7 @@ def _claim(settings: SFTConfig, sources: Sequence[Source], own_dir: str) -> None
 def _trained_tokenizer(
   data: DataConfig, sources: Sequence[Source], workdir: str
 ) -> Tokenizer:
-  """Trains a tokenizer on the data; an interrupted run has it already."""
+  """Trains a tokenizer on the data; a resumed run loads it."""
   folder = os.path.join(workdir, "tokenizer")
 
   def train(unfinished: str) -> None:
@@ -437,7 +437,7 @@ def _trained_tokenizer(
 
 
 def _texts(path: str) -> Iterator[str]:
-  """The texts of all segments of a file of trajectories."""
+  """Yields all segments' texts from a trajectory file."""
   for trajectory in iter_trajectories(path):
     for segment in trajectory.segments:
       yield segment.text
@@ -450,7 +450,7 @@ def _mean_loss(
   frozen: Any,
   validation: Iterable[Micro],
 ) -> float:
-  """Mean negative log-likelihood of held-out policy tokens, in nats."""
+  """Returns the held-out policy tokens' mean negative log-likelihood, in nats."""
   # Sums and one division, as in training: no packing changes the mean.
   total = 0.0
   tokens = 0.0

@@ -1,8 +1,8 @@
-"""Advantages, in numpy: per trajectory, or per policy token.
+"""Computes advantages in numpy, per trajectory or per policy token.
 
-A trajectory's tokens come without the tools' observations, so every token-level
-estimator skips them: they cost no discount and have no value. Formulas and constants
-follow verl 0.9.1; tests compare with it, TRL and tunix.
+Token-level estimators read only policy tokens, so prompts and observations cost no
+discount and have no value. Formulas and constants follow verl 0.9.1; tests compare the
+results with verl, TRL and tunix.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from coa_jax.runtime.processes import gather_json
 _EPSILON = 1e-6
 # verl and tunix add this to the variance when they whiten.
 _WHITEN = 1e-8
-# Share of a reward; its parts may be sums in float32.
+# Relative tolerance for equal rewards, which may be float32 sums.
 _ROUNDING = 1e-6
 
 
 class Share:
-  """A batch's trajectories with tokens on this process.
+  """This process's trajectories in a batch.
 
   Attributes:
-    own: their indices among all.
+    own: their indices in the batch.
   """
 
   def __init__(self, own: Sequence[int], count: int):
-    """Takes its own indices, and the total number."""
+    """Takes this process's indices, and the batch's number of trajectories."""
     self.own = own
     self._count = count
 
   def gather(self, values: Sequence[float]) -> list[float]:
-    """Gathers one number per own trajectory to one per trajectory; a collective."""
+    """Gathers one number per trajectory from all processes; a collective."""
     out = [0.0] * self._count
     for part in gather_json(list(zip(self.own, values, strict=True))):
       for i, value in part:
@@ -44,13 +44,13 @@ class Share:
 
 
 def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarray:
-  """Computes GRPO's (R - mean of the group) / (deviation of the group + 1e-6).
+  """Computes GRPO's advantage, (R - group mean) / (group deviation + 1e-6).
 
   DeepSeekMath, arXiv 2402.03300, section 4.1; the deviation is Bessel-corrected as in
   verl. A group of one, or without variance, has advantage 0.
 
   Args:
-    reward_GK: rewards of G groups of K samples; NaN for a sample that left its group
+    reward_GK: rewards for G groups of K samples; NaN for a sample that left its group
       (an infrastructure failure).
     standardise: False leaves out the deviation (Dr.GRPO, arXiv 2503.20783).
 
@@ -60,16 +60,16 @@ def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarra
   centred_GK, count_G1 = _centred(reward_GK)
   if not standardise:
     return centred_GK
-  # A sample outside its group is 0 here, and adds nothing.
+  # A missing sample is 0 here, and adds nothing.
   variance_G1 = (centred_GK**2).sum(1, keepdims=True) / np.maximum(count_G1 - 1, 1)
   return centred_GK / (np.sqrt(variance_G1) + _EPSILON)
 
 
 def leave_one_out(reward_GK: np.ndarray) -> np.ndarray:
-  """Computes RLOO's R - mean of its group's others (arXiv 2402.14740, eq. 8).
+  """Computes RLOO's advantage, R - mean of the group's other rewards.
 
-  Equal to n / (n - 1) (R - mean of the group) for the n samples that are left. A group
-  of one has advantage 0 (in verl: R).
+  arXiv 2402.14740, eq. 8. For the group's n present samples this is n / (n - 1)
+  (R - group mean). A group of one has advantage 0 (in verl: R).
 
   Args:
     reward_GK: as for `group_relative`.
@@ -77,7 +77,7 @@ def leave_one_out(reward_GK: np.ndarray) -> np.ndarray:
   Returns:
     advantage_GK, 0 where the reward is NaN.
   """
-  # The others' mean is n / (n - 1) times as far from R as the whole mean.
+  # R is n / (n - 1) times as far from the others' mean as from the group mean.
   centred_GK, count_G1 = _centred(reward_GK)
   return centred_GK * count_G1 / np.maximum(count_G1 - 1, 1)
 
@@ -92,13 +92,13 @@ def _centred(reward_GK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
-  """Marks groups with differing rewards in keep_G (DAPO's dynamic sampling).
+  """Returns keep_G, True for groups with differing rewards (DAPO's dynamic sampling).
 
   A group with equal rewards has advantage 0 and teaches nothing (arXiv 2503.14476,
-  section 3.2). NaN rewards are left out. A difference below 1e-6 of the larger reward
-  is rounding.
+  section 3.2). NaN rewards are left out. Differences up to 1e-6 times the larger
+  absolute reward count as rounding.
   """
-  # NaN gives way to infinities of either sign; so a group of NaN alone has none.
+  # NaN becomes an infinity of either sign, so an all-NaN group has no variance.
   low_G = np.nanmin(np.where(np.isnan(reward_GK), np.inf, reward_GK), axis=1)
   high_G = np.nanmax(np.where(np.isnan(reward_GK), -np.inf, reward_GK), axis=1)
   return high_G - low_G > _ROUNDING * np.maximum(abs(high_G), abs(low_G))
@@ -106,7 +106,7 @@ def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
 
 def reward_to_go(reward_T: np.ndarray, gamma: float = 1.0) -> np.ndarray:
   """Sums gamma^(u - t) reward_u over u >= t, for each of T policy tokens."""
-  # GAE of lambda 1 without a critic.
+  # GAE with lambda 1 and no critic.
   zeros = np.zeros(len(reward_T))
   return gae(reward_T, zeros, gamma, 1.0)[0]
 
@@ -114,15 +114,15 @@ def reward_to_go(reward_T: np.ndarray, gamma: float = 1.0) -> np.ndarray:
 def gae(
   reward_T: np.ndarray, value_T: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Estimates generalised advantages of one trajectory (arXiv 1506.02438, eq. 16).
+  """Estimates one trajectory's generalised advantages (arXiv 1506.02438, eq. 16).
 
   A_t = d_t + gamma lam A_(t+1), d_t = reward_t + gamma V_(t+1) - V_t; after the last
   token V is 0.
 
   Args:
     reward_T: reward per policy token.
-    value_T: the critic's value before each of these tokens.
-    gamma: discount of a token.
+    value_T: the critic's value before each policy token.
+    gamma: discount per token.
     lam: 1 for returns minus values, 0 for one-step differences.
 
   Returns:
@@ -131,7 +131,7 @@ def gae(
   advantage_T = np.zeros(len(reward_T))
   next_advantage = 0.0
   next_value = 0.0
-  # From the last token to the first: each needs its successor.
+  # Backward: each token needs its successor's values.
   for t in range(len(reward_T) - 1, -1, -1):
     delta = reward_T[t] + gamma * next_value - value_T[t]
     next_advantage = delta + gamma * lam * next_advantage
@@ -143,16 +143,16 @@ def gae(
 def whiten(
   values: Sequence[np.ndarray], share: Share | None = None
 ) -> list[np.ndarray]:
-  """Maps x to (x - mean) / sqrt(variance + 1e-8), both over all entries of all.
+  """Whitens values: (x - mean) / sqrt(variance + 1e-8) over the whole batch.
 
   The variance is Bessel-corrected, as in verl. A single entry becomes 0.
 
   Args:
-    values: an array for each trajectory of this process.
-    share: their indices; None for all.
+    values: an array for each trajectory on this process.
+    share: their indices in the batch; None if this process has all.
   """
   share = share or Share(range(len(values)), len(values))
-  # Exact sums by trajectory: bit-identical for any split over processes.
+  # Trajectory sums are added exactly: bit-identical for any split over processes.
   n = sum(share.gather([len(x) for x in values]))
   mean = math.fsum(share.gather([float(x.sum()) for x in values])) / max(n, 1)
   squares = share.gather([float(((x - mean) ** 2).sum()) for x in values])

@@ -1,8 +1,8 @@
-"""The algorithm of RL as configs: its loss, its batch, its guards, and presets by name.
+"""Configures the RL algorithm: loss, batch, guards, and named presets.
 
 An algorithm is an advantage estimator, a ratio, a surrogate, an aggregation, a KL term
 and importance weights. Each is chosen separately; `policy_loss.py` computes them.
-`rollout.types.SamplingConfig` configures rollouts; `rl.AlgoConfig` joins the four.
+`plan.rl.AlgoConfig` joins these configs with the rollouts' `SamplingConfig`.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class LossConfig:
     advantage: grpo, dr_grpo (no deviation), rloo, reinforce++ (rewards to go, whitened
       over the batch), reinforce++_baseline (less the group's mean, then whitened), or
       gae (PPO: with a critic).
-    ratio: token, or sequence (GSPO), of probabilities.
+    ratio: level of the probability ratio: token, or sequence (GSPO).
     surrogate: clip (PPO, DAPO), or cispo.
     clip_low: the ratio's lower bound is 1 - clip_low; 1 for none.
-    clip_high: its upper bound is 1 + clip_high.
+    clip_high: the ratio's upper bound is 1 + clip_high.
     dual_clip: for negative advantages, the ratio counts at most this (verl: 3); 0 for
-      no such bound.
-    aggregation: of the loss over tokens t and trajectories i of l_i policy tokens:
+      no bound.
+    aggregation: of the loss over tokens t and trajectories i with l_i policy tokens:
       token-mean is sum_it / sum_i l_i; seq-mean-token-mean is mean_i (sum_t / l_i);
       seq-mean-token-sum is mean_i sum_t; seq-mean-token-sum-norm divides that by
       `horizon` (Dr.GRPO).
-    horizon: tokens; 0 for `batch.length`.
-    kl_coef: coefficient of the KL to the reference, the initial model; 0 for none, and
-      then there is no reference.
+    horizon: divisor of seq-mean-token-sum-norm, in tokens; 0 for `batch.length`.
+    kl_coef: coefficient of the KL to the reference, the initial model; 0 for no KL and
+      no reference.
     kl_estimator: k1, k2 or k3; see `surrogates.kl`.
     kl_in: loss; or reward, with the KL subtracted token by token.
-    is_clip: truncated importance sampling (TIS): maximum weight of a token sampled by
-      another program (vLLM) or an older policy; 0 for no such weights. With them the
+    is_clip: maximum weight in truncated importance sampling (TIS), for tokens sampled
+      by another program (vLLM) or an older policy; 0 for no weights. With weights the
       old policy is the learner itself at the step's start (decoupled PPO).
-    is_level: of the weight: token, or sequence.
+    is_level: level of the weight: token, or sequence.
     is_mode: truncate at `is_clip`; or mask, which drops tokens above `is_clip` or below
       `is_min`. An on-policy token weighs 1, between the two.
-    is_min: with mask.
-    gamma: discount of a token, for reinforce++ and gae.
+    is_min: with mask, the minimum weight kept.
+    gamma: discount per token, for reinforce++ and gae.
     lam: GAE's lambda.
-    value_clip: maximum move of a value in one step before its loss stops (verl: 0.5).
-    critic_lr: peak learning rate of the critic, AdamW's.
+    value_clip: moving a value further than this in one step gains nothing (verl: 0.5).
+    critic_lr: the critic's peak learning rate, for AdamW.
   """
 
   advantage: str = choice("grpo", of=GROUP_ADVANTAGES + TOKEN_ADVANTAGES)
@@ -82,7 +82,7 @@ class LossConfig:
 
   def __post_init__(self):
     check_fields(self)
-    # Contradictions, beyond each field's own bounds.
+    # Refuse contradictions between fields.
     if self.dual_clip and (self.dual_clip <= 1 or self.surrogate != "clip"):
       raise ValueError(
         f"dual_clip is {self.dual_clip}; it must be 0 (none), or above 1 with "
@@ -96,7 +96,7 @@ class LossConfig:
     self._check_importance_sampling()
 
   def _check_importance_sampling(self) -> None:
-    # Fields without effect are refused: whoever set them expects one.
+    # Refuse fields without effect: whoever sets them expects one.
     masks = self.is_mode == "mask"
     if self.is_min and not (self.is_clip and masks):
       raise ValueError(
@@ -119,7 +119,7 @@ class LossConfig:
 
   @property
   def needs_one_row(self) -> str:
-    """The field that reads a trajectory's tokens in one row; "" if none does."""
+    """Returns the field that needs a trajectory's tokens in one row; "" for none."""
     if self.advantage in TOKEN_ADVANTAGES:
       return "advantage"
     if self.ratio == "sequence":
@@ -128,7 +128,7 @@ class LossConfig:
 
   @property
   def has_critic(self) -> bool:
-    """Whether there is a critic."""
+    """Whether the algorithm has a critic."""
     return self.advantage == "gae"
 
 
@@ -139,7 +139,7 @@ class BatchConfig:
   Attributes:
     rows: rows per micro-batch.
     length: T, tokens per row; at least `rollout.max_len`.
-    minibatches: updates from one batch, each from its part of the groups.
+    minibatches: parts of a batch's groups; each part makes one update per epoch.
     epochs: passes over a batch.
   """
 
@@ -153,7 +153,7 @@ class BatchConfig:
 
   @property
   def updates(self) -> int:
-    """Returns the maximum updates from one batch."""
+    """Returns the maximum number of updates per batch."""
     return self.minibatches * self.epochs
 
 
@@ -163,7 +163,7 @@ class GuardConfig:
 
   Attributes:
     max_logp_diff: nats; the metric `logp_diff_share` is the share of tokens whose
-      log-probs differ by more between sampler and learner.
+      sampler and learner log-probs differ by more.
     max_logp_diff_share: the run stops at a step whose `logp_diff_share` is above this;
       1 for never.
   """
@@ -175,8 +175,8 @@ class GuardConfig:
     check_fields(self)
 
 
-# Name -> the algorithm's sections of `rl.AlgoConfig`. A config based on one holds the
-# fields, so a run's record is complete; see `preset`.
+# Name -> sections of `AlgoConfig`. A config copies a preset's fields, so a run's record
+# is complete; see `preset`.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
   # arXiv 2402.03300, eq. 3 and section 4.2.
   "grpo": dict(
@@ -191,7 +191,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     ),
     sampling=dict(filter_groups=False),
   ),
-  # arXiv 2503.20783: neither deviation nor length divides; no KL.
+  # arXiv 2503.20783: no division by deviation or length; no KL.
   "dr_grpo": dict(
     loss=dict(
       advantage="dr_grpo",
@@ -225,7 +225,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     ),
     sampling=dict(filter_groups=False),
   ),
-  # arXiv 2506.13585, eq. 4: no lower bound; the upper one, 5, is TRL's advice.
+  # arXiv 2506.13585, eq. 4: no lower bound; the upper bound, 5, is TRL's advice.
   "cispo": dict(
     loss=dict(
       advantage="grpo",
@@ -236,7 +236,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     ),
     sampling=dict(filter_groups=False),
   ),
-  # arXiv 2402.14740; KL and its coefficient as TRL's RLOOTrainer.
+  # arXiv 2402.14740; KL and its coefficient as in TRL's RLOOTrainer.
   "rloo": dict(
     loss=dict(
       advantage="rloo",
@@ -262,7 +262,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     ),
     sampling=dict(filter_groups=False),
   ),
-  # The same paper's form for several samples of a prompt: k2 in the loss.
+  # The same paper's form for several samples per prompt: k2 in the loss.
   "reinforce++_baseline": dict(
     loss=dict(
       advantage="reinforce++_baseline",

@@ -1,7 +1,7 @@
-"""Trajectories to packed rows of arrays.
+"""Packs trajectories into rows of arrays.
 
-Several trajectories share a row; segments keep them apart. Trained tokens are fixed at
-writing: the loss mask is 1 if the policy is the author.
+Several trajectories share a row; segment numbers keep them apart. The loss mask follows
+the recorded author: 1 for the policy, 0 for others.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ Array = np.ndarray | jax.Array
 
 @flax.struct.dataclass
 class Batch:
-  """Packed rows; [B, T] each. On the host of one of several processes B counts its own.
+  """Packed rows, [B, T]. On the host, each of several processes has its own rows only.
 
   Attributes:
     tokens_BT: int32 ids.
-    segment_BT: int32, 1 and up for the trajectories of a row, 0 for padding.
-    position_BT: int32 position of a token in its own trajectory.
-    loss_mask_BT: float32, 0 unless the policy wrote the token.
-    advantage_BT: float32, the token's trajectory's advantage; zeros outside RL.
-    logp_BT: float32 log p of the token at sampling; zeros outside RL.
-    grammar_BT: int32 grammar state at the token's sampling; -1 if any token was
-      allowed.
-    loss_weight_BT: float32, the token's weight in the loss, 0 if masked; None if equal
-      to the mask. The following are float32, and None if unused.
-    old_BT: log p under the learner before the step's first update.
-    reference_BT: log p under the reference policy.
+    segment_BT: int32 trajectory number in the row, from 1; 0 for padding.
+    position_BT: int32 token position in its trajectory.
+    loss_mask_BT: float32, 1 for policy tokens, 0 for others.
+    advantage_BT: float32 advantage; zeros outside RL.
+    logp_BT: float32 log-prob at sampling; zeros outside RL.
+    grammar_BT: int32 grammar state at sampling; -1 if any token was allowed.
+    loss_weight_BT: float32 weight in the loss, 0 if masked; None if equal to the mask.
+      The following fields are float32, and None if unused.
+    old_BT: log-prob under the learner before the step's first update.
+    reference_BT: log-prob under the reference policy.
     value_BT: the critic's value before the token.
     return_BT: the critic's target.
   """
@@ -55,7 +54,7 @@ class Batch:
 
 
 def empty(rows: int, length: int) -> Batch:
-  """Makes a batch of padding only, as numpy arrays."""
+  """Makes a numpy batch of padding only."""
   shape = (rows, length)
   return Batch(
     tokens_BT=np.zeros(shape, np.int32),
@@ -72,17 +71,17 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
   """Assigns sequences to rows: longest first, each to the fullest row with room.
 
   Args:
-    lengths: tokens of each sequence.
-    length: T, tokens of a row.
+    lengths: tokens per sequence.
+    length: T, tokens per row.
 
   Returns:
-    For each row the indices of its sequences, in order of their index. Empty sequences,
-    and those longer than a row, are in no row: see `fits`.
+    Each row's sequence indices, ascending. Empty sequences, and sequences longer than a
+    row, are left out; see `fits`.
   """
   # Best fit decreasing; ties go by index.
   order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
   rows: list[list[int]] = []
-  # Rows by the room left in them, so that each sequence finds its row in O(T).
+  # Rows by free room, so that each sequence finds its row in O(T).
   by_room: list[list[int]] = [[] for _ in range(length + 1)]
   for i in order:
     n = lengths[i]
@@ -115,20 +114,20 @@ def fill(
   advantages: Sequence[float] | None = None,
   constraint: Constraint | None = None,
 ) -> None:
-  """Writes trajectories one after the other into a row of a numpy batch.
+  """Writes trajectories one after the other into a numpy batch's row.
 
   Args:
     batch: as from `empty`; written in place.
-    row: index of its row.
-    trajectories: with ids; together at most T tokens.
-    advantages: one per trajectory, in RL; their segments then carry log-probs.
+    row: the row's index.
+    trajectories: with token ids; together at most T tokens.
+    advantages: in RL, one per trajectory; policy segments then need log-probs.
     constraint: the policy tokens' sampling grammar.
   """
   at = 0
   # Segment 0 is padding, so trajectories are numbered from 1.
   for number, t in enumerate(trajectories, 1):
     begin = at
-    state = 0  # of the grammar
+    state = 0  # the grammar's
     for s in t.segments:
       end = at + len(s.ids)
       batch.tokens_BT[row, at:end] = s.ids
@@ -156,7 +155,7 @@ def batches(
   constraint: Constraint | None = None,
   mine_B: np.ndarray | None = None,
 ) -> Iterator[Batch]:
-  """Packs trajectories into batches of `rows` rows of `length` tokens.
+  """Packs trajectories into batches of shape [rows, length].
 
   The last batch is filled up with empty rows, so every batch has the same shape.
   Trajectories longer than a row are left out; count them with `fits`.
@@ -165,7 +164,7 @@ def batches(
     trajectories: with ids.
     rows: B.
     length: T.
-    advantages: as `fill` takes them, like `constraint`.
+    advantages: as for `fill`, like `constraint`.
     mine_B: rows to make, [B] bool; None for all.
   """
   packed = pack([t.num_tokens for t in trajectories], length)
@@ -185,14 +184,14 @@ def batches(
 
 
 class Packed:
-  """Trajectories in batches, with the places of each one's policy tokens.
+  """Packed batches; policy tokens are read and written by trajectory.
 
   A process makes only its own rows.
 
   Attributes:
     batches: as from `batches`, with the sampler's log-probs; advantages are zeros.
-    counts: policy tokens per trajectory, in any row.
-    own: indices of those in this process's rows, in their order.
+    counts: policy tokens per trajectory, on any process.
+    own: indices of the trajectories in this process's rows, ascending.
   """
 
   def __init__(
@@ -203,32 +202,32 @@ class Packed:
     constraint: Constraint | None = None,
     partitioner: Partitioner = ONE_DEVICE,
   ):
-    """Packs them.
+    """Packs the trajectories.
 
     Args:
       trajectories: the same in every process, in one order.
-      rows: as `batches` takes it, like `length` and `constraint`.
+      rows: as for `batches`, like `length` and `constraint`.
       partitioner: assigns rows to processes.
 
     Raises:
       ValueError: a trajectory does not fit a row.
     """
     lengths = [t.num_tokens for t in trajectories]
-    # A missing one would be missing among the advantages.
+    # Every trajectory needs a place for its advantages.
     if not np.all(fits(np.array(lengths), length)):
       raise ValueError(f"a trajectory of {max(lengths)} tokens, rows of {length}")
     self.counts = [t.num_policy for t in trajectories]
 
-    # --- The rows of this process.
+    # --- This process's rows.
     mine_B = partitioner.rows(rows)
-    # Of 0, not None: `fill` writes log-probs only beside advantages.
+    # Zeros, not None: `fill` writes log-probs only beside advantages.
     zeros = [0.0] * len(trajectories)
     self.batches = list(batches(trajectories, rows, length, zeros, constraint, mine_B))
 
-    # --- For each trajectory in them its batch, and its policy tokens' flat indices.
+    # --- Each own trajectory's batch, and its policy tokens' flat indices.
     self._where: dict[int, tuple[int, np.ndarray]] = {}
     place_B = np.cumsum(mine_B) - 1
-    # These are the rows of `batches`: packing depends on lengths alone.
+    # The same rows as in `batches`: packing depends on lengths alone.
     for r, members in enumerate(pack(lengths, length)):
       m, row = divmod(r, rows)
       if not mine_B[row]:
@@ -241,7 +240,7 @@ class Packed:
     self.own = sorted(self._where)
 
   def read(self, name: str) -> list[np.ndarray]:
-    """Reads the field `name` at the policy tokens of each trajectory of `own`."""
+    """Reads the field `name` at each own trajectory's policy tokens."""
     out = []
     for i in self.own:
       m, at = self._where[i]
@@ -249,7 +248,7 @@ class Packed:
     return out
 
   def write(self, name: str, values: Sequence[np.ndarray | float]) -> None:
-    """Sets the field `name` at the policy tokens of each of `own`; 0 elsewhere."""
+    """Sets the field `name` at each own trajectory's policy tokens; 0 elsewhere."""
     arrays = [np.zeros(b.tokens_BT.shape, np.float32) for b in self.batches]
     for i, value in zip(self.own, values, strict=True):
       m, at = self._where[i]

@@ -1,8 +1,8 @@
-"""Checkpoints written by several processes straight to a bucket, and their proof.
+"""Proves checkpoints that several processes write straight to a bucket.
 
-Each writes its own devices' part, so none has the whole to hash. The proof is
-`manifest.json`, written last: every object's size and its tag from the store, which
-changes with every write. The store itself keeps an object's bytes from changing.
+Each process writes its own devices' part, so none can hash the whole. The proof is
+`manifest.json`, written last: every object's size and store tag. The tag changes with
+every write; the store itself keeps an object's bytes from changing.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from coa_jax.runtime.bucket.objects import Bucket, Stored, at_once
 from coa_jax.runtime.json_io import parse_object
 from coa_jax.runtime.manifest import MANIFEST, TAG
 
-# orbax's markers of a complete write; a single process, on a disk, writes none.
+# Orbax's marker of a complete write; a single process on a disk writes none.
 _COMMITTED = "commit_success.txt"
 _PARTS = ("", "state/", "cursor/")
 _log = logging.getLogger(__name__)
 
 
 def name_of(step: int, epoch: int) -> str:
-  """The folder of a step that processes write under a lease; a run before had another.
+  """Returns the folder name of a step written under a lease; each run has a new lease.
 
-  So late writes of a stopped process never enter the next run's checkpoint.
+  So a stopped process's late writes never enter the next run's checkpoint.
   """
   return f"{step}.{epoch:06d}"
 
 
 def step_of(folder: str) -> int:
-  """Returns the step of such a folder, or of a single process's; -1 for others."""
+  """Returns the step in a folder name, with or without a lease; -1 for other names."""
   match = re.fullmatch(r"(\d+)(\.\d{6,})?", folder)
   return int(match[1]) if match else -1
 
@@ -46,8 +46,8 @@ def prove(bucket: Bucket, folder: str, check: Callable[[], None]) -> None:
   """Writes a complete step's manifest.
 
   Args:
-    bucket: of the checkpoints.
-    folder: of the step.
+    bucket: holds the checkpoints.
+    folder: the step's.
     check: raises if another run has taken over.
   """
   files = {}
@@ -68,10 +68,10 @@ def forget(bucket: Bucket, folder: str) -> None:
 def choose(bucket: Bucket) -> tuple[int, str]:
   """Finds the newest whole step and its folder.
 
-  The step is -1 if there is none yet, and -2 if all are damaged. Newer ones, damaged or
-  unfinished, are deleted: the run makes these steps again.
+  The step is -1 if there is no checkpoint yet, and -2 if all are damaged. Damaged newer
+  steps and all unfinished steps are deleted; the run repeats the newer ones.
   """
-  # --- The objects of each begun step.
+  # --- Each begun step's objects.
   objects: dict[str, dict[str, Stored]] = {}
   for name, stored in bucket.list().items():
     folder, _, file = name.partition("/")
@@ -79,7 +79,7 @@ def choose(bucket: Bucket) -> tuple[int, str]:
     if match := re.match(r"\d+(\.\d{6,})?", folder):
       objects.setdefault(match[0], {})[file] = stored
 
-  # --- The newest whole one, and the faults of newer ones.
+  # --- The newest whole step, and newer steps' faults.
   notes = []
   bad = []
   damaged = False
@@ -105,7 +105,7 @@ def choose(bucket: Bucket) -> tuple[int, str]:
   for folder in bad:
     forget(bucket, folder)
 
-  # --- One written by a single process, and pushed from its disk, is committed, too.
+  # --- Add commit files to a step pushed from a single process's disk: it has none.
   if newest:
     for part in _PARTS:
       if part + _COMMITTED not in objects[newest]:
@@ -116,13 +116,13 @@ def choose(bucket: Bucket) -> tuple[int, str]:
 
 
 def order(folder: str) -> tuple[int, int]:
-  """Sorts folders by step, then by lease."""
+  """Returns a folder's sort key: step, then lease."""
   step, _, epoch = folder.partition(".")
   return int(step), int(epoch or 0)
 
 
 def _fault(bucket: Bucket, folder: str, objects: dict[str, Stored]) -> str:
-  """Describes a step's differences from its manifest; "" if it is whole."""
+  """Describes a step's difference from its manifest; "" if the step is whole."""
   try:
     files = parse_object(bucket.read(f"{folder}/{MANIFEST}") or b"", MANIFEST)
     if not files:

@@ -1,9 +1,10 @@
-"""Checkpoints of a run: train state plus the run's cursor (orbax).
+"""Saves and restores a run's train state and cursor, with orbax.
 
-A checkpoint counts once it is proven whole: when orbax has committed its folder, the
-SHA-256 of every file is written beside them, last and atomically, in `manifest.json`.
-Restoring compares them, and takes an older one if a byte differs; older ones are
-deleted only after that proof. A nonfinite state is never saved.
+A checkpoint counts once it is proven whole: after orbax commits the folder,
+`manifest.json` with every file's SHA-256 is written beside the files, last and
+atomically. Restoring compares the hashes, and takes an older checkpoint if a byte
+differs; old checkpoints are deleted only after a new proof. A nonfinite state is never
+saved.
 
 budget: save, proof, restore and read are one contract.
 """
@@ -45,7 +46,7 @@ class CheckpointConfig:
 
   Attributes:
     every: updates between two checkpoints; the last update is always saved.
-    keep: number of newest ones kept; an older one replaces a damaged one.
+    keep: newest checkpoints kept; an older one replaces a damaged one.
   """
 
   every: int = bounded(100, least=1)
@@ -56,9 +57,9 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-  """The checkpoints of one run, in one folder; use as a context manager.
+  """One run's checkpoints in one folder; a context manager.
 
-  While it is entered, SIGTERM and SIGINT end the run in order; see `interruption`.
+  Inside the context, SIGTERM and SIGINT end the run in order; see `interruption`.
   """
 
   def __init__(
@@ -81,7 +82,7 @@ class Checkpoints:
       self._bucket = found.bucket_below(self._path)
     if self._bucket is None:
       os.makedirs(self._path, exist_ok=True)
-    # One thread writes (orbax's) and one proves, while the run continues.
+    # Orbax's thread writes and another one proves, while the run continues.
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._sealer = concurrent.futures.ThreadPoolExecutor(1)
     self._sealing: concurrent.futures.Future[None] | None = None
@@ -122,7 +123,7 @@ class Checkpoints:
     Args:
       state: after an update.
       cursor: as for `save`.
-      last: whether it was the last one.
+      last: whether this was the last update.
 
     Raises:
       Interrupted: a signal came and the run is not over; everything is saved.
@@ -136,10 +137,10 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def resumable(self, state: TrainState, cursor: dict[str, Any]) -> Iterator[None]:
-    """Lets a signal end the run while inside, with this state saved.
+    """Saves this state and ends the run if a signal comes inside the block.
 
-    For work without saved changes, repeated when the run resumes. A single process
-    exits at once; several together, in `until_done`.
+    For work that changes no saved value; a resumed run repeats it. A single process
+    exits at once; several processes exit together, in `until_done`.
 
     Raises:
       Interrupted: a signal came.
@@ -156,14 +157,14 @@ class Checkpoints:
       raise self._interrupted(e.number, state) from None
 
   def until_done(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-    """Waits for a process's part of work, before processes exchange results.
+    """Waits for this process's work, before processes exchange results.
 
-    A signal to any process ends all waits: then each raises, and none enters an
-    exchange without the others. A failed one returns at once, to raise its failure.
+    A signal to any process ends all waits: then each process raises, and none enters an
+    exchange without the others. A failed future ends the wait; its reader raises.
 
     Raises:
-      Interrupted: a signal came to any of several processes. One alone does not wait
-        here: `resumable` has it leave at once.
+      Interrupted: a signal came to any of several processes. A single process does not
+        wait here: `resumable` lets it exit at once.
     """
     if jax.process_count() == 1:
       return
@@ -178,20 +179,20 @@ class Checkpoints:
       raise Interrupted(number)
 
   def save(self, state: TrainState, cursor: dict[str, Any]) -> None:
-    """Saves in the background; an already saved step is unchanged.
+    """Saves in the background; does nothing if the step is saved already.
 
     Args:
-      state: copied to the host before this returns, so it may be donated after.
-      cursor: JSON values of the run's position (data position, counters).
+      state: copied to the host before this returns, so it may be donated afterwards.
+      cursor: the run's position as JSON values (data position, counters).
 
     Raises:
-      ValueError: a parameter or optimizer value is NaN or infinite: this state would
+      ValueError: a parameter or optimizer value is NaN or infinite; this state would
         replace a good one.
     """
     step = int(state.step)
     if step == self._saved:
       return
-    # --- One save at a time, and none of a nonfinite state.
+    # --- One save at a time; a nonfinite state is refused.
     self.wait()
     if not _finite(state):
       raise ValueError(
@@ -200,8 +201,8 @@ class Checkpoints:
         "optim.lr, set optim.clip_norm, or compute in float32 (model.dtype)"
       )
 
-    # --- All processes' writes up to here precede this step's proof: orbax commits it
-    # when all have saved.
+    # --- All processes' writes up to here precede this step's proof: orbax commits a
+    # step when all have saved.
     if self._bucket:
       mirror.push(self._path)
 
@@ -219,15 +220,16 @@ class Checkpoints:
   def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
     """Restores the newest whole checkpoint; None if there is none.
 
-    Newer damaged ones are set aside as `damaged_STEP`. Unfinished ones are deleted if
-    there is a whole one, otherwise those committed by orbax are set aside as
-    `unfinished_STEP`. The log reports it in one line.
+    Newer damaged checkpoints are set aside as `damaged_STEP`. Unfinished ones are
+    deleted; if none is whole, those committed by orbax are set aside instead, as
+    `unfinished_STEP`. A bucket sets none aside, but deletes. One log line reports this.
 
     Args:
-      like: a state of the same shapes; its values are not read.
+      like: a state with the same shapes; its values are not read.
 
     Raises:
-      ValueError: there are checkpoints, and all of them are damaged.
+      ValueError: all checkpoints are damaged, or the newest whole one does not match
+        `like`.
     """
     # --- The first process chooses for all.
     step = -1
@@ -281,7 +283,7 @@ class Checkpoints:
     return max(gather_json(number))
 
   def _interrupted(self, number: int, state: TrainState) -> Interrupted:
-    """Returns the exception that ends the run, once all saves are proven."""
+    """Waits until all saves are proven; returns the exception that ends the run."""
     self.wait()
     return Interrupted(
       number,
@@ -290,11 +292,11 @@ class Checkpoints:
     )
 
   def _seal(self, step: int) -> None:
-    """Proves a finished save whole, and then deletes old ones."""
+    """Waits for a save, proves it whole, then deletes old checkpoints."""
     self._orbax.wait_until_finished()
     _give_memory_back()
-    # All processes have written by then; the first one proves their files. On a disk it
-    # hashes all of it: 0.7 s of a core for a gigabyte, beside the run.
+    # All processes have written by now; the first one proves their files. On a disk it
+    # hashes every file: 0.7 s of a core per gigabyte, beside the run.
     if jax.process_index() > 0:
       return
     if self._mirror:
@@ -306,23 +308,23 @@ class Checkpoints:
       return
     folder = os.path.join(self._path, str(step))
     write_manifest(folder)
-    mirror.push(folder)  # in a bucket's workdir, it counts from here on
+    mirror.push(folder)  # in a bucket's workdir, the step counts from here on
     for old in whole_steps(self._path)[: -self._config.keep]:
-      # First: without it a partly deleted folder does not count.
+      # The manifest first: without it a partly deleted folder does not count.
       folder = folder_of(self._path, old)
       os.remove(os.path.join(folder, MANIFEST))
       shutil.rmtree(folder)
 
   def _choose(self) -> int:
     """Returns the newest whole step; -1 if there is none yet, -2 if all are damaged."""
-    # --- The folders of each begun step: orbax renames one at commit.
+    # --- Each begun step's folders; orbax renames a folder at commit.
     folders: dict[int, list[str]] = {}
     for name in os.listdir(self._path):
       step = bucket_steps.step_of(re.sub(r"\.orbax-checkpoint-tmp.*", "", name))
       if step >= 0:
         folders.setdefault(step, []).append(name)
 
-    # --- The newest whole one, and what is wrong with those that are newer.
+    # --- The newest whole step, and newer steps' faults.
     newest = -1
     notes = []
     damaged = []
@@ -333,7 +335,7 @@ class Checkpoints:
         unfinished += folders[step]
         if newest < 0:
           notes.append(f"checkpoint {step} was not finished")
-      elif newest < 0:  # older ones are not read: to hash them takes time
+      elif newest < 0:  # older ones are not read: hashing takes time
         fault = fault_of(folder)
         if not fault:
           newest = step
@@ -344,12 +346,12 @@ class Checkpoints:
       _log.error("%s: %s", self._path, "; ".join(notes))
       return -2
 
-    # --- Room for the repeated steps.
+    # --- Make room for the repeated steps.
     for name in damaged:
       self._set_aside(name, f"damaged_{name}")
     for name in unfinished:
       if newest < 0 and name.isdigit():
-        # Maybe from a version without manifests, and then the only ones.
+        # Maybe the only checkpoints, from a version without manifests.
         self._set_aside(name, f"unfinished_{name}")
       else:
         shutil.rmtree(os.path.join(self._path, name))
@@ -361,7 +363,7 @@ class Checkpoints:
     return newest
 
   def _set_aside(self, name: str, aside: str) -> None:
-    # Replaces an earlier fault's remains at this step.
+    # An earlier fault at this step may have left a folder: replace it.
     aside = os.path.join(self._path, aside)
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(os.path.join(self._path, name), aside)
@@ -369,23 +371,24 @@ class Checkpoints:
 
 @jax.jit
 def _finite(state: TrainState) -> jax.Array:
-  # Some may be in the host's memory.
+  # Offloaded arrays are in host memory.
   state = jax.device_put(state, jax.memory.Space.Device)
   numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
   return jnp.array([jnp.isfinite(x).all() for x in numbers]).all()
 
 
 def _give_memory_back() -> None:
-  """Returns to the system what it took to write or read a state: as much as the state.
+  """Returns to the system the memory freed after a state's write or read.
 
-  Its threads free it in small pieces, which glibc keeps for them.
+  This memory is as large as the state; threads free it in small pieces, which glibc
+  keeps for them.
   """
   if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
     trim(0)
 
 
 def whole_steps(path: str) -> list[int]:
-  """Lists the steps of checkpoints proven whole at writing, in order."""
+  """Lists the steps proven whole when written, in order; hashes no file."""
   steps = set()
   for name in os.listdir(path):
     if os.path.exists(os.path.join(path, name, MANIFEST)):
@@ -394,28 +397,28 @@ def whole_steps(path: str) -> list[int]:
 
 
 def folder_of(path: str, step: int) -> str:
-  """Returns a step's checkpoint folder, by one process or several."""
-  # A name that is not a step's counts as -1, as does a run without checkpoints.
+  """Returns a step's checkpoint folder, written by one process or several."""
+  # Other names count as step -1, and so does a run without checkpoints.
   found = [n for n in os.listdir(path) if bucket_steps.step_of(n) == step >= 0]
   return os.path.join(path, max(found, key=bucket_steps.order, default=str(step)))
 
 
 def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
-  """Reads `TrainState.params` of one checkpoint, as numpy arrays, and nothing else.
+  """Reads only `TrainState.params` from one checkpoint, as numpy arrays.
 
   Args:
-    path: the folder of a run's checkpoints.
+    path: a run's checkpoint folder.
     step: one of `whole_steps`.
 
   Raises:
-    ValueError: it is damaged; the message names the fault.
+    ValueError: the checkpoint is damaged; the message names the fault.
   """
-  # --- It must equal the written one.
+  # --- The files must equal the written ones.
   folder = folder_of(os.path.abspath(path), step)
   if fault := fault_of(folder):
     raise ValueError(f"{folder} is damaged: {fault}")
 
-  # --- The state's branch "params", of any shapes.
+  # --- The state's branch "params", with any shapes.
   with ocp.PyTreeCheckpointer() as orbax:
     state = os.path.join(folder, "state")
     tree = orbax.metadata(state).item_metadata.tree["params"]

@@ -1,6 +1,6 @@
-"""SFT's loss: a head over the vocabulary that makes its gradients in the forward pass.
+"""SFT's loss: cross-entropy with gradients computed in the forward pass.
 
-Source: Liger Kernel (arXiv 2410.10989, 3.2).
+Source: Liger Kernel (arXiv 2410.10989, section 3.2).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from coa_jax.model.transformer import Transformer
 def cross_entropy(
   cfg: ModelConfig, params: Any, batch: Batch, partitioner: Partitioner = ONE_DEVICE
 ) -> jax.Array:
-  """Sums negative log-likelihoods of tokens, each by its weight.
+  """Sums weighted negative log-likelihoods over tokens.
 
-  The same as `nll` of `token_logps`, and so computed on a mesh that splits parameters
-  or tokens of a row. On one device, and if devices split only rows, logits are computed
-  only for tokens with a weight, a few at a time, together with their gradients: prompts
-  and observations cost nothing, no logits are kept for the backward pass and none are
-  computed twice. This needs the weights beforehand; RL computes its weights from
-  log-probs, so it has none.
+  Equals `nll` of `token_logps`, and is computed that way on a mesh that splits
+  parameters or a row's tokens. On one device, or if devices split only rows, logits are
+  computed only for weighted tokens, a chunk at a time, together with their gradients:
+  prompts and observations cost nothing, and no logits are kept for the backward pass or
+  computed twice. Weights must be known beforehand; RL's come from log-probs, so RL can
+  not use this.
 
   Args:
-    cfg: the model; a chunk is `cfg.logit_chunk` tokens of every row. If 0, a quarter of
-      a device's tokens, or half a gigabyte of logits if less.
+    cfg: the model. A chunk is `cfg.logit_chunk` tokens per row; if 0, a quarter of a
+      device's tokens, or half a gigabyte of logits if less.
     params: its parameters.
     batch: packed rows; a token's weight is its `loss_mask_BT`.
-    partitioner: the mesh that all of this is split over.
+    partitioner: the mesh that splits parameters and batch.
 
   Returns:
     The sum, in nats.
   """
-  # --- Split over more than rows, the head works as in token_logps.
+  # --- If devices split more than rows, the head works as in token_logps.
   if max(map(partitioner.ways, "DTV")) > 1:
     logp_BT, *_ = token_logps(cfg, params, batch, partitioner=partitioner)
     return nll(logp_BT, batch.loss_mask_BT)
@@ -57,15 +57,15 @@ def cross_entropy(
   model = Transformer(cfg, partitioner)
   hidden_BTD = hidden_states(model, params, batch)
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
-  # The next token, unless it begins a segment: that one is not predicted.
+  # The target is the next token; a segment's first token is not predicted.
   weight_BT = batch.loss_mask_BT * (batch.position_BT > 0)
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   weight_BT = jnp.roll(weight_BT, -1, axis=1)
 
-  # --- The loss of each device's rows.
+  # --- Each device's loss over its rows.
   of_rows = functools.partial(_rows_cross_entropy, cfg)
   if partitioner.mesh.size > 1:
-    # Each device sums over its own rows; one number of each is added up below.
+    # Each device sums over its own rows; the sums are added up below.
     of_rows = jax.shard_map(
       of_rows,
       mesh=partitioner.mesh,
@@ -88,7 +88,7 @@ def _rows_cross_entropy(
   target_BT: jax.Array,
   weight_BT: jax.Array,
 ) -> jax.Array:
-  """The sum over one device's rows, [1]."""
+  """Returns the sum over one device's rows, [1]."""
   B, T, D = hidden_BTD.shape
   # At most a quarter: with few weighted tokens, whole chunks are skipped.
   few = min(-(-B * T // 4), logits_at_once(cfg.vocab_size))
@@ -113,18 +113,18 @@ def _cross_entropy(
   dtype: str,
   chunk: int,
 ) -> jax.Array:
-  """Sum over N of weight times -log softmax(hidden @ output) at target."""
+  """Sums weight * -log softmax(hidden @ output)[target] over N."""
 
   def add(total, hidden_CD, target_C, weight_C, place_C):
-    del place_C  # of use to the gradient alone
+    del place_C  # only the gradient needs it
     return total + _chunk_loss(hidden_CD, output_DV, target_C, weight_C, dtype)
 
   return _fold_weighted(add, jnp.float32(0), hidden_ND, target_N, weight_N, chunk)
 
 
 def _cross_entropy_forward(hidden_ND, output_DV, target_N, weight_N, dtype, chunk):
-  # The gradient for a cotangent of 1 is made with the value, chunk by chunk: so no
-  # chunk's logits are made twice.
+  # Each chunk's value comes with its gradient for a cotangent of 1, so no logits are
+  # computed twice.
   def add(carry, hidden_CD, target_C, weight_C, place_C):
     total, d_hidden_ND, d_output_DV = carry
     value, (d_hidden_CD, d_chunk_DV) = jax.value_and_grad(_chunk_loss, (0, 1))(
@@ -141,7 +141,7 @@ def _cross_entropy_forward(hidden_ND, output_DV, target_N, weight_N, dtype, chun
 
 
 def _cross_entropy_backward(dtype, chunk, gradients, g):
-  # The forward pass made them for a cotangent of 1. Targets and weights have none.
+  # The forward pass made gradients for a cotangent of 1; targets and weights have none.
   d_hidden_ND, d_output_DV = gradients
   return d_hidden_ND * g.astype(d_hidden_ND.dtype), d_output_DV * g, None, None
 
@@ -176,7 +176,7 @@ def _fold_weighted(
   Args:
     add: (carry, hidden_CD, target_C, weight_C, place_C) to the next carry; padding in
       the last chunk has weight 0 and a place past the end.
-    carry: its initial value.
+    carry: the initial carry.
     hidden_ND: final hidden states.
     target_N: their targets.
     weight_N: each prediction's weight.

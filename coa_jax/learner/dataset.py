@@ -1,7 +1,7 @@
-"""Trajectories as tokens on disk, and their packed rows for SFT.
+"""Stores SFT's trajectories as tokens on disk, and packs them into micro-batches.
 
-Memory does not grow with the tokens: they are stored in one mapped file, and a process
-reads only its own rows'. Order, resume and reading ahead are grain's.
+Memory does not grow with the tokens: they are in one mapped file, and a process reads
+only its own rows. Order, resume and prefetching use grain.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from coa_jax.protocol.trajectory import Author, Trajectory
 
 _TOKENS = "tokens.int32"
 _ABOUT = "sequences.npy"
-_AHEAD = 2  # micro-batches made during a step
+_AHEAD = 2  # micro-batches prepared during a step
 _FOR_EVER = 2**62  # micro-batches
 
 
 class Micro(NamedTuple):
-  """A micro-batch of [B, T].
+  """A micro-batch, [B, T].
 
   Attributes:
     batch: this process's rows only.
-    lengths: tokens per sequence in all its rows, on any process.
-    policy: their number of policy tokens.
+    lengths: tokens per sequence, over all processes' rows.
+    policy: policy tokens in all processes' rows.
   """
 
   batch: Batch
@@ -38,26 +38,26 @@ class Micro(NamedTuple):
 
 
 class Dataset:
-  """Sequences of tokens in a folder, one for each trajectory.
+  """Token sequences in a folder, one per trajectory.
 
   Attributes:
-    lengths_N: int64, tokens of each.
-    policy_N: int64, policy tokens of each.
-    task_N: int64, the same number for all of one task.
+    lengths_N: int64 tokens per sequence.
+    policy_N: int64 policy tokens per sequence.
+    task_N: int64 task number per sequence.
   """
 
   def __init__(self, folder: str):
     """Opens `write`'s folder.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: there is no such folder.
     """
     # --- Each sequence's counts.
     about_3N = np.load(os.path.join(folder, _ABOUT))
     self.lengths_N, self.policy_N, self.task_N = about_3N
     self._begins_N = np.cumsum(self.lengths_N) - self.lengths_N
 
-    # --- Their tokens, one after the other; an empty file can not be mapped.
+    # --- The tokens, sequence after sequence; an empty file can not be mapped.
     file = os.path.join(folder, _TOKENS)
     self._stored = np.zeros(0, np.int32)
     if os.path.getsize(file):
@@ -65,17 +65,17 @@ class Dataset:
 
   @staticmethod
   def write(folder: str, trajectories: Iterable[Trajectory]) -> None:
-    """Makes the folder, of trajectories that have ids.
+    """Writes trajectories, which must have token ids, into a new folder.
 
     Raises:
-      OSError: it can not be written.
+      OSError: the folder can not be written.
     """
     about: list[tuple[int, int, int]] = []
-    tasks: dict[str, int] = {}  # numbers, in the order of their first trajectory
+    tasks: dict[str, int] = {}  # task numbers, by first trajectory
     os.makedirs(folder)
     with open(os.path.join(folder, _TOKENS), "wb") as f:
       for t in trajectories:
-        parts = [np.zeros(0, np.int32)]  # for one without segments
+        parts = [np.zeros(0, np.int32)]  # for a trajectory without segments
         for s in t.segments:
           parts.append(_stored(s.ids, s.author == Author.POLICY))
         ids = np.concatenate(parts)
@@ -83,7 +83,7 @@ class Dataset:
         task = tasks.setdefault(t.task_id, len(tasks))
         about.append((len(ids), np.count_nonzero(ids >= 0), task))
     about_3N = np.array(about, np.int64).reshape(-1, 3).T
-    buffer = io.BytesIO()  # for numpy's own files do not say why a disk takes no more
+    buffer = io.BytesIO()  # numpy's own file writes do not say why a disk refuses
     np.save(buffer, about_3N)
     with open(os.path.join(folder, _ABOUT), "wb") as f:
       f.write(buffer.getbuffer())
@@ -106,13 +106,13 @@ class Dataset:
     length: int,
     partitioner: Partitioner,
   ) -> Micro:
-    """Makes a micro-batch of rows of sequences, filled up with empty rows.
+    """Makes a micro-batch from packed rows, filled up with empty rows.
 
     Args:
-      rows: the sequences of each row; together at most `length` tokens.
-      size: B, rows of the batch.
-      length: T, tokens of a row.
-      partitioner: rows outside this process's devices are not read.
+      rows: each row's sequence indices; together at most `length` tokens.
+      size: B, rows per batch.
+      length: T, tokens per row.
+      partitioner: assigns rows to processes; other processes' rows are not read.
     """
     mine = np.flatnonzero(partitioner.rows(size))
     shape = (len(mine), length)
@@ -122,7 +122,7 @@ class Dataset:
     loss_mask_BT = np.zeros(shape, np.float32)
     for r, row in enumerate(mine):
       if row >= len(rows):
-        break  # those beyond the given ones stay empty
+        break  # missing rows stay empty
       at = 0
       for number, i in enumerate(rows[row], 1):
         end = at + self.lengths_N[i]
@@ -135,12 +135,12 @@ class Dataset:
       segment_BT=segment_BT,
       position_BT=position_BT,
       loss_mask_BT=loss_mask_BT,
-      # Unused by SFT: one number broadcasts to each.
+      # Unused by SFT: one number, broadcast.
       advantage_BT=np.broadcast_to(np.float32(0), shape),
       logp_BT=np.broadcast_to(np.float32(0), shape),
       grammar_BT=np.broadcast_to(np.int32(-1), shape),
     )
-    # Figures cover all rows, other processes' too.
+    # Figures cover all processes' rows.
     members = np.concatenate(rows)
     return Micro(
       batch, self.lengths_N[members].tolist(), int(self.policy_N[members].sum())
@@ -149,7 +149,7 @@ class Dataset:
   def once(
     self, members: np.ndarray, size: int, length: int, partitioner: Partitioner
   ) -> Iterator[Micro]:
-    """Micro-batches of some sequences, each once. Args as those of `batch`."""
+    """Yields micro-batches with each member once; arguments as for `batch`."""
     rows = _packed(self, members, length)
     for start in range(0, len(rows), size):
       yield self.batch(rows[start : start + size], size, length, partitioner)
@@ -163,18 +163,17 @@ class Dataset:
     seed: int,
     first: int,
   ) -> Iterator[Micro]:
-    """Endless micro-batches, made ahead in a thread.
+    """Yields endless micro-batches, prepared ahead in a thread.
 
-    The packed rows of one epoch follow those of the one before, each epoch in an order
-    of its own; a batch may hold the end of one and the beginning of the next, so every
-    epoch has every row exactly once. The n-th micro-batch is a function of (seed, n)
-    only, in every process, so the place in the data is a number.
+    Every epoch has each packed row exactly once, in its own order; a micro-batch may
+    span the end of one epoch and the beginning of the next. In every process the n-th
+    micro-batch depends only on (seed, n), so the position in the data is a number.
 
     Args:
-      members: indices of the sequences, each of 1 to `length` tokens.
-      size: as `batch` takes it, like `length` and `partitioner`.
-      seed: of the order; 0 to 2**32 - 1.
-      first: the number of the first micro-batch.
+      members: indices of sequences with 1 to `length` tokens each.
+      size: as for `batch`, like `length` and `partitioner`.
+      seed: the order's seed, 0 to 2**32 - 1.
+      first: the first micro-batch's number.
     """
     import grain  # takes seconds to import, and only training needs it
 
@@ -183,7 +182,7 @@ class Dataset:
     order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
 
     def micro(number: int) -> Micro:
-      # Places in the endless order of rows, past the ends of epochs.
+      # Places in the endless row order, across epochs.
       begin = number * size
       batch_rows = [rows[order[i]] for i in range(begin, begin + size)]
       return self.batch(batch_rows, size, length, partitioner)
@@ -197,11 +196,11 @@ def check_ids(trajectory: Trajectory, vocab_size: int) -> None:
   """Refuses ids outside the model's vocabulary.
 
   Raises:
-    ValueError: naming the task, the id and its segment.
+    ValueError: an id is outside; the message names task, id and segment.
   """
   for s in trajectory.segments:
-    # All at once first: nearly every segment is right, and these run in C. A bool is
-    # an int, too, unless one asks for its type.
+    # A fast check first: nearly every segment is right, and these calls run in C.
+    # `type` tells a bool from an int.
     right = set(map(type, s.ids)) <= {int}
     if right and s.ids:
       right = min(s.ids) >= 0 and max(s.ids) < vocab_size
@@ -216,13 +215,13 @@ def check_ids(trajectory: Trajectory, vocab_size: int) -> None:
 
 
 def _packed(dataset: Dataset, members: np.ndarray, length: int) -> list[np.ndarray]:
-  """The sequences of each row."""
+  """Packs sequences; returns each row's indices."""
   rows = pack(dataset.lengths_N[members].tolist(), length)
   return [members[row] for row in rows]
 
 
 def _stored(ids: Sequence[int], policy: bool) -> np.ndarray:
-  """Returns ids in the file's form: ~id, below 0, if not written by the policy."""
+  """Returns ids as stored: ~id, below 0, for tokens not written by the policy."""
   array = np.asarray(ids, np.int32)
   if policy:
     return array

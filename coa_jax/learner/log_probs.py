@@ -1,8 +1,8 @@
-"""Inputs of losses: log-probs and values of packed batches' tokens.
+"""Computes the losses' inputs: token log-probs and values of packed batches.
 
 Losses are sums over tokens; the caller divides by a denominator counted over the
-*global* batch, so micro-batching, packing and padding can not change a loss. RL's is in
-`policy_loss.py`.
+*global* batch, so micro-batching, packing and padding can not change a loss. RL's loss
+is in `policy_loss.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from coa_jax.model.moving import moved, straight, zigzag
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.model.transformer import Transformer
 
-# Of float32 logits; some 880 tokens of a vocabulary of 152,000, enough for any product.
+# Float32 logits at once: some 880 tokens with a vocabulary of 152,000, enough for any
+# matrix product.
 _LOGIT_BYTES = 2**29
-# Tokens of a tile of a TPU's arrays. Chunks of other sizes cost a step of Qwen2.5-7B of
-# 32k tokens 1.6 % more cycles, and Qwen3-8B's of 8k 2 % (v5p, v6e, by the compiler).
+# Tokens per tile of a TPU array. Other chunk sizes cost 1.6 % more cycles in a step of
+# Qwen2.5-7B on 32k tokens, and 2 % in Qwen3-8B's on 8k (v5p, v6e, by the compiler).
 _TILE = 128
 
 
@@ -38,31 +39,31 @@ def token_logps(
   truncation: Truncation = NO_TRUNCATION,
   constraint: TokenMask | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Computes log p of every token given the previous ones in its segment.
+  """Computes each token's log-prob, given the previous tokens in its segment.
 
   budget: the arguments' shapes and the formula are most of it.
 
-  Logits exist for `cfg.logit_chunk` tokens of a row at once; the backward pass
+  Logits exist for `cfg.logit_chunk` tokens per row at once; the backward pass
   recomputes them, unless the chunk is the whole row.
 
   Args:
     cfg: the model.
     params: its parameters.
     batch: packed rows.
-    temperature: of the sampling distribution.
-    partitioner: the mesh that all of this is split over.
-    truncation: of the sampling distribution.
+    temperature: the sampling temperature.
+    partitioner: the mesh that splits parameters and batch.
+    truncation: the sampling distribution's truncation.
     constraint: the policy tokens' sampling grammar.
 
   Returns:
-    logp_BT and entropy_BT (nats, float32), and removed_BT, the probability of tokens
+    logp_BT and entropy_BT (nats, float32), and removed_BT, the probability
     excluded by the grammar; a segment's first token has 0 in all.
   """
   # --- Hidden states, and the output head.
   hidden_BTD = hidden_states(Transformer(cfg, partitioner), params, batch)
   model = Transformer(cfg, partitioner.over_vocabulary(cfg.vocab_size))
-  # Once for all chunks: on a mesh it moves here. In float32, so that the chunks'
-  # gradients are summed in it.
+  # Once for all chunks: on a mesh the head moves here. In float32, so that the chunks'
+  # gradients are summed in float32.
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
   head = functools.partial(
     _head,
@@ -75,10 +76,10 @@ def token_logps(
     constraint=constraint,
   )
 
-  # --- The target of each place: the next token. A row's last prediction is unused.
+  # --- Each place's target: the next token. A row's last prediction is unused.
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
-  # In the order of the hidden states.
+  # In the hidden states' order.
   row_devices = partitioner.ways("T")
   target_BT = zigzag(target_BT, row_devices)
   grammar_BT = zigzag(grammar_BT, row_devices)
@@ -96,8 +97,8 @@ def token_logps(
       head, hidden_BTD, target_BT, grammar_BT, row_devices, chunks, C
     )
 
-  # --- From places to their target tokens. Before a segment's first token is another
-  # segment's last.
+  # --- Move results from places to target tokens. The place before a segment's first
+  # token belongs to another segment.
   predicted_BT = batch.position_BT > 0
   logp_BT, entropy_BT, removed_BT = (
     jnp.roll(straight(x, row_devices), 1, axis=1) * predicted_BT for x in by_place
@@ -106,7 +107,7 @@ def token_logps(
 
 
 def hidden_states(model: Transformer, params: Any, batch: Batch) -> jax.Array:
-  """Final hidden states of packed rows; on a mesh in the order of `zigzag`."""
+  """Computes packed rows' final hidden states; on a mesh in `zigzag` order."""
   row_devices = model.partitioner.ways("T")
   hidden_BTD, _ = model.apply(
     {"params": params},
@@ -130,9 +131,9 @@ def _head(
   truncation: Truncation,
   constraint: TokenMask | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Log p of the targets, entropy and removed mass after hidden states; [B, C] each.
+  """Computes the targets' log-probs, entropy and removed mass; [B, C] each.
 
-  Hidden states come split as `partitioner` has it, logits are as `model` has it.
+  `partitioner` splits the hidden states, `model.partitioner` the logits.
   """
   of_tokens = partitioner.sharding("BT.")
   hidden_BCD = moved(hidden_BCD, of_tokens, model.partitioner.sharding("BT."))
@@ -158,24 +159,24 @@ def _by_chunks(
   chunks: int,
   C: int,
 ) -> Iterable[jax.Array]:
-  """Applies `head` to C tokens of every device's part of a row at a time.
+  """Applies `head` in chunks: C tokens of each device's row part at a time.
 
   Args:
-    head: from the three arrays, of some tokens, to several of [B, tokens].
+    head: maps some tokens of the three arrays to several arrays of [B, tokens].
     hidden_BTD: final hidden states.
-    target_BT: what they predict.
-    grammar_BT: the state of the grammar there.
-    row_devices: devices that split a row.
-    chunks: of each device's part.
-    C: tokens of each chunk.
+    target_BT: the predicted tokens.
+    grammar_BT: the grammar states there.
+    row_devices: devices per row.
+    chunks: chunks per device's part.
+    C: tokens per chunk.
   """
-  # Each device's part of a row is cut by itself: chunk c is the c-th piece of every
-  # part, so all devices work on it and no token moves between them.
+  # Each device's part of a row is cut separately: chunk c is every part's c-th piece,
+  # so all devices work on it and no token moves between them.
   B, T = target_BT.shape
   own = T // row_devices
 
   def split(x: jax.Array, fill: int) -> jax.Array:
-    """[B, T, ...] to [chunks, B, row_devices * C, ...]; `fill` is what a last lacks."""
+    """Reshapes [B, T, ...] to [chunks, B, row_devices * C, ...], padded with `fill`."""
     x = x.reshape(B, row_devices, own, *x.shape[2:])
     lacks = [(0, 0)] * x.ndim
     lacks[2] = (0, chunks * C - own)
@@ -188,7 +189,7 @@ def _by_chunks(
     return x.reshape(B, row_devices, chunks * C)[:, :, :own].reshape(B, T)
 
   # A chunk's logits are recomputed for the gradient: keeping all chunks' logits would
-  # defeat their purpose.
+  # save no memory.
   again = jax.checkpoint(head, prevent_cse=False)
 
   def chunk(arrays: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -201,7 +202,7 @@ def _by_chunks(
 
 
 def logits_at_once(vocabulary: int) -> int:
-  """Returns the default number of tokens per device with logits at once."""
+  """Returns how many tokens per device have logits at once, by default."""
   return whole_tiles(max(1, _LOGIT_BYTES // (4 * vocabulary)))
 
 
@@ -211,10 +212,10 @@ def whole_tiles(tokens: int) -> int:
 
 
 def _chunks(length: int, most: int) -> tuple[int, int]:
-  """Divides `length` into parts of at most `most` tokens, of whole tiles if possible.
+  """Divides `length` into parts of at most `most` tokens, in whole tiles if possible.
 
   Returns:
-    Their number, and the tokens of each; the last may have fewer.
+    The number of parts, and tokens per part; the last may have fewer.
   """
   most = whole_tiles(most)
   chunks = -(-length // most)
@@ -231,14 +232,14 @@ def token_values(
   batch: Batch,
   partitioner: Partitioner = ONE_DEVICE,
 ) -> jax.Array:
-  """Computes a critic's value before each token of its segment.
+  """Computes a critic's value before each token.
 
   Args:
-    cfg: the critic's trunk.
+    cfg: the trunk's architecture.
     params: the trunk's parameters.
-    head_D1: from the final hidden state to a value.
+    head_D1: maps the final hidden state to a value.
     batch: packed rows.
-    partitioner: the mesh that all of this is split over.
+    partitioner: the mesh that splits parameters and batch.
 
   Returns:
     value_BT, float32; a segment's first token has 0.
@@ -247,10 +248,10 @@ def token_values(
   hidden_BTD = hidden_states(model, params, batch)
   value_BT = (hidden_BTD.astype(jnp.float32) @ head_D1)[..., 0]
   value_BT = straight(value_BT, partitioner.ways("T"))
-  # Place t has read token t: it has the value before token t + 1.
+  # Place t has read token t: its output is the value before token t + 1.
   return jnp.roll(value_BT, 1, axis=1) * (batch.position_BT > 0)
 
 
 def nll(logp_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
-  """Sums negative log-likelihoods over weighted tokens (nats)."""
+  """Sums weighted negative log-likelihoods over tokens (nats)."""
   return -jnp.sum(weight_BT * logp_BT)

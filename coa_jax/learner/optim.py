@@ -21,14 +21,14 @@ class OptimConfig:
   Attributes:
     name: adamw, or muon (matrices by Muon, the rest by AdamW).
     lr: peak learning rate; with muon, the matrices'.
-    adam_lr: with muon, peak rate of embeddings, norms and biases.
+    adam_lr: with muon, the peak rate for embeddings, norms and biases.
     schedule: after warm-up: cosine or linear to `final`, or constant.
     warmup: steps of linear warm-up from 0.
     final: last learning rate as a fraction of the peak.
     weight_decay: decoupled; matrices only.
-    clip_norm: gradients are scaled down to this global norm; 0 turns it off.
-    b1: first-moment decay of Adam.
-    b2: second-moment decay of Adam.
+    clip_norm: gradients are scaled down to this global norm; 0 for no clipping.
+    b1: Adam's first-moment decay.
+    b2: Adam's second-moment decay.
     offload: keeps the moments in host memory except while a step applies them.
   """
 
@@ -49,7 +49,7 @@ class OptimConfig:
 
   @property
   def extension_fault(self) -> str:
-    """Explains why a run with more steps differs from the start; "" if it does not."""
+    """Explains why more steps would change the run from its start; "" if not."""
     if self.schedule == "constant":
       return ""
     return (
@@ -62,7 +62,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
   """Builds the optimizer for a run of `steps` updates."""
   rate = _schedule(config, config.lr, steps)
   chain = []
-  # Clipped first: moments are of the clipped gradients.
+  # Clip first, so that moments see clipped gradients.
   if config.clip_norm:
     chain.append(optax.clip_by_global_norm(config.clip_norm))
   if config.name == "adamw":
@@ -93,9 +93,9 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
 def side_by_side(
   optimizers: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-  """Puts optimizers side by side, one for each entry of a dict of parameters.
+  """Combines optimizers, one per entry of a parameter dict.
 
-  None sees another's norm.
+  Each clips by its own entry's gradient norm.
   """
 
   def init(params: Any) -> Any:
@@ -104,7 +104,6 @@ def side_by_side(
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     updates = {}
     states = {}
-    # One by one, so that each clips by the norm of its own network.
     for name, optimizer in optimizers.items():
       updates[name], states[name] = optimizer.update(
         grads[name], state[name], params[name]
@@ -130,9 +129,9 @@ def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
 
 
 def _inputs(path: tuple[Any, ...]) -> int:
-  """Counts the leading input axes of a layer's matrix; 0 for all else."""
+  """Counts the leading input axes of a layer's matrix; 0 for other parameters."""
   name = path[-1].key
-  # The output head is treated as the embedding is, to which it may be tied.
+  # The output head is treated like the embedding: the two may be tied.
   if name in ("head", "value_head"):
     return 0
   return inputs_of(name)

@@ -1,4 +1,4 @@
-"""RL's loss: advantages of the policy's tokens, their weights, and the loss."""
+"""RL's loss over policy tokens: advantages, aggregation weights, and the loss."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ def token_advantages(
   share: Share | None = None,
   owners: Sequence[int] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Computes advantages of the policy's tokens in a batch, by `config.advantage`.
+  """Computes the advantages of a batch's policy tokens, by `config.advantage`.
 
   budget: every estimator side by side.
 
   Args:
     config: chooses the estimator.
-    reward_GK: rewards of G groups of K samples; NaN if a sample is missing. The n
+    reward_GK: rewards for G groups of K samples; NaN for a missing sample. The N
       others, row by row, are the trajectories.
-    counts: policy tokens of each context, trajectory by trajectory.
-    kl: with `kl_in="reward"`, the estimate at each policy token in `share`.
+    counts: policy tokens per context, trajectory by trajectory.
+    kl: with `kl_in="reward"`, KL estimates at each policy token in `share`.
     value: for gae, the critic's value at each policy token in `share`.
     share: this process's contexts; None for all.
-    owners: the trajectory of each context; None if each has one.
+    owners: each context's trajectory; None if each trajectory has one context.
 
   Returns:
-    For each of those contexts an array over its policy tokens; and for gae the returns.
+    An array over policy tokens for each context in `share`; and for gae the returns
+    likewise, else None.
   """
   share = share or Share(range(len(counts)), len(counts))
   owners = owners or range(len(counts))
@@ -71,8 +72,8 @@ def token_advantages(
     # Advantages are whitened; returns, which the critic learns, keep their scale.
     return advantages.whiten(advantage, share), returns
 
-  # --- Group-relative estimators: one number for all tokens.
-  reward_GK = reward_GK.copy()  # the caller's stay
+  # --- Group-relative estimators: one number for all of a trajectory's tokens.
+  reward_GK = reward_GK.copy()  # the caller's array stays
   penalties = share.gather([float(p.sum()) for p in penalty])
   reward_GK[present_GK] += np.bincount(owners, penalties)
   if config.advantage == "rloo":
@@ -94,21 +95,21 @@ def aggregation_weights(
 ) -> list[float]:
   """Computes each context's weight per token in one update's loss.
 
-  The loss is the sum over all tokens of weight times term, divided by the number n of
-  tokens, for each aggregation: so no split into micro-batches, rows, devices or
-  contexts can change it. Trajectories without a token are not counted, as in verl.
+  For every aggregation, the loss sums weight times term over all n policy tokens, and
+  divides by n. So no split into micro-batches, rows, devices or contexts can change the
+  loss. Trajectories without policy tokens are not counted, as in verl.
 
   Args:
     config: chooses the aggregation.
-    counts: policy tokens of each context of the update.
-    length: tokens per row, the divisor of a sum if `config.horizon` is 0.
-    owners: the trajectory of each context; None if each has one.
+    counts: policy tokens per context of the update.
+    length: tokens per row; the divisor of sums if `config.horizon` is 0.
+    owners: each context's trajectory; None if each trajectory has one context.
   """
   n = sum(counts)
   owners = owners or range(len(counts))
-  whole = np.bincount(owners, counts)  # policy tokens of each trajectory
+  whole = np.bincount(owners, counts)  # policy tokens per trajectory
   present = max(1, np.count_nonzero(whole))
-  # Each weight has the factor n, the loss's later divisor.
+  # The factor n in each weight cancels the loss's later division.
   if config.aggregation == "token-mean":
     return [1.0] * len(counts)
   if config.aggregation == "seq-mean-token-mean":
@@ -116,7 +117,7 @@ def aggregation_weights(
     for c in whole[list(owners)].tolist():
       weights.append(n / (present * c) if c else 0.0)
     return weights
-  # Sums over a trajectory: every token counts alike, so long ones count more.
+  # Sums over a trajectory: tokens count alike, so long trajectories count more.
   norm = 1.0
   if config.aggregation == "seq-mean-token-sum-norm":
     norm = config.horizon or length
@@ -126,15 +127,15 @@ def aggregation_weights(
 def policy_loss(
   config: LossConfig, logp_BT: jax.Array, batch: Batch
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Sums the policy's loss over its own tokens, each by its weight.
+  """Sums the weighted policy loss over policy tokens.
 
   budget: the loss as one formula, term by term.
 
-  The old policy of the ratio is the sampler, whose log-probs came with the tokens. With
-  an `is_clip` it is the learner itself before the step's first update
-  (`batch.old_BT`; None: now, so the ratio is 1 in value), and each token's term is
-  multiplied by its importance p_old / p_sampler. That is decoupled PPO (arXiv
-  2505.24298, eq. 5), and for a step of one update truncated importance sampling.
+  The ratio's old policy is the sampler, whose log-probs came with the tokens. With
+  `is_clip` the old policy is the learner before the step's first update
+  (`batch.old_BT`; None for the learner now: the ratio's value is 1), and each token's
+  term is multiplied by the importance p_old / p_sampler. This is decoupled PPO (arXiv
+  2505.24298, eq. 5), and in a step with one update truncated importance sampling.
 
   Args:
     config: ratio, surrogate, KL and importance.
@@ -143,20 +144,21 @@ def policy_loss(
       the loss.
 
   Returns:
-    The sum, and sums over tokens of: ratio, clipped (where a bound was active), and kl
-    (the k3 estimate of KL(sampled || policy)); with a KL in the loss reference_kl; with
-    weights importance (the weight) and importance_capped (if the rule changed it).
+    The loss; and sums over policy tokens: ratio, clipped (1 if a bound is active) and
+    kl (k3's estimate of KL(sampler || policy)); reference_kl with a KL in the loss; and
+    with `is_clip` importance (the weight) and importance_capped (1 if `is_mode` changed
+    the weight).
   """
   mask_BT = batch.loss_mask_BT
   sums = {}
 
-  # --- The old policy, and the weight of another program's tokens.
+  # --- The old policy, and importance weights.
   old_BT = batch.logp_BT
   importance_BT = 1.0
   if config.is_clip:
     old_BT = batch.old_BT
     if old_BT is None:
-      # A step of one update: the learner now is the learner at its begin.
+      # A step of one update: the old policy is the learner now.
       old_BT = jax.lax.stop_gradient(logp_BT)
     importance_BT, changed_BT = surrogates.importance(
       old_BT - batch.logp_BT,
@@ -170,7 +172,7 @@ def policy_loss(
     sums["importance"] = jnp.sum(mask_BT * importance_BT)
     sums["importance_capped"] = jnp.sum(mask_BT * changed_BT)
 
-  # --- The term of each token, to be raised.
+  # --- Each token's term, to be raised.
   if config.ratio == "sequence":
     ratio_BT = surrogates.sequence_ratio(logp_BT, old_BT, mask_BT, batch.segment_BT)
   else:
@@ -185,13 +187,13 @@ def policy_loss(
     )
   loss_BT = -importance_BT * term_BT
 
-  # --- The KL to the reference, unless the reward holds it.
+  # --- The KL to the reference, unless it is in the reward.
   if config.kl_coef and config.kl_in == "loss":
     kl_BT = surrogates.kl(logp_BT, batch.reference_BT, config.kl_estimator)
     loss_BT += config.kl_coef * kl_BT
     sums["reference_kl"] = jnp.sum(mask_BT * kl_BT)
 
-  # --- Figures. The policy's KL from the sampler measures how off-policy this batch is.
+  # --- Figures. The KL between sampler and policy measures how off-policy the batch is.
   log_ratio_BT = surrogates.bounded(logp_BT - batch.logp_BT)
   sums["ratio"] = jnp.sum(mask_BT * ratio_BT)
   sums["clipped"] = jnp.sum(mask_BT * active_BT)

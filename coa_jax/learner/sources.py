@@ -1,9 +1,9 @@
-"""SFT's files of trajectories, and their weights.
+"""Reads SFT's trajectory files and their weights from `data.trajectories`.
 
 trajectories.jsonl                     one file
-a.jsonl,runs/*/t.jsonl,b.jsonl=2       several, a glob among them; an epoch sees the
-                                       trajectories of b.jsonl twice
-c.jsonl=0.5                            and of c.jsonl every other one
+a.jsonl,runs/*/t.jsonl,b.jsonl=2       several files, with a glob; an epoch sees
+                                       b.jsonl's trajectories twice
+c.jsonl=0.5                            every other trajectory of c.jsonl
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Source:
   """A file of trajectories.
 
   Attributes:
-    path: of the file.
-    weight: repetitions of each in an epoch, above 0.
+    path: the file's path.
+    weight: repetitions of each trajectory per epoch, above 0.
   """
 
   path: str
@@ -37,7 +37,7 @@ class Source:
 
 
 def read_sources(text: str) -> tuple[Source, ...]:
-  """Reads the files in `data.trajectories`; an existing file's exact name is that file.
+  """Reads `data.trajectories`; a file's exact name always stands for that file.
 
   Raises:
     ValueError: a weight is not a number above 0, a name is empty, or a file comes
@@ -48,7 +48,7 @@ def read_sources(text: str) -> tuple[Source, ...]:
     return (Source(text),)
   out: dict[str, Source] = {}
   for entry in text.split(","):
-    # --- A weight stands behind the last "=", unless that is part of a file's name.
+    # --- A weight follows the last "=", unless that is part of a file's name.
     entry = entry.strip()
     pattern, equals, number = entry.rpartition("=")
     weight = 1.0
@@ -85,7 +85,7 @@ def _weight(number: str, entry: str) -> float:
 
 
 def check_sources(sources: Sequence[Source]) -> int:
-  """Reads each file's beginning; estimates the total number of rows.
+  """Checks each file's first row, and estimates the total number of rows.
 
   Raises:
     FileNotFoundError, ValueError: a file is missing, or its first row is not a
@@ -110,7 +110,7 @@ def check_sources(sources: Sequence[Source]) -> int:
 
 
 def validation_order(sizes: Sequence[int]) -> np.ndarray:
-  """Returns the order [N] of holding out sequences, proportional to the files.
+  """Returns the order [N] for holding out sequences, in proportion to file sizes.
 
   Args:
     sizes: sequences per file; a single file keeps its own order.
@@ -122,26 +122,26 @@ def validation_order(sizes: Sequence[int]) -> np.ndarray:
 def mix(
   sources: Sequence[Source], sizes: Sequence[int], train: np.ndarray
 ) -> tuple[np.ndarray, dict[str, dict[str, Any]]]:
-  """Repeats and leaves out sequences by the weights of their files.
+  """Repeats or leaves out sequences by their files' weights.
 
   Args:
     sources: the files.
-    sizes: sequences of each, one file's after the other's.
-    train: indices of trainable ones, in their order.
+    sizes: sequences per file; indices run through the files in order.
+    train: trainable sequences' indices, in order.
 
   Returns:
-    An epoch's indices; and for each file its numbers of trajectories and of trainable
-    ones, its weight and its number in an epoch.
+    An epoch's indices; and for each file its trajectories, trainable trajectories,
+    weight, and trajectories per epoch.
 
   Raises:
-    ValueError: the weights leave none.
+    ValueError: the weights leave no trajectory.
   """
   ends = np.cumsum(sizes)
   parts = []
   table = {}
   for source, size, end in zip(sources, sizes, ends, strict=True):
     mine = train[(train >= end - size) & (train < end)]
-    # Spread evenly: after k of them, floor(k * weight) have been seen.
+    # Spread evenly: the first k give floor(k * weight).
     seen = np.floor(np.arange(len(mine) + 1) * source.weight)
     part = np.repeat(mine, np.diff(seen).astype(np.int64))
     parts.append(part)

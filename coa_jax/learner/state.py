@@ -1,7 +1,7 @@
-"""TrainState and the one jitted step: accumulate gradients, apply them.
+"""TrainState, and the one jitted step: accumulate gradients, then apply them.
 
-A step takes any number of micro-batches of one shape, up to a fixed most, so nothing
-ever recompiles when the number of trajectories changes; sums are divided once, by
+A step takes any number of equally shaped micro-batches up to a fixed maximum, so
+nothing recompiles when the number of trajectories changes. Sums are divided once, by
 counts over the whole step.
 """
 
@@ -33,7 +33,7 @@ class TrainState:
   Attributes:
     step: int32 number of updates made.
     params: float32 master weights, or adapters (see `lora.py`).
-    opt_state: the optimizer's; its arrays may be in the host's memory between steps.
+    opt_state: the optimizer's state; its arrays may be in host memory between steps.
   """
 
   step: jax.Array
@@ -47,7 +47,7 @@ def init_state(
   partitioner: Partitioner = ONE_DEVICE,
   offload: bool = False,
 ) -> TrainState:
-  """Makes a state at step 0; the optimizer's arrays are split as parameters are.
+  """Makes a state at step 0; optimizer arrays are split like the parameters.
 
   Args:
     params: the trained parameters.
@@ -59,7 +59,7 @@ def init_state(
   def fresh(params: Any) -> TrainState:
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
-  # Made in place: no device ever holds the moments of all.
+  # Made in place: no device ever holds all moments.
   shapes = jax.eval_shape(fresh, params)
   shardings = partitioner.out_shardings(shapes)
   if offload:
@@ -70,7 +70,7 @@ def init_state(
 def state_shardings(
   state: TrainState, partitioner: Partitioner, offload: bool = False
 ) -> TrainState:
-  """Returns the shardings of a state's arrays.
+  """Returns a state's shardings.
 
   Args:
     state: arrays or shapes.
@@ -100,7 +100,7 @@ class Learner:
   ):
     """Takes a loss summed over tokens, its optimizer, and the mesh.
 
-    With `offload` it takes and returns states as `init_state` makes them with it.
+    With `offload`, states are as from `init_state` with `offload`.
     """
     self._optimizer = optimizer
     self._partitioner = partitioner
@@ -108,12 +108,12 @@ class Learner:
     self.most = 1  # the compiled step's micro-batches
     step = functools.partial(_step, loss, optimizer, partitioner, offload)
     self.jitted = jax.jit(step, donate_argnums=0)
-    # On a CPU it is quick.
+    # On a CPU compilation is quick.
     self.compiles_ahead = partitioner.platform != "cpu"
     self._compiled_for = 0  # micro-batches
 
   def init(self, params: Any) -> TrainState:
-    """Makes the state at step 0 of these parameters; see `init_state`."""
+    """Makes the state at step 0 with these parameters; see `init_state`."""
     return init_state(params, self._optimizer, self._partitioner, self._offload)
 
   @functools.partial(jax.profiler.annotate_function, name="update")
@@ -128,17 +128,17 @@ class Learner:
 
     Args:
       state: donated.
-      micro_batches: numpy, of one shape [B, T]; a process passes its own rows. A larger
-        number than before recompiles the step; see `reserve`.
+      micro_batches: numpy, all [B, T]; a process passes its own rows. A larger number
+        than before recompiles the step; see `reserve`.
       denominator: divisor of the summed loss (e.g. the number of policy tokens).
       frozen: untrained parameters read by the loss.
 
     Returns:
-      The new state, and `loss`, `grad_norm` and the loss's sums over the denominator.
+      The new state; and `loss` and the loss's sums, divided by the denominator, and
+      `grad_norm`.
 
     Raises:
-      ValueError: there is no micro-batch, or nothing in them counts: a division by 0
-        would leave no number in the parameters.
+      ValueError: there is no micro-batch, or the denominator is not above 0.
     """
     # --- Refuse a division by 0, which would make the parameters NaN.
     count = len(micro_batches)
@@ -149,13 +149,13 @@ class Learner:
         f"a step's sums are divided by {denominator}: no token in it counts"
       )
 
-    # --- Stack the micro-batches, with empty ones after them: one shape, one program.
+    # --- Stack the micro-batches, then empty ones: one shape, one program.
     self.reserve(count)
     nothing = jax.tree.map(np.zeros_like, micro_batches[0])
     filled = [*micro_batches, *[nothing] * (self.most - count)]
     batch_MBT = jax.tree.map(lambda *x: np.stack(x), *filled)
     batch_MBT = self._partitioner.put(batch_MBT)
-    # A loss is ready before all else is: on a CPU a step that queues behind another
+    # A step's loss is ready before its state. On a CPU a step queued behind another
     # holds temporaries of its own (100M: 6.6 GB at most instead of 4.3).
     jax.block_until_ready(state)
     arguments = (state, frozen, batch_MBT, count, np.float32(denominator))
@@ -180,7 +180,7 @@ def _step(
   count: jax.Array,
   denominator: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """The step jitted by `Learner`; the first `count` of M micro-batches count."""
+  """Makes one update from the first `count` of M micro-batches; `Learner` jits it."""
 
   def place(tree: Any) -> Any:
     if partitioner.mesh.size == 1:
@@ -197,7 +197,7 @@ def _step(
     batch = jax.tree.map(lambda x: x[m], batch_MBT)
     return sums(state.params, frozen, batch)
 
-  # --- Sums of loss and gradient over the micro-batches; the empty ones are not read.
+  # --- Sum loss and gradient over the micro-batches; empty ones are not read.
   if batch_MBT.tokens_BT.shape[0] == 1:
     total = sums_of(0)
   else:

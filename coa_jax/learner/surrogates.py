@@ -1,7 +1,7 @@
-"""The parts of a policy loss, per token; `policy_loss.policy_loss` puts them together.
+"""Computes a policy loss's parts per token; `policy_loss.policy_loss` combines them.
 
-Pure functions of arrays [B, T] over packed rows. Log-ratios are clamped to +-20, as in
-verl 0.9.1 and tunix 0.1.7, so that one token can not overflow.
+Pure functions on packed rows, [B, T]. Log-ratios are clamped to +-20, as in verl 0.9.1
+and tunix 0.1.7, so that one token can not overflow.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 _LOG_RATIO_BOUND = 20.0
-# Of a sequence's ratio (verl and tunix), and of k3 (verl).
+# For a sequence's ratio (verl and tunix), and for k3 (verl).
 _LOG_SEQUENCE_RATIO_BOUND = 10.0
 _K3_BOUND = 10.0
 
@@ -43,17 +43,17 @@ def mean_of_trajectory(
 
 
 def token_ratio(logp_BT: jax.Array, old_BT: jax.Array) -> jax.Array:
-  """Computes p / p_old of each token."""
+  """Computes each token's p / p_old."""
   return jnp.exp(bounded(logp_BT - old_BT))
 
 
 def sequence_ratio(
   logp_BT: jax.Array, old_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
-  """Computes GSPO's (p / p_old of the whole trajectory) ^ (1 / its policy tokens).
+  """Computes GSPO's ratio, a trajectory's p / p_old to the power 1 / policy tokens.
 
-  Equal at all tokens in value; its gradient is each token's own (GSPO-token, arXiv
-  2507.18071, eq. 13), as in verl and tunix.
+  All tokens of a trajectory have the same value, but each its own gradient (GSPO-token,
+  arXiv 2507.18071, eq. 13), as in verl and tunix.
   """
   mean_BT = mean_of_trajectory(logp_BT - old_BT, loss_mask_BT, segment_BT)
   stop = jax.lax.stop_gradient
@@ -75,11 +75,12 @@ def clip(
 
   Args:
     ratio_BT: p / p_old.
-    advantage_BT: of each token.
+    advantage_BT: each token's advantage.
     clip_low: the ratio's lower bound is 1 - clip_low.
-    clip_high: its upper bound is 1 + clip_high.
-    dual_clip: c: where A < 0 the term is at least c A (arXiv 1912.09729, eq. 5); 0 for
-      none. verl: always, 3 by default; TRL's delta and tunix's epsilon_c: none.
+    clip_high: the ratio's upper bound is 1 + clip_high.
+    dual_clip: c; if A < 0 the term is at least c A (arXiv 1912.09729, eq. 5); 0 for no
+      bound. verl always has one, 3 by default; TRL (delta) and tunix (epsilon_c) have
+      none by default.
 
   Returns:
     term_BT, and True where a bound is active.
@@ -88,7 +89,7 @@ def clip(
   term_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high) * advantage_BT
   active_BT = term_BT < free_BT
   term_BT = jnp.minimum(free_BT, term_BT)
-  # The minimum has no bound below: if A < 0 a large ratio is unbounded.
+  # The minimum has no lower bound if A < 0 and the ratio is large.
   if dual_clip:
     least_BT = dual_clip * advantage_BT
     below_BT = (advantage_BT < 0) & (term_BT < least_BT)
@@ -127,15 +128,15 @@ def importance(
   is_clip: float,
   is_min: float,
 ) -> tuple[jax.Array, jax.Array]:
-  """Weighs tokens not sampled by the old policy: no gradient passes through.
+  """Computes weights for tokens not sampled by the old policy, without gradients.
 
   Truncated (Ionides 2008; https://fengyao.notion.site/off-policy-rl): min(w, is_clip).
   Masked (IcePop, TRL's sequence_mask): w where is_min <= w <= is_clip, else 0.
 
   Args:
     log_ratio_BT: log p_old - log p_sampler.
-    loss_mask_BT: 0 unless the policy wrote the token.
-    segment_BT: the token's trajectory in the row.
+    loss_mask_BT: 1 for policy tokens, 0 for others.
+    segment_BT: trajectory number in the row.
     is_level: "token"; or "sequence", the product over a trajectory's policy tokens.
     is_mode: "truncate" or "mask".
     is_clip: a token's maximum weight.
@@ -159,8 +160,8 @@ def kl(logp: jax.Array, reference: jax.Array, estimator: str) -> jax.Array:
   """Estimates KL(policy || reference) from each sampled policy token.
 
   With d = log p - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
-  (Schulman 2020, http://joschu.net/blog/kl-approx.html). k3 is clamped as in verl: its
-  -d to +-20, itself to 10.
+  (Schulman 2020, http://joschu.net/blog/kl-approx.html). As in verl, k3 clamps d
+  to +-20, and its value to 10.
 
   Raises:
     ValueError: no such estimator.
@@ -171,7 +172,7 @@ def kl(logp: jax.Array, reference: jax.Array, estimator: str) -> jax.Array:
   if estimator == "k2":
     return d * d / 2
   if estimator == "k3":
-    # Never below 0, and unlike k1 of low variance; its exponential needs bounds.
+    # Never below 0, and with less variance than k1; the exponential needs bounds.
     d = bounded(d)
     return jnp.clip(jnp.exp(-d) - 1 + d, -_K3_BOUND, _K3_BOUND)
   raise ValueError(f"no estimator {estimator!r}; there are k1, k2, k3")
@@ -185,7 +186,7 @@ def value_loss(
   As in verl, TRL and tunix.
 
   Returns:
-    The loss of each token, and True where the clipped one is the larger.
+    Each token's loss, and True where the clipped loss is larger.
   """
   # The larger of two losses: a value gains nothing by moving further than the clip.
   near_BT = jnp.clip(value_BT, old_BT - value_clip, old_BT + value_clip)

@@ -1,14 +1,14 @@
 """On-policy distillation: other models score the tokens that the policy sampled.
 
-The advantage of a policy token becomes
+A policy token's advantage becomes
 
   task * A + coef * (log p_teacher - log p_policy).
 
-The second term is minus a one-sample estimate of the reverse KL from policy to teacher
-at that token. It is not discounted, because each token answers for itself (K. Lu et
-al., "On-Policy Distillation", Thinking Machines Lab, 2025). A teacher reads the same
-ids as the policy, and its distribution has the same temperature and grammar; otherwise
-the tokens that the grammar forces would dominate the difference.
+The second term is minus a one-sample estimate of the token's reverse KL from policy to
+teacher. It is not discounted, because each token answers for itself (K. Lu et al.,
+"On-Policy Distillation", Thinking Machines Lab, 2025). A teacher reads the same ids as
+the policy, with the same temperature and grammar; otherwise grammar-forced tokens would
+dominate the difference.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.runtime.fields import bounded, check_fields, nearest
 from coa_jax.runtime.processes import gather_json
 
-# Nats by which a token may differ, as in the loss's ratios.
+# Maximum difference per token in nats, as in the loss's ratios.
 _MOST = 20.0
 _ANSWERS = "{answers}"
 
-# Trajectories and the policy's parameters to log p of each policy token.
+# (trajectories, the policy's parameters) -> log-probs of their policy tokens
 Scorer = Callable[[Sequence[Trajectory], Any], list[np.ndarray]]
 
 
@@ -57,8 +57,8 @@ class DistillationConfig:
   Attributes:
     teacher: scores every token without a teacher by role or family; "" for the policy
       itself, which needs a `hint`, or for no teacher.
-    roles: teachers by the tag that a token stands in, e.g. {"code": "models/coder"}.
-    families: teachers by the task's family, for tokens without one by role.
+    roles: teachers by the tag around a token, e.g. {"code": "models/coder"}.
+    families: teachers by the task's family, for tokens without a teacher by role.
     hint: added to the question that teachers read, for example "The answer is
       {answers}."; {answers} stands for the task's answers.
     coef: factor of the teachers' term.
@@ -96,7 +96,7 @@ class DistillationConfig:
     return [name for name in self.sources if name and not is_address(name)]
 
   def of_tokens(self, trajectory: Trajectory) -> list[str]:
-    """Returns the source of each policy token's teacher."""
+    """Returns each policy token's teacher, by its source."""
     family = self.families.get(trajectory.meta.get("family", ""), self.teacher)
     out: list[str] = []
     for segment in trajectory.segments:
@@ -111,11 +111,11 @@ def check_folder(
   """Refuses a teacher that can not score the policy's ids on the learner's mesh.
 
   Args:
-    folder: the teacher's.
-    init: the policy's.
+    folder: the teacher's model folder.
+    init: the policy's model folder.
     load: section `model`.
     partitioner: the mesh.
-    length: tokens of a row.
+    length: tokens per row.
 
   Raises:
     FileNotFoundError, ValueError: as `load_config` and `Tokenizer.load`; or the
@@ -140,12 +140,12 @@ def is_address(source: str) -> bool:
 
 
 class Teachers:
-  """The teachers of a run.
+  """A run's teachers.
 
   Attributes:
     task: factor of the task's advantage.
     is_policy: whether one of them is the policy itself.
-    params: parameters of those on the learner's devices.
+    params: parameters of the teachers on the learner's devices.
   """
 
   def __init__(
@@ -154,12 +154,12 @@ class Teachers:
     scorers: Mapping[str, Scorer],
     hinted: Callable[[Trajectory], Trajectory | None],
   ):
-    """Takes a scorer for each of the config's sources.
+    """Takes one scorer per source in the config.
 
     Args:
       config: assigns tokens to teachers.
       scorers: by source.
-      hinted: a trajectory as teachers read it; None for one that does not fit a row.
+      hinted: makes the teachers' version of a trajectory; None if it fits no row.
     """
     self.task = config.task
     self.is_policy = "" in config.sources
@@ -171,7 +171,7 @@ class Teachers:
   def terms(
     self, trajectories: Sequence[Trajectory], policy: Any
   ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Computes the teachers' term of each policy token.
+    """Computes each policy token's teacher term.
 
     Args:
       trajectories: with the sampler's log-probs; the same in every process.
@@ -208,7 +208,7 @@ class Teachers:
 
 
 def policy_logps(trajectory: Trajectory) -> np.ndarray:
-  """Returns the sampler's log-probs of the policy's tokens."""
+  """Returns the sampler's log-probs of the policy tokens."""
   out: list[float] = []
   for segment in trajectory.segments:
     if segment.author == Author.POLICY:
@@ -233,16 +233,16 @@ class ModelTeacher:
     Args:
       cfg: the teacher's architecture.
       params: its parameters; None scores with the policy's.
-      batch: rows and tokens of a micro-batch.
+      batch: a micro-batch's rows and tokens.
       partitioner: the mesh.
-      temperature: of the rollouts.
-      constraint: the grammar of the rollouts.
+      temperature: the rollouts' temperature.
+      constraint: the rollouts' grammar.
     """
     self.params = jax.tree.map(lambda x: jnp.array(used(cfg, x), cfg.dtype), params)
     self._batch = batch
     self._partitioner = partitioner
     if constraint:
-      # Models of one tokenizer may differ in rows beyond its ids: class 0, no text.
+      # Models with one tokenizer may differ in rows beyond its ids: class 0, no text.
       class_V = np.zeros(cfg.vocab_size, constraint.class_V.dtype)
       shared = min(len(class_V), len(constraint.class_V))
       class_V[:shared] = constraint.class_V[:shared]
@@ -251,7 +251,7 @@ class ModelTeacher:
     allowed = TokenMask.of(constraint)
 
     def score(params: Any, batch: Batch) -> jax.Array:
-      # Without the rollouts' truncation: it may exclude what the policy sampled.
+      # Without the rollouts' truncation, which may exclude the policy's tokens.
       logp_BT, *_ = token_logps(
         cfg,
         params,
@@ -292,13 +292,13 @@ class ModelTeacher:
 def make_hinted(
   hint: str, tokenizer: Tokenizer, variant: Variant, style: str, length: int
 ) -> Callable[[Trajectory], Trajectory | None]:
-  """Returns `Teachers`' `hinted`.
+  """Returns the function `hinted` for `Teachers`, which adds the hint.
 
   Args:
     hint: as in `DistillationConfig`; "" changes nothing.
     tokenizer: the policy's.
     variant: the rollouts' dialect.
-    style: the style of their prompts.
+    style: the rollouts' prompt style.
     length: maximum tokens of a trajectory with its hint.
   """
 
@@ -327,7 +327,7 @@ def load_teachers(
   hinted: Callable[[Trajectory], Trajectory | None],
   server: Callable[[str], Scorer],
 ) -> Teachers:
-  """Loads the models of a config's teachers onto the learner's devices.
+  """Loads the config's teacher models onto the learner's devices.
 
   Args:
     config: section `distillation`.
@@ -335,10 +335,10 @@ def load_teachers(
     load: section `model`.
     batch: section `algo.batch`.
     partitioner: the learner's mesh.
-    temperature: of the rollouts.
-    constraint: their grammar.
+    temperature: the rollouts' temperature.
+    constraint: the rollouts' grammar.
     hinted: as for `Teachers`.
-    server: makes a scorer of an address.
+    server: makes a scorer for an address.
   """
   scorers: dict[str, Scorer] = {}
   for source in config.sources:

@@ -1,4 +1,4 @@
-"""A step of RL: groups of played trajectories to an updated policy, and critic.
+"""One RL step: updates the policy, and the critic, from groups of trajectories.
 
 The state's parameters are {"policy": ...} and, with a critic, {"critic": {"trunk": ...,
 "value_head": ...}}: a separate transformer, initialised from the policy. With LoRA both
@@ -65,18 +65,18 @@ class PolicyUpdate:
     Args:
       cfg: the architecture.
       loss: section `algo.loss`.
-      batch: rows and tokens of a micro-batch, and updates from one batch of rollouts.
-      optim: of the policy; the critic has its own learning rate.
+      batch: a micro-batch's rows and tokens, and updates per batch of rollouts.
+      optim: the policy's; the critic has its own learning rate.
       lora_config: None trains the whole model.
       partitioner: the mesh.
       truncation: the rollouts' truncation.
       steps: the run's batches of rollouts.
       prompts: maximum groups per batch.
-      samples: contexts per group, at most.
-      temperature: of the rollouts.
+      samples: maximum contexts per group.
+      temperature: the rollouts' temperature.
       max_logp_diff: nats; see `GuardConfig`.
-      constraint: the grammar of the rollouts.
-      allowed: the same on the device.
+      constraint: the rollouts' grammar.
+      allowed: the grammar's tables on the device.
       teachers: score the policy's tokens; None for none.
     """
     self._cfg = cfg
@@ -91,8 +91,7 @@ class PolicyUpdate:
     self._allowed = allowed
     self._teachers = teachers
 
-    # --- One optimizer for each network, side by side. The schedule counts updates; a
-    # step makes several.
+    # --- One optimizer per network. The schedule counts updates; a step makes several.
     updates = steps * batch.updates
     optimizers = {"policy": make_optimizer(optim, updates)}
     if loss.has_critic:
@@ -104,16 +103,16 @@ class PolicyUpdate:
     self._learner = Learner(self._total_loss, optimizer, partitioner, optim.offload)
     groups = -(-prompts // batch.minibatches)
     self._learner.reserve(-(-groups * samples // batch.rows))
-    # The host reads scores to make advantages of them: a process its own rows, whole.
+    # The host computes advantages from scores; a process reads its own whole rows.
     by_row = partitioner.sharding("B.")
     self._score = jax.jit(self._scores, out_shardings=by_row)
 
   def init(self, params: Any, seed: int) -> tuple[TrainState, Any]:
-    """Makes the state at step 0, and the frozen parameters, from the first policy.
+    """Makes the state at step 0, and the frozen parameters, from the initial policy.
 
     Returns:
       The state; and {"base": parameters below adapters, or None; "reference": the
-      reference policy's, or None if there is none or it is the base}.
+      reference policy's parameters, or None if unused or equal to the base}.
     """
     # --- The policy: all parameters, or adapters over a base.
     policy, base = lora.split(
@@ -121,17 +120,17 @@ class PolicyUpdate:
     )
     trained = {"policy": policy}
 
-    # --- The reference of a KL. With adapters it is the base, which never moves.
+    # --- The KL's reference. With adapters the frozen base is the reference.
     reference = None
     if self._loss.kl_coef and base is None:
-      # In its compute dtype; a copy, since the state's are donated.
+      # In the compute dtype; a copy, since the state's parameters are donated.
       dtype = self._cfg.dtype
       reference = jax.tree.map(
         lambda x: jnp.array(used(self._cfg, x), dtype, copy=True), params
       )
     # --- The critic. Its head is 0, so that every value starts at 0.
     if self._loss.has_critic:
-      # With another seed: its own adapters, not the policy's.
+      # Another seed: the critic has its own adapters.
       trunk, _ = lora.split(
         self._cfg, params, self._lora_config, seed + 1, self._partitioner
       )
@@ -155,19 +154,19 @@ class PolicyUpdate:
     Args:
       state: donated.
       frozen: as from `init`.
-      groups: trajectories of one task each, the same in every process; one without a
-        reward has left its group.
+      groups: one task's trajectories each, the same in every process; a trajectory
+        without a reward has left its group.
 
     Returns:
       The new state; and means over policy tokens and updates, but `logp_diff` and
-      `logp_diff_share` are the first update's. Empty without a trajectory.
+      `logp_diff_share` are the first update's. No means without a trajectory.
     """
-    # --- The groups of each update, packed, with all values known before the first.
+    # --- Each update's groups, packed; all fields are known before the first update.
     step = state.step + 1
     parts: list[Sequence[Group]] = []
     for i in range(self._batch.minibatches):
       part = groups[i :: self._batch.minibatches]
-      # Without a trajectory an update would divide by no token.
+      # Skip updates without trajectories: they would have no tokens.
       if any(map(_graded, part)):
         parts.append(part)
     if not parts:
@@ -199,10 +198,11 @@ class PolicyUpdate:
 
   @property
   def jitted(self) -> dict[str, Any]:
-    """Returns a step's programs: `learn`, and `score` if networks are read before it.
+    """Returns a step's programs: `learn`, and `score` if the step uses it.
 
-    They take the state (its parameters, for `score`), `init`'s frozen parameters and a
-    batch; `learn` of several micro-batches, their number and the denominator.
+    `score` takes the state's parameters, `init`'s frozen parameters and a batch;
+    `learn` takes the state, the frozen parameters, micro-batches, their number and the
+    denominator.
     """
     out = {"learn": self._learner.jitted}
     if self._reads_networks:
@@ -226,7 +226,7 @@ class PolicyUpdate:
     contexts: Sequence[_Contexts],
     packed: Sequence[Packed],
   ) -> dict[str, float]:
-    """Fills in the batches' old networks' scores, advantages, loss weights.
+    """Fills in the batches' network scores, advantages and loss weights.
 
     Returns:
       The teachers' metrics; empty without teachers.
@@ -238,7 +238,7 @@ class PolicyUpdate:
       self._read_networks(state, frozen, p)
     kl = None
     if config.kl_coef and config.kl_in == "reward":
-      # From the old policy: the sampler, or the learner before the step.
+      # The old policy: the sampler, or the learner before the step.
       old = "old_BT" if self._keeps_old else "logp_BT"
       kl = []
       for p in packed:
@@ -281,7 +281,7 @@ class PolicyUpdate:
         self._teachers.task * a + terms[i] for i, a in zip(own, advantage, strict=True)
       ]
 
-    # --- Each update's part of them.
+    # --- Write each update's part.
     begin = 0
     for c, p in zip(contexts, packed, strict=True):
       end = begin + len(p.own)
@@ -313,7 +313,7 @@ class PolicyUpdate:
 
   @property
   def _keeps_old(self) -> bool:
-    """Whether the old policy is the learner, and more than one update away."""
+    """Whether a step must record the learner's log-probs before its first update."""
     return bool(self._loss.is_clip) and self._batch.updates > 1
 
   def _scores(self, trained: Any, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
@@ -365,7 +365,7 @@ class PolicyUpdate:
       "removed_mass": removed_BT,
       "logp_diff": logp_diff_BT,
       "logp_diff_share": (logp_diff_BT > self._max_logp_diff).astype(jnp.float32),
-      # Tokens e times likelier to the policy than to the sampler, or less.
+      # Tokens whose probability ratio of policy and sampler is above e or below 1 / e.
       "ratio_outlier_share": (logp_diff_BT > 1.0).astype(jnp.float32),
     }
 
@@ -380,7 +380,7 @@ class PolicyUpdate:
       figures["value_loss"] = value_loss_BT
       figures["value_clipped"] = clipped_BT
 
-    # --- Figures, summed over the policy's tokens.
+    # --- Figures, summed over policy tokens.
     for name, figure_BT in figures.items():
       sums[name] = jax.lax.stop_gradient(jnp.sum(batch.loss_mask_BT * figure_BT))
     return loss, sums
@@ -392,7 +392,7 @@ class _Contexts:
 
   Attributes:
     rows: each context as a trajectory of its own.
-    owners: for each the number of its trajectory.
+    owners: each context's trajectory number.
   """
 
   rows: list[Trajectory]
@@ -415,11 +415,11 @@ def rewards_of(
   groups: Sequence[Group],
   value: Callable[[Trajectory], float] = lambda t: t.reward,
 ) -> np.ndarray:
-  """Puts rewards of groups into reward_GK; NaN if a sample or its reward is missing.
+  """Puts group rewards into reward_GK; NaN if a sample or its reward is missing.
 
   Args:
-    groups: of graded trajectories.
-    value: another number in place of a trajectory's reward.
+    groups: trajectories of one task each.
+    value: returns a trajectory's number, by default the reward.
   """
   most = max(map(len, groups), default=0)
   reward_GK = np.full((len(groups), most), np.nan)

@@ -1,1 +1,1 @@
-"""A dense transformer and the placement of its arrays."""
+"""The transformer, its decoding cache, and their sharding."""

@@ -1,8 +1,8 @@
 """Attention over packed training rows; softmax in float32.
 
-The kernel is XLA's own products, cuDNN's flash attention, Triton's or the TPU's splash
-attention; a row may be split over devices (context parallelism). Decoding attends over
-a cache, in `cache.py`.
+Four kernels: plain XLA products, cuDNN's flash attention, a Triton kernel, and the
+TPU's splash attention. Devices may split a row (context parallelism). Decoding attends
+over a cache instead; see `cache.py`.
 
 budget: four kernels, and their selection.
 """
@@ -23,9 +23,8 @@ from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 
 # The attention output's name for checkpoint policies.
 OUT = "attention_out"
-# Largest row length, in tokens, for which `auto` takes cuDNN: it reads a mask of
-# queries by keys and writes two more such arrays in bfloat16, 84 MB a row at this
-# length.
+# Maximum row length, in tokens, for which `auto` takes cuDNN. cuDNN reads a queries x
+# keys mask and writes two more such arrays in bfloat16: 84 MB per row at this length.
 _CUDNN_UP_TO = 4096
 
 
@@ -37,7 +36,7 @@ def attend_packed(
   kernel: str = "auto",
   partitioner: Partitioner = ONE_DEVICE,
 ) -> jax.Array:
-  """Attends causally inside each token's own segment of a packed row.
+  """Computes causal attention within each segment of packed rows.
 
   Args:
     q_BTNH: queries.
@@ -45,10 +44,10 @@ def attend_packed(
     v_BTKH: values.
     segment_BT: int segment number per token; 0 is padding, which reads padding. A
       segment's tokens are contiguous.
-    kernel: as `RunOptions.attention` names it.
-    partitioner: the arrays' mesh. If it splits rows, their tokens are in the order of
-      `moving.zigzag`, and every device computes its own queries against the keys and
-      values before them, gathered once (Llama 3, arXiv 2407.21783, section 3.3.2).
+    kernel: a kernel name; see `RunOptions.attention`.
+    partitioner: the arrays' mesh. If the mesh splits rows, tokens are in
+      `moving.zigzag` order, and each device's queries read all earlier keys and values,
+      gathered once (Llama 3, arXiv 2407.21783, section 3.3.2).
 
   Returns:
     out_BTNH in q's dtype.
@@ -62,7 +61,7 @@ def attend_packed(
   if partitioner.is_default:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
 
-  # --- On a mesh every device runs it on its own rows and heads.
+  # --- On a mesh each device runs the kernel on its own rows and heads.
   kv_spec = partitioner.spec("BTK.")
   if partitioner.axes("N") != partitioner.axes("K"):
     # Every query head gets its own kv head: groups may cross devices.
@@ -94,19 +93,19 @@ def _attend_part(
   v_BTKH: jax.Array,
   segment_BT: jax.Array,
 ) -> jax.Array:
-  """One device's two pieces of a row, each over all keys up to its own last one.
+  """Attends with one device's two row pieces, each to all keys up to the piece's end.
 
   Args:
-    attend_last: the kernel; its queries are the last T of S places.
+    attend_last: the kernel; its T queries are at the last T of S places.
     context: mesh axes splitting a row.
-    row_devices: their number of devices.
-    q_BTNH: this device's queries, in the order of `moving.zigzag`.
-    k_BTKH: its keys.
-    v_BTKH: its values.
-    segment_BT: its tokens' segments.
+    row_devices: the number of devices on these axes.
+    q_BTNH: this device's queries, in `moving.zigzag` order.
+    k_BTKH: this device's keys.
+    v_BTKH: this device's values.
+    segment_BT: this device's segment numbers.
   """
 
-  # --- The whole row's keys and values, in their order; queries do not move.
+  # --- Gather the whole row's keys and values in token order; queries do not move.
   def whole_row(x: jax.Array) -> jax.Array:
     x = jax.lax.all_gather(x, context, axis=1, tiled=True)
     return straight(x, row_devices)
@@ -141,7 +140,7 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
 
   Args:
     device: one of the computing devices.
-    dtype: of queries, keys and values.
+    dtype: the dtype of queries, keys and values.
     head_dim: H.
     length: queries per kernel call; see `_queries`.
   """
@@ -155,7 +154,7 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
 def check(
   cfg: ModelConfig, partitioner: Partitioner = ONE_DEVICE, length: int = 0
 ) -> None:
-  """Refuses an attention kernel that the current devices lack.
+  """Refuses an attention kernel that cannot run on the current devices.
 
   Args:
     cfg: the architecture.
@@ -163,7 +162,8 @@ def check(
     length: tokens per row; 0 if not known yet.
 
   Raises:
-    ValueError: naming `model.attention`, the kernel's requirements, and the options.
+    ValueError: the kernel cannot run; the message names `model.attention`, the missing
+      requirement and the possible kernels.
   """
   if cfg.attention in ("auto", "xla"):
     return
@@ -179,16 +179,16 @@ def check(
 
 
 def _queries(partitioner: Partitioner, T: int) -> int:
-  """Counts a row's queries, of T, in one kernel call on a device."""
+  """Counts the queries in one kernel call on a device, for rows with T tokens."""
   row_devices = partitioner.ways("T")
-  # If several devices split a row, each has two pieces, one after the other.
+  # Devices splitting a row have two pieces each, with one call per piece.
   return T // (2 * row_devices) if row_devices > 1 else T
 
 
 def _fault(
   kernel: str, device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int
 ) -> str:
-  """Returns the kernel's missing requirement; "" if it runs."""
+  """Returns the kernel's missing requirement; "" if the kernel can run."""
   if kernel == "splash":
     if device.platform != "tpu":
       return f"a TPU, not a {device.platform.upper()}"
@@ -207,7 +207,7 @@ def _fault(
     if length % 128:
       return f"rows of a multiple of 128 tokens on every device, not {length}"
     return ""
-  # Same as jax's own check, which runs only during compilation.
+  # JAX makes the same check, but only during compilation.
   major = int(str(getattr(device, "compute_capability", "0")).split(".")[0])
   most = 256 if major >= 9 else 128
   if head_dim % 8 or head_dim > most:
@@ -223,14 +223,14 @@ def _xla(
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
 ) -> jax.Array:
-  """Block by block; see `kernels.blockwise`."""
+  """Attends block by block in plain XLA; see `kernels.blockwise`."""
   # Small blocks stay in a CPU's cache.
   block = 64 if jax.default_backend() == "cpu" else 512
   return blockwise.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT, block)
 
 
 def _visible(segment_BS: jax.Array, T: int) -> jax.Array:
-  """mask_BTS of queries at the last T of S places: True if one reads a place."""
+  """Returns mask_BTS for queries at the last T of S places: True if t reads s."""
   S = segment_BS.shape[1]
   segment_BT = segment_BS[:, S - T :]
   place_T = jnp.arange(S - T, S)
@@ -245,7 +245,7 @@ def _cudnn(
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
 ) -> jax.Array:
-  """cuDNN's flash attention; segments go in as a mask of B x T x S bytes."""
+  """Attends with cuDNN's flash attention; segments become a mask, B x T x S bytes."""
   mask_BTS = _visible(segment_BS, q_BTNH.shape[1])
   out_BTNH = jax.nn.dot_product_attention(
     q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation="cudnn"
@@ -259,7 +259,7 @@ def _triton(
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
 ) -> jax.Array:
-  """The GPU kernel for long rows; see `kernels.triton`."""
+  """Attends with the GPU kernel for long rows; see `kernels.triton`."""
   return triton.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
 
 
@@ -269,7 +269,7 @@ def _splash(
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
 ) -> jax.Array:
-  """The TPU kernel; see `kernels.splash`."""
+  """Attends with the TPU kernel; see `kernels.splash`."""
   return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
 
 

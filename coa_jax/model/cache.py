@@ -1,15 +1,15 @@
-"""The decoder's cache: the only type that knows its layout.
+"""The decoder's cache; only `KVCache` knows its layout.
 
-Keys and values of attention layers are in pages: a replica has one pool of them for all
-its rows. Every call passes each row's pages in their order: the pool itself knows no
-rows. Several rows may share a page (a group's prompt), and it is free once they have
-ended; the host allocates pages (`rollout.pages`).
+Attention layers keep keys and values in pages. A replica has one page pool for all its
+rows. The pool knows no rows, so every call passes each row's pages in order. Several
+rows may share a page (a group's prompt); the page is free once all these rows have
+ended. The host allocates pages (`rollout.pages`).
 
-A layer of linear attention has a state of constant size for each slot instead, and the
-last inputs of its convolution. They can not be shared: further rows hold snapshots of
-them, at the ends of prompts that several slots begin with.
+A linear-attention layer instead keeps, for each slot, a constant-size state and its
+convolution's last inputs. Slots cannot share them; extra rows hold snapshots, taken at
+the ends of prompts that several slots begin with.
 
-Letters of its own: J pages of P places each; C blocks, the pages of one row.
+This file's axis letters: J pages of P places; C blocks, one row's pages.
 
 budget: three layouts, and their operations.
 """
@@ -33,24 +33,24 @@ from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 Layers = tuple[tuple[jax.Array, ...], ...]
 # Maximum places per page.
 PAGE_SIZE = 256
-# The letters of a layer's states and last inputs.
+# Axis letters of a layer's states and last inputs.
 STATES = (".Z..", "..Y.")
-# Pages moved between device and host by one call, so that it uses little device memory
-# beside the pool.
+# Pages that one call moves between device and host: few, so that the call needs little
+# device memory beside the pool.
 _MOVED = 8
 
 
 @flax.struct.dataclass
 class CacheWrite:
-  """Positions and pages of a call's tokens; the same for every layer.
+  """A call's token positions and pages, the same for every layer.
 
   Attributes:
     rows: the pages read by each row.
     position_BT: each token's position in its own sequence.
-    page_BT: the page for its key and value; past the last page if the token is not
-      written.
+    page_BT: the page for the token's key and value; past the last page for an
+      unwritten token.
     place_BT: the place in that page.
-    valid_BT: True for tokens to be written.
+    valid_BT: True for tokens to write.
   """
 
   rows: RowPages
@@ -62,23 +62,23 @@ class CacheWrite:
 
 @flax.struct.dataclass
 class KVCache:
-  """Every layer's keys and values in J pages, or its states by slot.
+  """Each layer's cache: keys and values in J pages, or states by slot.
 
   A token's place is its position in its own sequence. Results are bit-identical
-  (float32, CPU) whatever is in unread places, whichever pages a row has, however many
-  there are, and whoever else reads them.
+  (float32, CPU) whatever the contents of unread places, the page numbers, the pool size
+  and the other readers.
 
   Attributes:
     layers: keys and values per layer; see `layout`. () for linear attention.
-    layout: their layout.
-      places_last: keys [J, K, H, P] and values [J, K, P, H], on a CPU: few queries'
-        scores run along contiguous memory, and decoding takes half the time.
-      heads_first: keys and values [K, J, P, H], as the GPU's kernel reads them
+    layout: the key and value layout.
+      places_last: keys [J, K, H, P] and values [J, K, P, H], for CPUs: a few queries'
+        scores run along contiguous memory, which halves decoding time.
+      heads_first: keys and values [K, J, P, H], as the GPU kernel reads them
         (`kernels.triton`).
-      joined: one array [J, P, 2 K, H], each head's key before its value, as the TPU's
-        kernel reads them (`kernels.ragged`); zeros pad H to its size.
-    states: per layer of linear attention its states [S, Z, M, U], float32, and last
-      inputs [S, W - 1, Y, E]; () for attention. S rows: the slots', then snapshots.
+      joined: one array [J, P, 2 K, H], each head's key before its value, as the TPU
+        kernel reads them (`kernels.ragged`); zeros pad H to the kernel's head size.
+    states: per linear-attention layer: states [S, Z, M, U], float32, and last inputs
+      [S, W - 1, Y, E]; () for attention. S rows: slots, then snapshots.
   """
 
   layers: Layers
@@ -94,7 +94,7 @@ class KVCache:
     partitioner: Partitioner = ONE_DEVICE,
     slots: int = 0,
   ) -> KVCache:
-    """Makes a pool of N empty pages, in the activations' dtype, and slots' states."""
+    """Makes `pages` empty pages, in the activations' dtype, and the slots' states."""
     layout = _layout(cfg, page_size, partitioner)
     K, H, P = cfg.kv_heads, cfg.head_dim, page_size
     axes = {
@@ -102,7 +102,7 @@ class KVCache:
       "heads_first": [(K, pages, P, H)] * 2,
       "joined": [(pages, P, 2 * K, ragged.head_size(H))],
     }
-    # Separate arrays: their memory is donated and freed one by one.
+    # Separate arrays, so that memory is donated and freed array by array.
     layers: list[tuple[jax.Array, ...]] = []
     states: list[tuple[jax.Array, ...]] = []
     for kind in cfg.kinds:
@@ -134,15 +134,15 @@ class KVCache:
 
   @property
   def shared(self) -> bool:
-    """Whether a page may have several readers; otherwise each needs its own copy."""
+    """Whether rows may share a page; otherwise each row needs its own copy."""
     return self.layout != "places_last"
 
   def decoding_rows(self, table_BC: jax.Array, active_B: jax.Array) -> RowPages:
-    """Prepares rows for calls of one token each; once for all calls of a window.
+    """Prepares rows for one-token calls; needed once per window.
 
     Args:
-      table_BC: int page of each block of a row; -1 for none.
-      active_B: True for reading rows; others compute garbage.
+      table_BC: int page for each row's blocks; -1 for none.
+      active_B: True for active rows; others compute garbage.
     """
     if self.layout == "places_last":
       return paged.decoding_rows(table_BC, active_B, self.pages)
@@ -151,12 +151,12 @@ class KVCache:
   def write(
     self, rows: RowPages, position_BT: jax.Array, valid_BT: jax.Array
   ) -> CacheWrite:
-    """Returns the places of a call's tokens, for every layer's `append` and `attend`.
+    """Finds a call's token places, for every layer's `append` and `attend`.
 
     Args:
-      rows: `RowPages(table_BC)`, or for one token of each row `decoding_rows`.
-      position_BT: int position of each token in its own sequence.
-      valid_BT: True for tokens to be written; their rows have pages for them.
+      rows: `RowPages(table_BC)`, or `decoding_rows` if each row has one token.
+      position_BT: each token's int position in its own sequence.
+      valid_BT: True for tokens to write; their rows have pages for them.
     """
     C = rows.table_BC.shape[1]
     block_BT = jnp.clip(position_BT // self.page_size, 0, C - 1)
@@ -188,8 +188,8 @@ class KVCache:
       arrays = [pool.at[write.page_BT, write.place_BT].set(kv, mode="drop")]
     else:
       keys, values = self.layers[layer]
-      # With the head's index left out, XLA would keep a window's cache in another
-      # layout and copy all of it at both ends.
+      # Without the head index, XLA would keep the cache in another layout during a
+      # window, and copy the whole cache before and after.
       page = write.page_BT[..., None]
       place = write.place_BT[..., None]
       head = jnp.arange(K)
@@ -214,10 +214,10 @@ class KVCache:
     """Attends with a call's tokens over one layer, after `append`.
 
     Args:
-      layer: its number.
-      q_BTNH: queries; a token reads places of its row up to its own.
-      write: of the call.
-      partitioner: of the sampler.
+      layer: the layer's number.
+      q_BTNH: queries; a token reads its row's places up to its own.
+      write: the call's places.
+      partitioner: the sampler's.
 
     Returns:
       out_BTNH in q's dtype.
@@ -233,8 +233,8 @@ class KVCache:
     else:
       places_last = self.layout == "places_last"
       return paged.attend(q_BTNH, *pools, rows, position_BT, places_last)
-    # --- XLA can not split a kernel: each device runs it on its own heads. On a mesh of
-    # one, too: a kernel asks the mesh for its kind of device.
+    # --- XLA cannot split a kernel: each device runs the kernel on its own heads. A
+    # one-device mesh does the same: a kernel asks the mesh for its device kind.
     args = (q_BTNH, *pools, rows.table_BC, position_BT)
     if partitioner.is_default:
       return kernel(*args)
@@ -251,7 +251,7 @@ class KVCache:
   def state(self, layer: int, write: CacheWrite) -> tuple[jax.Array, jax.Array]:
     """Returns a layer's states and last inputs before a call's tokens, by row.
 
-    A row that begins its sequence (position 0) starts with zeros.
+    A row at position 0 starts with zeros.
     """
     B = write.position_BT.shape[0]
     fresh_B = write.position_BT[:, 0] == 0
@@ -272,7 +272,7 @@ class KVCache:
     write: CacheWrite,
     partitioner: Partitioner = ONE_DEVICE,
   ) -> KVCache:
-    """Writes a call's states and last inputs; rows without valid tokens are kept."""
+    """Writes a call's states and last inputs; rows without valid tokens keep theirs."""
     B = write.position_BT.shape[0]
     written_B = write.valid_BT[:, 0]
     slot_B = write.rows.slot_B
@@ -293,12 +293,12 @@ class KVCache:
   def copy_states(
     self, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner = ONE_DEVICE
   ) -> KVCache:
-    """Copies rows of states onto other rows; this cache's states are deleted.
+    """Copies state rows onto other rows; this cache's states are deleted.
 
     Args:
       from_X: rows to read, all before any is written.
       to_X: rows to write; those past the last row are dropped.
-      partitioner: of the sampler.
+      partitioner: the sampler's.
     """
     states = _copy_states(self.states, from_X, to_X, partitioner)
     return self.replace(states=states)
@@ -311,13 +311,13 @@ class KVCache:
     Args:
       from_X: pages to read, all before any is written.
       to_X: pages to write; those past the last page are dropped.
-      partitioner: of the sampler.
+      partitioner: the sampler's.
     """
     layers = _copy(self.layers, from_X, to_X, self.layout, partitioner)
     return self.replace(layers=layers)
 
   def grow(self, pages: int, partitioner: Partitioner = ONE_DEVICE) -> KVCache:
-    """Grows the pool to N pages; this cache's arrays are deleted."""
+    """Grows the pool to `pages` pages; this cache's arrays are deleted."""
     layers = []
     for layer in self.layers:
       layers.append(_grow(layer, pages, self.layout, partitioner))
@@ -326,7 +326,7 @@ class KVCache:
     return self.replace(layers=tuple(layers))
 
   def to_host(self, pages: Sequence[int]) -> list[list[np.ndarray]]:
-    """Returns the pages' contents for `from_host`: all arrays of every few pages."""
+    """Fetches page contents for `from_host`: one list of arrays per `_MOVED` pages."""
     out = []
     for i in range(0, len(pages), _MOVED):
       arrays = _read(self.layers, _padded(pages[i : i + _MOVED], 0), self.layout)
@@ -348,17 +348,17 @@ class KVCache:
 
 
 def page_size(max_len: int) -> int:
-  """Returns the places per page for rows of at most N places."""
+  """Returns the places per page for rows with at most `max_len` places."""
   return min(max_len, PAGE_SIZE)
 
 
 def num_blocks(places: int, max_len: int) -> int:
-  """Counts the pages of a row's first places."""
+  """Counts the pages for a row's first `places` places."""
   return -(-places // page_size(max_len))
 
 
 def row_bytes(cfg: ModelConfig, size: int) -> int:
-  """Counts the bytes of N places of one row, in all layers."""
+  """Counts the bytes for `size` places in one row, over all layers."""
   layers = cfg.kinds.count("attention")
   scalars = 2 * layers * cfg.kv_heads * cfg.head_dim
   return size * scalars * jnp.dtype(cfg.dtype).itemsize
@@ -372,12 +372,12 @@ def page_bytes(cfg: ModelConfig, page_size: int, partitioner: Partitioner) -> in
 
 
 def state_rows(cfg: ModelConfig, slots: int) -> int:
-  """Counts the rows of states: the slots', and a quarter as many snapshots."""
+  """Counts the state rows: one per slot, and a quarter as many snapshots."""
   return slots + -(-slots // 4) if cfg.delta else 0
 
 
 def state_bytes(cfg: ModelConfig, slots: int, partitioner: Partitioner) -> int:
-  """Counts the bytes of all rows of states on each device."""
+  """Counts all layers' state bytes on each device."""
   if not cfg.delta:
     return 0
   states = jax.eval_shape(lambda: _empty_states(cfg, slots, partitioner))
@@ -401,7 +401,7 @@ def _empty_states(
 
 
 def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner) -> str:
-  """Returns the layout of keys and values on the current devices."""
+  """Returns the key and value layout for the partitioner's platform."""
   if partitioner.platform == "cpu":
     return "places_last"
   if partitioner.platform == "tpu" and ragged.takes(cfg.dtype, page_size):
@@ -410,7 +410,7 @@ def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner) -> str:
 
 
 def letters(layout: str) -> str:
-  """Returns the letters of a pool's axes, for `Partitioner.sharding`."""
+  """Returns a pool's axis letters, for `Partitioner.sharding`."""
   return {"places_last": ".K..", "heads_first": "K...", "joined": "..K."}[layout]
 
 
@@ -425,7 +425,7 @@ def _pages_of(x: jax.Array, page_X: jax.Array, layout: str) -> jax.Array:
 def _with_pages(
   x: jax.Array, page_X: jax.Array, new: jax.Array, layout: str
 ) -> jax.Array:
-  """Returns a pool with new contents in some pages; those past the last are dropped."""
+  """Returns a pool with new contents in some pages; drops pages past the last one."""
   where = (slice(None), page_X) if layout == "heads_first" else page_X
   return x.at[where].set(new, mode="drop")
 
@@ -437,7 +437,7 @@ def _zeros(
 
 
 def _padded(pages: Sequence[int], filler: int) -> np.ndarray:
-  """Pads to the number of pages moved by a call."""
+  """Pads page numbers to one call's `_MOVED`."""
   out = np.full(_MOVED, filler, np.int32)
   out[: len(pages)] = pages
   return out
@@ -484,7 +484,7 @@ def _grow(
   layout: str,
   partitioner: Partitioner,
 ) -> tuple[jax.Array, ...]:
-  """Returns one layer with N pages, the new ones empty."""
+  """Grows one layer to `pages` pages; the new pages are empty."""
 
   def grown(x: jax.Array) -> jax.Array:
     axis = _page_axis(layout)

@@ -40,12 +40,12 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
-  """Llama 3.1's stretching of rotary frequencies to more positions.
+  """Llama 3.1's rotary frequencies, stretched to more positions.
 
-  A dimension is judged by its number of turns over the original positions.
+  A dimension's number of turns over the original positions decides its scaling.
 
   Attributes:
-    factor: the divisor of slowly turning dimensions.
+    factor: the divisor for slowly turning dimensions.
     positions: positions in training, before stretching.
     low_freq_factor: dimensions turning less often than this are divided by `factor`.
     high_freq_factor: dimensions turning more often than this are left alone; between
@@ -66,7 +66,7 @@ class Llama3Rope:
       )
 
 
-# Kinds of layers: softmax attention, and the gated delta rule (linear attention).
+# Layer kinds: softmax attention, and the gated delta rule (linear attention).
 KINDS = ("attention", "delta")
 
 
@@ -75,10 +75,10 @@ class DeltaNet:
   """Sizes of linear-attention layers: the gated delta rule (arXiv 2412.06464).
 
   Attributes:
-    key_heads: Y heads of queries and keys.
-    value_heads: Z heads of values; a multiple of Y, each with its own state.
-    key_dim: units of a query or key.
-    value_dim: units of a value.
+    key_heads: Y query and key heads.
+    value_heads: Z value heads, a multiple of Y; each has its own state.
+    key_dim: units per query or key.
+    value_dim: units per value.
     conv: tokens read by the causal convolution before the rule.
   """
 
@@ -101,34 +101,34 @@ class DeltaNet:
     return 2 * self.key_dim + self.value_heads // self.key_heads * self.value_dim
 
 
-# The deepest published model has this many (DeepNet, arXiv 2203.00555). More would be
-# laid out and compiled for minutes before the machine's memory refuses them.
+# The deepest published model has this many layers (DeepNet, arXiv 2203.00555). A deeper
+# one would be laid out and compiled for minutes before memory runs out.
 MOST_LAYERS = 1_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-  """Options of a model's computation, for any sizes.
+  """Options for a model's computation, independent of its sizes.
 
   Attributes:
     dtype: the activations' dtype; norms, softmax and log-probs are always float32.
-    param_dtype: the parameters' dtype, for any file dtype.
-    weight_dtype: the rounding of parameters in use; dtype if empty. With bfloat16 under
-      a float32 dtype the sampler holds half-precision weights, and sampler and learner
-      agree to float32's precision.
-    scan: True if layers are stacked and scanned (training many layers): one layer is
-      compiled, for any number.
+    param_dtype: the parameters' dtype, whatever the file's.
+    weight_dtype: the dtype to which parameters are rounded for use; dtype if empty.
+      With bfloat16 under a float32 dtype the sampler holds half-precision weights, and
+      sampler and learner agree to float32's precision.
+    scan: True stacks and scans the layers, for training deep models: one layer is
+      compiled, whatever their number.
     remat: the part recomputed by a layer's backward pass: none, full (everything),
       attention (all but the attention's output), dots (all but matrix products),
-      offload (as attention, and stores the kept output in host memory meanwhile).
-    attention: the kernel over packed rows: xla, cudnn or triton (GPU), splash (TPU), or
-      auto, which takes splash on TPU, on GPU in bfloat16 cudnn for rows of up to 4,096
-      tokens on a device and triton for longer ones, and xla elsewhere and if those do
-      not support the model's head_dim or the row length.
-    logit_chunk: tokens per row with logits in memory at once in a loss, above 128
-      rounded down to a multiple of it; 0 for half a gigabyte of logits per device (SFT,
-      if devices split rows alone: at most a quarter of its tokens). With a whole row at
-      once RL computes no logits twice.
+      offload (as attention, with the kept arrays in host memory meanwhile).
+    attention: the kernel for packed rows: xla, cudnn or triton (GPU), splash (TPU), or
+      auto. On TPU auto takes splash; on GPU in bfloat16, cudnn for rows with up to
+      4,096 tokens on a device and triton for longer rows; elsewhere, or if these
+      kernels do not support the model's head_dim or the row length, xla.
+    logit_chunk: tokens per row with logits in memory at once in a loss; a value above
+      128 is rounded down to a multiple of 128. 0 takes half a gigabyte of logits per
+      device (SFT, if devices split rows alone: at most a quarter of a device's tokens).
+      With a whole row at once RL computes no logits twice.
   """
 
   dtype: str = choice("float32", of=_FLOATS)
@@ -147,7 +147,7 @@ class RunOptions:
 class LoadConfig(RunOptions):
   """Config section `model` for a run from a model folder.
 
-  The folder decides all else; see RunOptions.
+  The folder decides all other fields; see RunOptions.
   """
 
 
@@ -156,7 +156,7 @@ class ModelConfig(RunOptions):
   """Config section `model`; the defaults are the quickstart's.
 
   Attributes:
-    vocab_size: V, rows of the embedding.
+    vocab_size: V, the embedding's rows.
     width: D.
     layers: L.
     heads: N query heads.
@@ -164,21 +164,22 @@ class ModelConfig(RunOptions):
     head_dim: H; independent of D / N, even.
     ff: F, the SwiGLU's hidden width.
     rope_theta: base of the rotary frequencies.
-    yarn: their stretching to more positions, if any.
-    llama3: the same, as Llama 3.1 does it; one of the two.
+    yarn: stretches these frequencies to more positions as YaRN does, if set.
+    llama3: stretches them as Llama 3.1 does, if set; excludes yarn.
     norm_eps: added to the mean square in RMSNorm.
     tie_embeddings: True if the output matrix is the embedding.
     attention_bias: True for biases on q, k, v (Qwen2).
-    qk_norm: True for RMSNorm on each query and key head (Qwen3). Llama has neither.
-    layer_kinds: "attention" or "delta" (linear attention) for each layer of one
+    qk_norm: True for RMSNorm on each query and key head (Qwen3). Llama has neither
+      these norms nor biases.
+    layer_kinds: "attention" or "delta" (linear attention) for each layer in one
       period, which the model repeats; at least one is "attention".
-    delta: sizes of layers of kind "delta".
+    delta: the sizes for "delta" layers.
     attention_gate: True if a sigmoid gate, projected beside the query, multiplies each
       head's output (Qwen3.5).
     norm_offset: True if norms multiply by 1 + scale (Qwen3.5).
-    rotary_dim: units of a head that are rotated, from the first; 0 for all.
-    product_dtype: rounding of both factors in a decoder's matrix products, with float32
-      sums; dtype if empty. `decode_params.architecture` sets it.
+    rotary_dim: rotated units per head, from the first; 0 for all.
+    product_dtype: the dtype for both factors in a decoder's matrix products, with
+      float32 sums; dtype if empty. `decode_params.architecture` sets it.
   """
 
   vocab_size: int = bounded(least=1)
@@ -220,7 +221,7 @@ class ModelConfig(RunOptions):
       )
 
   def _check_kinds(self) -> None:
-    """Refuses kinds of layers that make no model of this depth."""
+    """Refuses layer kinds that make no valid model with this depth."""
     for kind in self.layer_kinds:
       if kind not in KINDS:
         raise ValueError(f"layer_kinds has {kind!r}; there are {', '.join(KINDS)}")
@@ -244,7 +245,7 @@ class ModelConfig(RunOptions):
 
   @property
   def axes(self) -> dict[str, int]:
-    """Sizes of the divisible axes, by letter."""
+    """Returns the sizes of axes that a mesh may split, by letter."""
     out = {
       "D": self.width,
       "N": self.heads,

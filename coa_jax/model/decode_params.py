@@ -23,10 +23,10 @@ def architecture(
 ) -> ModelConfig:
   """Returns the samplers' architecture: unrolled layers; float32 activations on a CPU.
 
-  A CPU would convert half precision before and after every operation. Weights are still
-  rounded: `weight_dtype` takes `dtype`'s old value. A CPU with half-precision products
-  (AMX) takes their factors in it if the model has WIDE units or more; smaller models
-  gain nothing, and other CPUs multiply in float32.
+  A CPU would convert half-precision activations before and after every operation.
+  Weights are still rounded: an empty `weight_dtype` takes `dtype`'s old value. A CPU
+  with half-precision products (AMX) multiplies half-precision factors if the model's
+  width is at least WIDE; narrower models gain nothing. Other CPUs multiply in float32.
   """
   cfg = dataclasses.replace(cfg, scan=False, remat="none")
   if cfg.dtype == "float32" or partitioner.platform != "cpu":
@@ -44,7 +44,7 @@ def architecture(
 
 @functools.cache
 def has_amx() -> bool:
-  """Tells whether this processor multiplies matrices of bfloat16 (Intel's AMX)."""
+  """Tells whether this processor multiplies bfloat16 matrices (Intel's AMX)."""
   try:
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
       return " amx_bf16" in f.read()
@@ -55,13 +55,13 @@ def has_amx() -> bool:
 def decoding_views(
   cfg: ModelConfig, params: dict[str, Any], partitioner: Partitioner = ONE_DEVICE
 ) -> list[dict[str, Any]]:
-  """Makes the samplers' parameters; called once per policy update.
+  """Makes the samplers' parameters, once per policy update: one tree per replica.
 
-  Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (otherwise
-  the model would at every step), and resharded to `partitioner.decoding()`, on its
-  devices, wherever `params` is. With a `product_dtype` matrices are held in it, outputs
-  first. Every process calls it. There is a tree for each of
-  `partitioner.decoding().replicas()`.
+  Layers are unstacked. Arrays are rounded to `weight_dtype` or the compute dtype
+  (otherwise the model would round them at every step), and resharded to
+  `partitioner.decoding()`, from any devices. With a `product_dtype`, matrices have this
+  dtype and their outputs first. Every process must call this function. Trees are in the
+  order of `partitioner.decoding().replicas()`.
   """
   # --- One device: nothing to do if the arrays already suit the sampler.
   partitioner = partitioner.decoding()
@@ -74,7 +74,7 @@ def decoding_views(
     return [params]
   view = converter(cfg, partitioner.platform)(params)
 
-  # --- Sent to other devices, or resharded.
+  # --- Send to other devices, or reshard.
   if elsewhere:
     return _sent(view, partitioner.replicas(), outputs_first)
   if one_device:
@@ -103,7 +103,7 @@ def decoding_views(
 def decoding_shapes(
   cfg: ModelConfig, partitioner: Partitioner = ONE_DEVICE
 ) -> dict[str, Any]:
-  """Returns the shapes of `decoding_views`, with shardings."""
+  """Returns `decoding_views`' shapes, with shardings."""
   convert = converter(cfg, partitioner.platform)
   shapes = jax.eval_shape(convert, transformer.param_shapes(cfg))
   shardings = partitioner.decoding().tree(shapes, bool(cfg.product_dtype))
@@ -113,7 +113,7 @@ def decoding_shapes(
 
 
 def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
-  """Whether parameters are on none of the devices of a mesh."""
+  """Whether no mesh device holds the parameters."""
   array = jax.tree.leaves(params)[0]
   if not isinstance(array, jax.Array):
     return False
@@ -127,8 +127,8 @@ def _sent(
   views: list[dict[str, Any]] = [{} for _ in replicas]
   trained_on = jax.tree.leaves(view)[0].sharding
   for name, part in view.items():
-    # One layer at a time is whole on every training device: so each process sends from
-    # its own devices to its own.
+    # Gather one layer at a time on every training device, so that each process sends
+    # between its own devices.
     if trained_on.num_devices > 1:
       part = gatherer(trained_on.mesh)(part)
     part = jax.tree.map(lambda x: x.addressable_data(0), part)
@@ -140,16 +140,16 @@ def _sent(
 
 @functools.lru_cache(maxsize=8)
 def gatherer(mesh: Mesh) -> Any:
-  """Returns the jitted function that replicates arrays on each device."""
+  """Returns a jitted function to replicate arrays on every mesh device."""
   whole = NamedSharding(mesh, PartitionSpec())
   return jax.jit(lambda arrays: arrays, out_shardings=whole)
 
 
 @functools.lru_cache(maxsize=8)
 def converter(cfg: ModelConfig, on: str) -> Any:
-  """Returns the jitted function that unstacks and rounds; splits are kept.
+  """Returns a jitted function to unstack and round parameters, keeping their splits.
 
-  Cached, or every update would compile it. `on` is the devices' platform.
+  Cached: otherwise every update would compile it. `on` is the devices' platform.
   """
   kind = cfg.weight_dtype or cfg.dtype
   narrow = cfg.product_dtype
@@ -161,7 +161,7 @@ def converter(cfg: ModelConfig, on: str) -> Any:
     name = name_of(path)
     inputs = inputs_of(name)
     if narrow and (inputs or name == "embed"):
-      # Outputs first; an embedding is so already.
+      # Outputs first; an embedding already has this order.
       return x.transpose(*range(inputs, x.ndim), *range(inputs)).astype(narrow)
     return x.astype(storage_dtype)
 
@@ -175,9 +175,9 @@ def converter(cfg: ModelConfig, on: str) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def resharder(cfg: ModelConfig, partitioner: Partitioner, kind: str = "") -> Any:
-  """Returns the jitted function that gives every device what it decodes with.
+  """Returns a jitted function to move parameters to their decoding shardings.
 
-  It takes the arrays of any one layer of a kind, or without one all that are of none.
+  The function takes one layer with this kind or, for "", all arrays outside the layers.
   """
   shapes = decoding_shapes(cfg, partitioner)
   part = {name: x for name, x in shapes.items() if not is_layer(name)}
@@ -188,5 +188,5 @@ def resharder(cfg: ModelConfig, partitioner: Partitioner, kind: str = "") -> Any
 
 
 def is_layer(name: str) -> bool:
-  """Tells whether a subtree of decode parameters is that of a layer."""
+  """Tells whether a decode-parameter subtree with this name is a layer."""
   return name.startswith("layer_")

@@ -1,12 +1,12 @@
 """The token mixer of linear attention: Qwen3.5's gated delta network.
 
 Queries, keys and values pass a short causal convolution, then the gated delta rule
-(`kernels.delta_rule`); a norm gated by another projection follows. Of a sequence it
-keeps a state of constant size and the convolution's last inputs.
+(`kernels.delta_rule`); a norm gated by another projection follows. A sequence is
+remembered as a constant-size state and the convolution's last inputs.
 
-Source: transformers `models/qwen3_5`. Letters: Y key heads, Z value heads, M units of a
-key, U of a value, E channels of a key head (its query, its key, its value heads), W
-taps of the convolution.
+Source: transformers `models/qwen3_5`. Letters: Y key heads, Z value heads, M units per
+key, U units per value, E channels per key head (its query, key and value heads), W
+convolution taps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def mix(
   state: tuple[jax.Array, jax.Array] | None = None,
   valid_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-  """Mixes the tokens of packed rows, or tokens that continue a sequence per row.
+  """Mixes tokens in packed rows, or tokens that continue one sequence per row.
 
   Args:
-    layer: the `transformer.Layer` whose parameters it reads.
+    layer: the `transformer.Layer` with the parameters.
     h_BTD: inputs.
-    segment_BT: packed rows: the segment of each token; each starts from zeros.
+    segment_BT: for packed rows: each token's segment; segments start from zeros.
     state: to continue: the rows' state_BZMU and the convolution's last inputs_BWYE.
     valid_BT: to continue: True for real tokens, which come first in a row.
 
@@ -82,7 +82,7 @@ def mix(
     out_BTZU, state_BZMU = _from_state(tokens, state_BZMU, layer.partitioner)
     state = state_BZMU, _last_inputs(qkv_BTYE, before_BWYE, valid_BT)
 
-  # --- A norm per head, gated; its scale is not an offset.
+  # --- A gated norm per head; `norm_offset` does not apply to its scale.
   scale_U = layer.vector("delta_norm", (U,), nn.initializers.ones)
   y = out_BTZU * jax.lax.rsqrt(
     jnp.mean(out_BTZU * out_BTZU, axis=-1, keepdims=True) + c.norm_eps
@@ -94,7 +94,7 @@ def mix(
 
 
 def _decay_init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-  """Draws log decay rates, as transformers does: of rates uniform in (0.01, 16)."""
+  """Draws log decay rates: rates are uniform in (0.01, 16), as in transformers."""
   return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
 
 
@@ -110,13 +110,13 @@ def _convolved(
   taps_YEW: jax.Array,
   segment_BT: jax.Array | None = None,
 ) -> jax.Array:
-  """SiLU of a causal convolution of each channel; inputs of other segments are 0.
+  """Applies a causal convolution per channel, then SiLU; other segments read as 0.
 
   Args:
     x_BTYE: inputs.
     before_BWYE: the W - 1 inputs before them.
-    taps_YEW: weights, the last of the token itself.
-    segment_BT: the tokens' segments; None if all are of one.
+    taps_YEW: weights; the last tap is for the token itself.
+    segment_BT: the tokens' segments; None if each row has one segment.
 
   Returns:
     Outputs in x's dtype.
@@ -146,7 +146,7 @@ def _last_inputs(
 
 
 def _from_zero(tokens: Tokens, partitioner: Partitioner) -> jax.Array:
-  """Applies the rule to packed rows: every segment starts with a state of zeros."""
+  """Applies the rule to packed rows: every segment starts with a zero state."""
   (B, _, Z, U), M = tokens.v_BTZU.shape, tokens.k_BTYM.shape[-1]
   state_BZMU = jnp.zeros((B, Z, M, U), jnp.float32)
   return _over_devices(tokens, state_BZMU, partitioner)[0]
@@ -155,7 +155,7 @@ def _from_zero(tokens: Tokens, partitioner: Partitioner) -> jax.Array:
 def _from_state(
   tokens: Tokens, state_BZMU: jax.Array, partitioner: Partitioner
 ) -> tuple[jax.Array, jax.Array]:
-  """Applies the rule to a call's tokens; all of a row are of one segment."""
+  """Applies the rule to a call's tokens, one segment per row."""
   if tokens.v_BTZU.shape[1] == 1:
     return delta_rule.one_token(tokens, state_BZMU)
   return _over_devices(tokens, state_BZMU, partitioner)
@@ -164,7 +164,7 @@ def _from_state(
 def _over_devices(
   tokens: Tokens, state_BZMU: jax.Array, partitioner: Partitioner
 ) -> tuple[jax.Array, jax.Array]:
-  """Runs the chunks on each device's own rows and heads: XLA need not find a split."""
+  """Runs the chunks on each device's own rows and heads; XLA need not find a split."""
 
   def on_device(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return delta_rule.many_tokens(tokens, state, tokens.segment_BT[:, 0])

@@ -1,7 +1,7 @@
 """The sampling distribution: one function for the sampler and the learner.
 
-If the two computed it in two places, policy ratios would be wrong before training
-began; so both call these.
+With two implementations, policy ratios would be wrong before training began; so both
+call these functions.
 
 budget: temperature, truncation, the draw and its log-prob are one definition.
 """
@@ -18,27 +18,27 @@ import jax.numpy as jnp
 from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.runtime.fields import bounded, check_fields
 
-# In place of minus infinity: a probability of 0, whose product with its log is 0.
+# Replaces minus infinity as log 0, so that 0 log 0 is 0.
 _NEVER = -1e30
-# A temperature below this is greedy, as 0 is, to sampler and learner alike: logits over
-# it would be so large that float32 rounds log-probs by tenths, and soon by infinity.
+# Sampler and learner treat a lower temperature as greedy, like 0: logits divided by it
+# would be so large that float32 rounds log-probs by tenths, or overflows.
 GREEDY_BELOW = 1e-5
-# The bits of float32's infinity.
+# Bits of float32 infinity.
 _INFINITY = 0x7F800000
-# Tokens grouped in a draw.
+# Tokens per group in a draw.
 _WIDTH = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-  """Truncation by a token's rank or probability at the temperature.
+  """Truncation by a token's rank or probability, after the temperature.
 
-  Each applies to the result of the previous one, as in transformers.
+  `top_p` applies to the tokens that `top_k` keeps, as in transformers.
 
   Attributes:
-    top_k: the most likely ones; 0 for all.
-    top_p: the smallest set of most likely tokens reaching this probability; 1 for all
-      (Holtzman et al. 2019, arXiv 1904.09751).
+    top_k: keeps this many most likely tokens; 0 for all.
+    top_p: keeps the smallest set of most likely tokens reaching this probability; 1 for
+      all (Holtzman et al. 2019, arXiv 1904.09751).
   """
 
   top_k: int = bounded(0, least=0)
@@ -53,7 +53,7 @@ NO_TRUNCATION = Truncation()
 
 @flax.struct.dataclass
 class TokenMask:
-  """A grammar's allowed tokens: `automaton.Constraint` on a device."""
+  """A grammar's allowed tokens: `tables.Constraint` on a device."""
 
   class_V: jax.Array
   next_SC: jax.Array
@@ -66,7 +66,7 @@ class TokenMask:
     return cls(*jax.device_put((constraint.class_V, constraint.next_SC)))
 
   def allowed(self, state: jax.Array) -> jax.Array:
-    """Masks [..., V] the tokens allowed by a state [...]; state -1 allows all."""
+    """Marks the tokens [..., V] allowed by states [...]; state -1 allows all."""
     row = self.next_SC[jnp.maximum(state, 0)] >= 0
     return jnp.take(row, self.class_V, axis=-1) | (state < 0)[..., None]
 
@@ -86,11 +86,11 @@ def log_probs(
 
   Args:
     logits: [..., V].
-    temperature: scalar, or of shape logits.shape[:-1]; if greedy (0, or below
-      `GREEDY_BELOW`) the reported distribution has temperature 1.
+    temperature: scalar or [...]; if greedy (0, or below `GREEDY_BELOW`), the result is
+      for temperature 1.
     truncation: leaves out unlikely tokens.
     allowed: bool [..., V], the grammar's allowed tokens; all if None.
-    top_p: of shape logits.shape[:-1], in place of the truncation's; 1 for all.
+    top_p: [...], replaces the truncation's; 1 for all.
   """
   return jax.nn.log_softmax(
     _scores(logits, temperature, truncation, allowed, top_p=top_p)
@@ -104,7 +104,7 @@ def taken_log_probs(
   truncation: Truncation = NO_TRUNCATION,
   allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes `log_probs` of the drawn tokens alone.
+  """Computes `log_probs` for the drawn tokens alone.
 
   Args:
     logits: [..., V].
@@ -129,10 +129,10 @@ def taken_log_probs(
 
 @jax.custom_vjp
 def _log_prob(scores: jax.Array, token: jax.Array) -> jax.Array:
-  """log softmax(scores) at `token`, [...], from two sums over the scores.
+  """Computes log softmax(scores) at `token`, [...], from two sums over the scores.
 
-  Its gradient, one-hot - softmax, is computed from the scores again: neither direction
-  writes an array as large as the scores except the gradient.
+  The backward pass computes the gradient, one-hot - softmax, from the scores again:
+  neither pass writes another array as large as the scores.
   """
   return _log_prob_forward(scores, token)[0]
 
@@ -140,7 +140,7 @@ def _log_prob(scores: jax.Array, token: jax.Array) -> jax.Array:
 def _log_prob_forward(scores: jax.Array, token: jax.Array) -> tuple[jax.Array, tuple]:
   top = scores.max(-1, keepdims=True)
   shifted = scores - top
-  # A masked sum, which is fused with the others; a gather would not be.
+  # XLA fuses a masked sum with the other sums; it would not fuse a gather.
   at_token = jnp.where(_one_hot(scores, token), shifted, 0.0).sum(-1)
   total = jnp.exp(shifted).sum(-1)
   return at_token - jnp.log(total), (scores, token, top, total)
@@ -168,13 +168,13 @@ def _scores(
   top_p: jax.Array | None = None,
 ) -> jax.Array:
   """Returns the scores under the sampling softmax, float32 [..., V]."""
-  # --- The temperature, then the grammar; greedy rows are left at temperature 1.
+  # --- The temperature, then the grammar; greedy rows keep temperature 1.
   t = jnp.asarray(temperature, jnp.float32)[..., None]
   logits = logits.astype(jnp.float32) / jnp.where(t >= GREEDY_BELOW, t, 1.0)
   if allowed is not None:
     logits = jnp.where(allowed, logits, _NEVER)
   if truncation == NO_TRUNCATION and top_p is not None:
-    # Rows without truncation keep their scores, whatever other rows have.
+    # Rows without truncation keep their scores, whatever other rows ask for.
     asks = top_p < 1
     return jax.lax.cond(
       jnp.any(asks),
@@ -205,16 +205,16 @@ def _truncated(
 def _truncation_mask(
   logp: jax.Array, truncation: Truncation, top_p: jax.Array | None = None
 ) -> jax.Array:
-  """Masks the tokens kept by truncation; equally likely tokens stay or go together."""
+  """Marks the tokens kept by truncation; equally likely tokens stay or go together."""
   tr = truncation
   mask = jnp.ones(logp.shape, bool)
-  # --- By rank: tokens as likely as the k-th stay with it.
+  # --- By rank; ties with the k-th token stay.
   if 0 < tr.top_k < logp.shape[-1]:
     mask = _most_likely(logp, jnp.ones_like(logp), tr.top_k)
   # --- By cumulative probability, among the rest.
   if tr.top_p < 1 or top_p is not None:
     limit: Any = tr.top_p
-    if top_p is not None:  # rounding must not reach 1 and leave out the last ones
+    if top_p is not None:  # rounding must not reach 1 and leave out the last tokens
       limit = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]
     rest = jax.nn.log_softmax(jnp.where(mask, logp, _NEVER))
     mask &= _most_likely(rest, jnp.exp(rest), limit)
@@ -224,10 +224,10 @@ def _truncation_mask(
 def _most_likely(
   logp: jax.Array, weight: jax.Array, limit: float | jax.Array
 ) -> jax.Array:
-  """Masks tokens if the more likely ones together weigh less than a limit.
+  """Marks tokens if all more likely tokens together weigh less than a limit.
 
   The weight above a bound falls as the bound rises, in float32 too, since every partial
-  sum does. So bisection finds the lowest valid bound: 31 sums over the row; sorting it
+  sum falls. So bisection finds the lowest valid bound with 31 sums over the row; a sort
   would take far longer.
 
   Args:
@@ -235,8 +235,8 @@ def _most_likely(
     weight: [..., V], at least 0; whole numbers are summed exactly up to 2^24.
     limit: above 0, to keep the most likely token; may be [..., 1].
   """
-  # The bits of floats of one sign are in the floats' order: of -logp, rising as tokens
-  # get less likely.
+  # Floats with one sign are ordered like their bits: -logp's bits rise as tokens get
+  # less likely.
   unlikely = jax.lax.bitcast_convert_type(jnp.abs(logp), jnp.int32)
 
   def halve(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -256,7 +256,7 @@ def _most_likely(
 def removed_mass(
   logits: jax.Array, temperature: jax.Array | float, allowed: jax.Array | None
 ) -> jax.Array:
-  """Sums the probability of tokens outside the grammar, float32.
+  """Sums the probability outside the grammar, in float32.
 
   Args:
     logits: [..., V].
@@ -264,7 +264,7 @@ def removed_mass(
     allowed: bool [..., V]; all if None.
 
   Returns:
-    [...]; no gradient passes through it.
+    [...], without a gradient.
   """
   if allowed is None:
     return jnp.zeros(logits.shape[:-1], jnp.float32)
@@ -273,10 +273,10 @@ def removed_mass(
 
 
 def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> jax.Array:
-  """Draws one token per row, by inversion of the cumulative distribution.
+  """Draws one token per row by inverting the cumulative distribution.
 
-  One uniform number a row instead of V Gumbel draws, and sums of sums instead of one
-  cumulative sum over V: on a CPU either would cost as much as a small model.
+  On a CPU, V Gumbel draws or a cumulative sum over V would each cost as much as a small
+  model; so a row takes one uniform number, and sums over groups of tokens.
 
   Args:
     logp_BV: log-probabilities from `log_probs`.
@@ -286,15 +286,15 @@ def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> ja
   Returns:
     token_B, int32.
   """
-  # --- Sums over groups of W tokens: C of them a row.
+  # --- Sums over C groups per row, with W tokens each.
   u_B = jax.vmap(lambda k: jax.random.uniform(k))(key_B)
   B, V = logp_BV.shape
   p_BCW = jnp.pad(jnp.exp(logp_BV), ((0, 0), (0, -V % _WIDTH))).reshape(B, -1, _WIDTH)
   sum_BC = p_BCW.sum(-1)
   upto_BC = jnp.cumsum(sum_BC, axis=-1)
 
-  # --- The group whose sum passes the target, and the token in it.
-  # A share of the row's own sum: it is 1 but for rounding.
+  # --- The group in which the cumulative sum passes the target, and its token.
+  # The target is a share of the row's own sum, which is 1 but for rounding.
   target_B1 = u_B[:, None] * upto_BC[:, -1:]
   c_B1 = _reached(upto_BC, target_B1, sum_BC)
   before_B1 = jnp.where(c_B1, jnp.take_along_axis(upto_BC, c_B1 - 1, axis=1), 0.0)
@@ -317,9 +317,10 @@ def _likeliest(logp_BV: jax.Array) -> jax.Array:
 
 
 def _reached(upto_BC: jax.Array, target_B1: jax.Array, p_BC: jax.Array) -> jax.Array:
-  """[B, 1]: the first place whose cumulative sum exceeds the target.
+  """Returns [B, 1]: the first place with a cumulative sum above the target.
 
-  At most the last place with any probability, past which rounding may push the target.
+  If rounding pushes the target past the last place with any probability, returns this
+  last place.
   """
   place_B1 = jnp.sum(upto_BC <= target_B1, axis=-1, keepdims=True)
   last_B = p_BC.shape[-1] - 1 - jnp.argmax(p_BC[:, ::-1] > 0, axis=-1)

@@ -1,7 +1,7 @@
-"""A model's arithmetic, for utilisation and rooflines.
+"""A model's arithmetic operations, for utilisation and rooflines.
 
-A product of [m, k] and [k, n] is 2 m k n operations. Recomputed (remat) and masked
-products do not count, as in PaLM's MFU (arXiv 2204.02311, appendix B).
+[m, k] times [k, n] takes 2 m k n operations. Recomputed (remat) and masked products do
+not count, as in PaLM's MFU (arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import jax
 
 from coa_jax.model.config import DeltaNet, ModelConfig
 
-# Dense bfloat16 operations per second of one device, by the makers' data sheets; the
-# first whose words begin a device's kind. So the slower cards of a name come first.
+# One device's dense bfloat16 operations per second, from the makers' data sheets. The
+# first name that begins a device's kind counts; so longer names come first.
 PEAKS = {
   "NVIDIA H200 NVL": 835e12,
   "NVIDIA H200": 989e12,
@@ -35,9 +35,9 @@ PEAKS = {
 
 
 def peak_flops(kind: str) -> float | None:
-  """Returns operations per second of a kind of device; None if unknown.
+  """Returns a device kind's operations per second; None if unknown.
 
-  A part of a card (MIG) has an unknown part of its peak.
+  A part of a card (MIG) has an unknown share of the peak.
   """
   words = re.split(r"[ -]", kind)
   if "MIG" in words:
@@ -60,8 +60,8 @@ def utilisation(
 
   Args:
     cfg, segments, frozen: as for `train_flops`.
-    seconds: duration of the updates.
-    devices: their devices.
+    seconds: the updates' duration.
+    devices: the number of devices used.
   """
   peak = peak_flops(jax.devices()[0].device_kind)
   if not peak or seconds <= 0:
@@ -71,7 +71,7 @@ def utilisation(
 
 
 def products(cfg: ModelConfig) -> tuple[int, int]:
-  """Counts scalars in the matrices of all layers, and in the output matrix."""
+  """Counts the scalars in all layers' matrices, and in the output matrix."""
   heads = 2 * cfg.kv_heads + (3 if cfg.attention_gate else 2) * cfg.heads
   mixers = cfg.kinds.count("attention") * heads * cfg.head_dim
   if cfg.delta:
@@ -84,10 +84,10 @@ def products(cfg: ModelConfig) -> tuple[int, int]:
 
 
 def delta_flops(delta: DeltaNet) -> int:
-  """Counts a token's operations by the gated delta rule, in one layer.
+  """Counts the gated delta rule's operations per token, in one layer.
 
-  It decays each head's state, reads it twice and writes it; the chunks' further
-  products do not count.
+  The rule decays each head's state, reads the state twice and writes it once; further
+  products for chunks do not count.
   """
   return 7 * delta.value_heads * delta.key_dim * delta.value_dim
 
@@ -97,9 +97,10 @@ def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False)
 
   Args:
     cfg: the architecture.
-    segments: tokens of every segment of the update; in softmax attention a token reads
-      its segment up to itself, one key and one value for 4 H operations and head.
-    frozen: the matrices get no gradient of their own (LoRA): a third less for them.
+    segments: tokens in each segment. In softmax attention a token reads its segment up
+      to itself; each key with its value takes 4 H operations per query head.
+    frozen: True if the matrices get no gradient (LoRA), which saves a third of their
+      operations.
   """
   tokens = 0
   pairs = 0
@@ -110,6 +111,6 @@ def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False)
   attention = 4 * cfg.kinds.count("attention") * cfg.heads * cfg.head_dim * pairs
   if cfg.delta:
     attention += cfg.kinds.count("delta") * delta_flops(cfg.delta) * tokens
-  # Backward, a matrix takes a product for its input's gradient and one for its own.
+  # Backward: one product for the gradient of a matrix's input, one for its own.
   passes = 2 if frozen else 3
   return passes * matrices + 3 * attention

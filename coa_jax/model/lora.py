@@ -21,7 +21,7 @@ from coa_jax.model.transformer import param_shapes
 from coa_jax.runtime.fields import bounded, check_fields
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-# Of a layer of linear attention.
+# Linear-attention layers.
 MATRICES += ("delta_qkv", "delta_gate", "delta_write", "delta_rate", "delta_out")
 
 
@@ -36,8 +36,7 @@ class LoraConfig:
   Attributes:
     rank: r, for every adapter.
     alpha: adapters count alpha / r times.
-    matrices: a layer's matrices with an adapter; a name is skipped where a layer's
-      kind has no such matrix.
+    matrices: the matrices with adapters; a layer skips the names that its kind lacks.
   """
 
   rank: int = bounded(16, least=1)
@@ -54,11 +53,11 @@ class LoraConfig:
 
 
 def check(cfg: ModelConfig, config: LoraConfig | None) -> None:
-  """Refuses a rank too large for every matrix; None has none.
+  """Refuses a rank too large for every matrix, and matrices missing in all layers.
 
   Raises:
-    ValueError: naming the rank and the largest useful one; or no layer has one of the
-      matrices.
+    ValueError: the rank exceeds the largest useful one, and the message names both; or
+      no layer has any of the matrices.
   """
   if config is None:
     return
@@ -94,7 +93,7 @@ def init_adapters(
     for i, (path, leaf) in enumerate(_matrices(cfg, config)):
       *parents, name = path
       stacked, inputs, outputs = _split_shape(name, leaf.shape)
-      # By its index in the list, so that every matrix has another A.
+      # Keyed by the index in the list, so that every matrix has another A.
       normal = jax.random.normal(
         jax.random.fold_in(key, i), (*stacked, *inputs, config.rank)
       )
@@ -112,7 +111,7 @@ def init_adapters(
 
 
 def _matrices(cfg: ModelConfig, config: LoraConfig) -> list[tuple[list[str], Any]]:
-  """Lists the adapted matrices: their keys in the parameters' tree, and shapes."""
+  """Lists the adapted matrices: their keys in the parameter tree, and shapes."""
   out = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(cfg)):
     where = [key.key for key in path]
@@ -134,14 +133,14 @@ def _split_shape(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ..
 
 
 def join(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
-  """Puts adapters beside their matrices, scaled; inside a jit."""
+  """Puts scaled adapters beside their matrices; inside a jit."""
   scale = config.alpha / config.rank
   out = dict(params)
   for key, x in adapters.items():
     if isinstance(x, dict):
       out[key] = join(params[key], x, config)
     else:
-      # One half of each: the product has the scale once.
+      # Only one half is scaled: the product has the scale once.
       out[key] = x * scale if key.endswith("_b") else x
   return out
 
@@ -153,11 +152,11 @@ def split(
   seed: int,
   partitioner: Partitioner = ONE_DEVICE,
 ) -> tuple[Any, Any]:
-  """Splits into trained and frozen: (adapters, params), or (params, None).
+  """Splits into trained and frozen parts: (adapters, params), or (params, None).
 
   Raises:
-    ValueError: adapters of a model with `weight_dtype`: a decoder rounds a matrix with
-      its adapter, training without it, and the two would disagree.
+    ValueError: adapters with `weight_dtype`: a decoder rounds a matrix with its
+      adapter, training without it, and the two would disagree.
   """
   if config is None:
     return params, None
@@ -193,13 +192,13 @@ def _merged(
   for key, x in adapters.items():
     if isinstance(x, dict):
       out[key] = _merged(params[key], joined[key], x)
-  # In one order, so that every process compiles the same program.
+  # Sorted, so that every process compiles the same program.
   for name in sorted({k[:-2] for k, x in adapters.items() if not isinstance(x, dict)}):
     w = params[name]
     outer = _outer
     if w.ndim > _rank(name):  # stacked layers
       outer = jax.vmap(_outer)
-    # In float32, so that the sum alone is rounded.
+    # In float32, so that only the sum is rounded.
     change = outer(joined[f"{name}_a"], joined[f"{name}_b"])
     out[name] = (w.astype(jnp.float32) + change).astype(w.dtype)
   return out

@@ -1,9 +1,9 @@
-"""Device memory: what a model, a batch and the rollouts' caches need, and what is left.
+"""Device memory: the needs of a model, a batch and the rollouts' caches, and the rest.
 
 Minimum needs are compared with the devices' memory before any allocation; see
-`capacity.check`. A cache's budget counts the arrays kept during rollouts, also for
-devices that are not at hand. Programs' temporaries are unknown before compilation: a
-share of the memory is reserved for them.
+`capacity.check`. A cache budget counts the arrays kept during rollouts, also for
+devices not at hand. Programs' temporaries are unknown before compilation, so a share of
+the memory is reserved for them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from coa_jax.runtime import capacity
 
 # Share of device memory reserved for programs' temporaries and for gaps.
 KEPT = 0.05
-TOKEN = 7 * 4  # bytes of a token in a `Batch`
-_TRAINED = 3  # a trained parameter, its gradient, and one number of the optimizer
+TOKEN = 7 * 4  # bytes per token in a `Batch`
+_TRAINED = 3  # a trained parameter, its gradient, and one optimizer number
 
 
 class CacheConfig(Protocol):
@@ -41,11 +41,11 @@ def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
   """Refuses needs beyond the devices' memory.
 
   Args:
-    needs: fields with their values -> bytes over all devices, at least.
+    needs: fields with their values -> minimum bytes over all devices.
     partitioner: the devices.
 
   Raises:
-    ValueError: naming the fields that need most.
+    ValueError: too little memory; the message names the largest needs.
   """
   capacity.check(needs, _bytes_of(partitioner.devices), "the devices have")
 
@@ -54,7 +54,7 @@ def check_model(cfg: ModelConfig, file: str) -> None:
   """Refuses an architecture too large for all devices together.
 
   Raises:
-    ValueError: naming its file.
+    ValueError: too little memory; the message names `file`.
   """
   try:
     capacity.check(parameter_needs(cfg), _bytes_of(jax.devices()), "the devices have")
@@ -63,18 +63,18 @@ def check_model(cfg: ModelConfig, file: str) -> None:
 
 
 def _bytes_of(devices: list[jax.Device]) -> float:
-  """Sums their memory; infinite if unknown."""
+  """Sums the devices' memory; infinite if unknown."""
   # A machine's CPU devices share its memory; each process counts as a machine.
   if devices[0].platform == "cpu":
     return capacity.host_bytes() * len({d.process_index for d in devices})
-  # Only local devices report it; the others are assumed alike.
+  # Only local devices report their memory; the others are assumed alike.
   mine = next(d for d in devices if d.process_index == jax.process_index())
   limit = (mine.memory_stats() or {}).get("bytes_limit", math.inf)
   return limit * len(devices)
 
 
 def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
-  """Counts the bytes of parameters and, if trained, of their training state."""
+  """Counts the bytes for parameters and, if trained, for their training state."""
   # --- Scalars; norms and biases are too few to count.
   of_layers, output = flops.products(cfg)
   count = of_layers + output * (1 if cfg.tie_embeddings else 2)
@@ -115,7 +115,7 @@ def check_training(
     partitioner: the devices.
 
   Raises:
-    ValueError: naming the fields that need most.
+    ValueError: too little memory; the message names the largest needs.
   """
   needs = parameter_needs(cfg, trained=not frozen)
   check_device(needs | batch_needs(cfg, section, rows, length), partitioner)
@@ -124,8 +124,8 @@ def check_training(
 def rollout_needs(
   cfg: ModelConfig, slots: int, max_len: int, window: int, replicas: int
 ) -> dict[str, int]:
-  """Counts the slots' bytes: a page, logits and a window's tokens each."""
-  # A slot's part of the cache, its logits in float32, an id and a log-prob a step.
+  """Counts the bytes for slots, one whole trajectory, and linear attention's states."""
+  # Per slot a page, float32 logits, and an id and a log-prob per step.
   row = cache.row_bytes(cfg, cache.page_size(max_len))
   least = row + 4 * cfg.vocab_size + 8 * window
   out = {
@@ -141,10 +141,10 @@ def rollout_needs(
 def check_rollouts(
   model: ModelConfig, config: CacheConfig, partitioner: Partitioner
 ) -> None:
-  """Refuses a model too large beside its slots.
+  """Refuses a model that does not fit beside its slots.
 
   Raises:
-    ValueError: naming the fields that need most.
+    ValueError: too little memory; the message names the largest needs.
   """
   mesh = partitioner.decoding(config.tensor).mesh
   replicas = mesh.size // mesh.shape["tensor"]
@@ -159,12 +159,12 @@ class CacheBudget:
   """A decoding device's bytes, by use.
 
   Attributes:
-    total: all of the device.
-    state: the learner's.
-    weights: decode parameters, two policies' if rollouts continue meanwhile.
-    logits: one token's per slot, in float32.
+    total: the whole device.
+    state: the learner's state.
+    weights: decode parameters; two policies' if rollouts continue during updates.
+    logits: one token's logits per slot, in float32.
     token: one token's keys and values in all layers.
-    states: linear attention's, of the slots and their snapshots.
+    states: linear attention's states, for slots and snapshots.
   """
 
   total: int
@@ -186,7 +186,7 @@ class CacheBudget:
     return self.caches // self.token
 
   def pages(self, config: CacheConfig) -> int:
-    """Counts a replica's cache pages: limited by memory or the slots' need."""
+    """Counts a replica's cache pages, limited by memory and the slots' need."""
     blocks = cache.num_blocks(config.max_len, config.max_len)
     room = int(config.memory * 1e9) or self.caches
     page = self.token * cache.page_size(config.max_len)
@@ -217,14 +217,14 @@ def cache_budget(
   """Counts a decoding device's bytes besides caches; allocates nothing.
 
   Args:
-    decoder: the architecture as it decodes.
+    decoder: the decoder's architecture.
     config: section `rollout`.
     partitioner: the decoding devices'.
     weights: decode parameters: arrays, or shapes with shardings.
-    state: likewise, kept during rollouts; other devices' do not count.
-    policies: copies of decode parameters at once: 2 if a newer policy comes while the
-      older one decodes.
-    total: bytes of the device.
+    state: arrays or shapes kept during rollouts; those on other devices do not count.
+    policies: decode-parameter copies at once: 2 if a newer policy comes while the older
+      one decodes.
+    total: the device's bytes.
   """
   partitioner = partitioner.decoding(config.tensor)
   page_size = cache.page_size(config.max_len)
@@ -242,8 +242,8 @@ def check_budget(budget: CacheBudget, config: CacheConfig, policies: int) -> Non
   """Refuses a section `rollout` that leaves the learner, or itself, no room.
 
   Raises:
-    ValueError: `rollout.memory` is more than what is left, or all of it although the
-      learner's step needs room too.
+    ValueError: `rollout.memory` is more than the free memory, or takes all free memory
+      although the learner's step needs room too.
   """
   if config.memory * 1e9 > budget.caches:
     raise ValueError(
@@ -263,13 +263,13 @@ def check_budget(budget: CacheBudget, config: CacheConfig, policies: int) -> Non
 def cache_room(
   model: ModelConfig, slots: int, gigabytes: float, partitioner: Partitioner
 ) -> float:
-  """Returns the bytes of a device for pages; infinite if unknown.
+  """Returns a device's bytes for pages; infinite if unknown.
 
   Args:
-    model: the architecture as it decodes.
+    model: the decoder's architecture.
     slots: trajectories at once.
-    gigabytes: the config's limit; 0 asks the device for all that is left.
-    partitioner: of the replica.
+    gigabytes: the config's limit; 0 takes the device's free memory.
+    partitioner: the replica's.
   """
   if gigabytes:
     return gigabytes * 1e9
@@ -283,15 +283,15 @@ def cache_room(
 
 
 def device_bytes(partitioner: Partitioner) -> int:
-  """Returns the memory of one of this process's devices; 0 if unknown."""
+  """Returns one local device's memory in bytes; 0 if unknown."""
   me = jax.process_index()
   device = next(d for d in partitioner.devices if d.process_index == me)
-  # A CPU's devices share the machine's: they report none.
+  # A CPU's devices share the machine's memory and report none.
   return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
 def _bytes_on_device(tree: Any, partitioner: Partitioner) -> int:
-  """Sums the arrays' parts on one device of a mesh."""
+  """Sums the arrays' bytes on one mesh device."""
   count = 0
   for x in jax.tree.leaves(tree):
     shape = x.shape

@@ -1,4 +1,4 @@
-"""Resharding of a mesh's arrays, and the order of rows split over devices.
+"""Resharding of arrays, and the token order in rows split over devices.
 
 `sharding.py` holds each array's split.
 """
@@ -12,28 +12,28 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-# By kind of device: the longest mesh axis gathered at once, and the size of the first
-# step on a longer one. Over 64 chips or more libtpu 0.0.42 makes all-reduces of the
-# whole array. TPU7x's compiler makes more of them in two steps; on GPUs the second
-# gather would send data between hosts that NCCL sends within them.
+# By device kind: the longest mesh axis gathered at once, and the first step's size on a
+# longer axis. Over 64 chips or more, libtpu 0.0.42 all-reduces the whole array instead.
+# TPU7x's compiler makes more all-reduces in two steps; on GPUs the second gather would
+# send data between hosts that NCCL sends within them.
 _GATHERED_OVER = dict.fromkeys(
   ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), (32, 8)
 )
 
 
 def mesh_over(grid: np.ndarray, axes: tuple[str, ...]) -> Mesh:
-  """Makes a mesh of a grid of devices; XLA infers unstated shardings."""
+  """Makes a mesh from a device grid; XLA infers unstated shardings."""
   kinds = (jax.sharding.AxisType.Auto,) * len(axes)
   return Mesh(grid, axes, axis_types=kinds)
 
 
 def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
-  """Takes an array from one split to another, and its gradient back; inside a jit.
+  """Moves an array from one split to another, and its gradient back; inside a jit.
 
-  From a sum over devices each receives only its own part of `after`. An array split
-  over several mesh axes is gathered over one after the other, and over a long one in
-  two steps: at once a TPU's compiler makes an all-reduce of the whole array, there and
-  back.
+  If `x` is an unreduced sum, each device receives only its own part in `after`. An
+  array split over several mesh axes is gathered axis by axis, and over a long axis in
+  two steps: in one step a TPU's compiler would all-reduce the whole array, forward and
+  backward.
 
   Args:
     x: an array, or unreduced parts of one.
@@ -49,7 +49,7 @@ def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Arra
 
 
 def _stages(before: NamedSharding, after: NamedSharding) -> list[NamedSharding]:
-  """Lists the intermediate splits: each drops one more axis missing in `after`."""
+  """Lists the successive splits up to `after`; each drops one more mesh axis."""
   mesh, parts = _in_parts(before.mesh)
   split = [_mesh_axes(entry, parts) for entry in before.spec]
   stages = []
@@ -65,12 +65,12 @@ def _stages(before: NamedSharding, after: NamedSharding) -> list[NamedSharding]:
 
 
 def _in_parts(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
-  """Returns the same devices in the same order, with two axes for each long one.
+  """Cuts each long mesh axis into two; the devices keep their order.
 
   Returns:
-    The mesh, and its names for each axis.
+    The new mesh, and its axis names for each old axis.
   """
-  if isinstance(mesh, AbstractMesh):  # an abstract mesh
+  if isinstance(mesh, AbstractMesh):
     return mesh, {axis: (axis,) for axis in mesh.shape}
   kind = mesh.devices.flat[0].device_kind
   most, first = _GATHERED_OVER.get(kind, (mesh.size, 1))
@@ -90,7 +90,7 @@ def _in_parts(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
 def _mesh_axes(
   entry: str | tuple[str, ...] | None, parts: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-  """The mesh axes of an entry of a PartitionSpec, each by its parts."""
+  """Returns a PartitionSpec entry's mesh axes, each replaced by its parts."""
   if entry is None:
     return ()
   axes = (entry,) if isinstance(entry, str) else entry
@@ -98,7 +98,7 @@ def _mesh_axes(
 
 
 def _moved_once(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
-  """Takes an array to another split in one exchange, and its gradient back."""
+  """Moves an array to another split in one exchange, and its gradient back."""
 
   @jax.custom_vjp
   def move(x: jax.Array) -> jax.Array:
@@ -115,34 +115,35 @@ def _moved_once(x: jax.Array, before: NamedSharding, after: NamedSharding) -> ja
 
 
 def zigzag(x_BT: jax.Array, row_devices: int) -> jax.Array:
-  """Orders the tokens of rows so that causal attention is equal work for all devices.
+  """Orders row tokens so that causal attention is equal work for all devices.
 
-  A row is cut into two pieces for each device. Device i gets the i-th from the front
+  A row is cut into two pieces per device. Device i gets the i-th piece from the front
   and the i-th from the back: its queries see as much as any other device's (Llama 3,
   arXiv 2407.21783, section 3.3.2).
 
   Args:
-    x_BT: [B, T, ...], rows in their order.
-    row_devices: devices that split a row; 1 changes nothing. Twice as many divide T.
+    x_BT: [B, T, ...], rows in token order.
+    row_devices: devices that split a row; 1 changes nothing. T is a multiple of twice
+      this number.
   """
   return _reordered(x_BT, _zigzag_order(row_devices))
 
 
 def straight(x_BT: jax.Array, row_devices: int) -> jax.Array:
-  """Puts the tokens of rows back into their order: the inverse of `zigzag`."""
+  """Restores the token order in rows: the inverse of `zigzag`."""
   return _reordered(x_BT, np.argsort(_zigzag_order(row_devices)))
 
 
 def _zigzag_order(row_devices: int) -> np.ndarray:
-  """The pieces of a row as the devices hold them: 0, last, 1, last but one, ..."""
+  """Returns a row's piece numbers in device order: 0, last, 1, last but one, ..."""
   front = np.arange(row_devices)
   back = 2 * row_devices - 1 - front
   return np.stack([front, back], axis=1).ravel()
 
 
 def _reordered(x_BT: jax.Array, order: np.ndarray) -> jax.Array:
-  """Puts the pieces of rows, of one length, into another order."""
-  if len(order) == 2:  # one device has both, and they are in order
+  """Reorders each row's pieces, which have equal lengths."""
+  if len(order) == 2:  # one device has both pieces, already in order
     return x_BT
   B, T, *rest = x_BT.shape
   pieces = x_BT.reshape(B, len(order), T // len(order), *rest)

@@ -1,4 +1,4 @@
-"""Norms and matrix products of a layer, for training and for decoding."""
+"""A layer's norms and matrix products, for training and for decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coa_jax.model.config import ModelConfig
 
 
 def rms_norm(cfg: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
-  """Normalises the last axis by RMS in float32 (arXiv 1910.07467); in x's dtype."""
+  """Normalises the last axis by RMS in float32 (arXiv 1910.07467); keeps x's dtype."""
   y = x.astype(jnp.float32)
   y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + cfg.norm_eps)
   if cfg.norm_offset:
@@ -24,8 +24,8 @@ def rms_norm(cfg: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
 def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   """Contracts the last `inputs` axes of x with the first of w.
 
-  As one product of two-dimensional operands: XLA's CPU back-end computes the equivalent
-  einsum's weight gradient three times slower. In x's dtype.
+  The operands are reshaped to two dimensions: XLA's CPU back-end computes the
+  equivalent einsum's weight gradient three times slower. The result has x's dtype.
   """
   batch = x.shape[: x.ndim - inputs]
   outer = w.shape[inputs:]
@@ -55,9 +55,9 @@ def linear_bf16(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
 
 
 def embed_bf16(embed_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-  """Takes rows [B, T, D] of an embedding in bfloat16, by their bits.
+  """Looks up rows [B, T, D] in a bfloat16 embedding, as integer bits.
 
-  XLA's CPU back-end would convert the whole embedding to float32 before it takes one.
+  Otherwise XLA's CPU back-end would convert the whole embedding to float32 first.
   """
   bits_VD = jax.lax.bitcast_convert_type(embed_VD, jnp.uint16)
   bits_BTD = jnp.take(bits_VD, token_BT, axis=0)
@@ -75,11 +75,11 @@ def used(cfg: ModelConfig, w: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: str) -> jax.Array:
-  """Rounds x to the precision of `dtype`; XLA would drop a conversion and back."""
+  """Rounds x to `dtype`'s precision; XLA would drop a conversion to it and back."""
   bits = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
 
 def norm_init(cfg: ModelConfig) -> Any:
-  """Returns the initializer of a norm's scale: it multiplies by 1 at first."""
+  """Returns a norm scale's initializer; the norm multiplies by 1 at first."""
   return nn.initializers.zeros if cfg.norm_offset else nn.initializers.ones

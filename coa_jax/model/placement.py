@@ -1,8 +1,8 @@
-"""Placement of devices in a mesh: the most communicating ones are closest.
+"""Device placement in a mesh: devices that communicate most are closest.
 
-A team is a run of devices, in the mesh's order, splitting every matrix (`tensor`). It
-decodes as one replica, driven by one process, so it must be within that process's own
-devices: one host's on a TPU slice.
+A team is a run of devices, in mesh order, splitting every matrix (`tensor`). A team
+decodes as one replica, driven by one process, so all its devices must belong to this
+process: to one host on a TPU slice.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ def device_grid(
 ) -> np.ndarray:
   """Places devices in a grid from axis `data` (first) to `tensor` (last).
 
-  JAX follows the sides of the torus. A host of four chips is a square of it, so a side
-  leads through several hosts; if that would split a team between hosts, every host
-  becomes a block of the grid. Several slices work together over `data` alone.
+  JAX follows the torus's sides. A four-chip host is a square in the torus, so a side
+  leads through several hosts; if this would split a team between hosts, every host
+  becomes a block in the grid. Several slices work together over `data` alone.
 
   Args:
     sizes: the axes' sizes; they multiply to the number of devices.
     devices: all of one kind.
-    team: devices decoding together. They, and the last axis's, are within one host if
-      its number of devices allows it.
+    team: devices per team. A team, and a run along the last axis, is within one host if
+      the host's device count allows it.
 
   Raises:
     ValueError: there are several TPU slices, and `data` is not a multiple of their
-      number, or some of their devices are missing.
+      number, or they have different numbers of devices.
   """
-  # --- Several slices, whose network is slow: whole copies of the state on each.
+  # --- Several slices, with a slow network between: each holds whole state copies.
   slices = _grouped(devices, "slice_index")
   if len(slices) > 1 and devices[0].platform == "tpu":
     counts = {len(part) for part in slices}
@@ -52,10 +52,10 @@ def device_grid(
     inner = (sizes[0] // len(slices), *sizes[1:])
     return np.concatenate([device_grid(inner, part, team) for part in slices])
 
-  # --- JAX's own order; it refuses an axis that is not a product of a torus's sides,
-  # such as tensor=2 on 4x4x8, unless it may take a part of a side.
+  # --- JAX's own order. If JAX may not split a side, it refuses an axis that is not a
+  # product of torus sides, such as tensor=2 on 4x4x8.
   hosts = _grouped(devices, "process_index")
-  if not _is_box(devices):  # a part of every host: JAX makes no mesh of that
+  if not _is_box(devices):  # a part of every host: JAX makes no such mesh
     return _blocks_of_hosts(sizes, hosts)
   grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   local = len(hosts[0])
@@ -77,26 +77,26 @@ def _blocks_of_hosts(
     inner[axis] = math.gcd(sizes[axis], local)
     local //= inner[axis]
   outer = [size // part for size, part in zip(sizes, inner, strict=True)]
-  # All hosts in one order of places. JAX orders the chips of v5e's and v6e's first host
-  # differently, and libtpu 0.0.42 finds no route for groups of v5e chips in unequal
+  # All hosts order their chips alike. JAX orders the first host's chips differently on
+  # v5e and v6e, and libtpu 0.0.42 finds no route for v5e chip groups in unequal
   # positions.
   blocks = np.array([sorted(host, key=_place) for host in hosts])
   blocks = blocks.reshape(*outer, *inner)
-  # Each axis of the grid: first its hosts, then the devices within one.
+  # Each grid axis: first its hosts, then the devices within one host.
   axes = range(len(sizes))
   order = [axis + part for axis in axes for part in (0, len(sizes))]
   return blocks.transpose(order).reshape(sizes)
 
 
 def _is_box(devices: Sequence[jax.Device]) -> bool:
-  """Whether TPU devices are all of a box's places; devices without places are."""
+  """Whether TPU devices fill a box; devices without coordinates always do."""
   places = np.array([_place(device)[:-1] for device in devices])
   sides = places.max(0) - places.min(0) + 1
   return math.prod(sides) in (1, len(devices))
 
 
 def _place(device: jax.Device) -> tuple[int, ...]:
-  """Returns a device's place in a TPU slice; elsewhere its number."""
+  """Returns a device's coordinates in a TPU slice, if any, its core and its number."""
   core = getattr(device, "core_on_chip", 0)
   return (*getattr(device, "coords", ()), core, device.id)
 
@@ -117,10 +117,10 @@ def team_sizes(grid: np.ndarray) -> list[int]:
 
 
 def check_leaving_out(field: str, devices: Sequence[jax.Device]) -> None:
-  """Refuses a field that leaves out some of these devices, if no program can.
+  """Refuses a field that leaves out some devices, if the compiler cannot.
 
   Raises:
-    ValueError: their slices' compiler has no such program for several hosts.
+    ValueError: the slices are v5e of 32 chips or more: no program can leave any out.
   """
   largest = max(map(len, _grouped(devices, "slice_index")))
   if devices[0].device_kind in ("TPU v5 lite", "TPU v5e") and largest >= 32:
@@ -131,7 +131,7 @@ def check_leaving_out(field: str, devices: Sequence[jax.Device]) -> None:
 
 
 def _grouped(devices: Sequence[jax.Device], attribute: str) -> list[list[jax.Device]]:
-  """Devices by an attribute, in its order; one that lacks it counts as 0."""
+  """Groups devices by an attribute, in ascending order; a missing one counts as 0."""
   groups: dict[int, list[jax.Device]] = collections.defaultdict(list)
   for device in devices:
     groups[getattr(device, attribute, None) or 0].append(device)

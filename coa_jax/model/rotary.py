@@ -1,7 +1,6 @@
-"""Rotary position embedding, plain or stretched as YaRN or Llama 3.1 do.
+"""Rotary position embedding: plain, or stretched as in YaRN or Llama 3.1.
 
-In the half-rotation layout of Hugging Face's implementation, so weights carry over
-unchanged.
+Heads have Hugging Face's half-rotation layout, so weights carry over unchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ Rotation = tuple[jax.Array, jax.Array]
 def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
   """Computes rotary frequencies [R / 2] (float32), and the scale of cosines and sines.
 
-  R is the number of rotated units of a head: H, or `cfg.rotary_dim`.
-
-  Computed in float64 and rounded once, so that each frequency is the float32 nearest to
-  the exact one.
+  R is the number of rotated units per head: H, or `cfg.rotary_dim`. Frequencies are
+  computed in float64 and rounded once: each is the float32 nearest to the exact value.
   """
   half = _rotated(cfg) // 2
   frequency = np.float64(cfg.rope_theta) ** (-np.arange(half) / half)
@@ -38,20 +35,20 @@ def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def _rotated(cfg: ModelConfig) -> int:
-  """Counts the rotated units of a head."""
+  """Counts the rotated units per head."""
   return cfg.rotary_dim or cfg.head_dim
 
 
 def _yarn_slowing(cfg: ModelConfig, yarn: Yarn) -> np.ndarray:
   """Returns YaRN's factor per frequency (arXiv 2309.00071, section 3.2).
 
-  Fast dimensions keep their frequency, slow ones are divided by the factor, with a ramp
-  between, linear in the dimension.
+  Fast dimensions keep their frequency, slow ones divide it by `yarn.factor`; the ramp
+  between them is linear in the dimension.
   """
   half = _rotated(cfg) // 2
 
   def dimension(turns: float) -> float:
-    """Returns the dimension with N turns over the trained positions."""
+    """Returns the dimension with `turns` turns over the trained positions."""
     wavelength = yarn.positions / (turns * 2 * math.pi)
     return half * math.log(wavelength) / math.log(cfg.rope_theta)
 
@@ -71,7 +68,7 @@ def _yarn_slowing(cfg: ModelConfig, yarn: Yarn) -> np.ndarray:
 def _llama3_slowing(frequency: np.ndarray, llama3: Llama3Rope) -> np.ndarray:
   """Returns Llama 3.1's factor per frequency.
 
-  As YaRN, but with a ramp linear in a dimension's number of turns. Source:
+  As in YaRN, but the ramp is linear in a dimension's number of turns. Source:
   `apply_scaling` in github.com/meta-llama/llama-models.
   """
   low = llama3.low_freq_factor
@@ -82,11 +79,12 @@ def _llama3_slowing(frequency: np.ndarray, llama3: Llama3Rope) -> np.ndarray:
 
 
 def rotation(cfg: ModelConfig, position_BT: jax.Array) -> Rotation:
-  """Computes rotary cosines and sines of positions (arXiv 2104.09864), float32.
+  """Computes rotary cosines and sines for positions (arXiv 2104.09864), float32.
 
-  An angle is a float32 product, as in Hugging Face and vLLM: with its frequency's
-  rounding it is up to 2.3e-3 rad off before position 32,768, and 4 times that before
-  131,072. Not worth more arithmetic: bfloat16 rounds a query or key by as much.
+  An angle is a float32 product, as in Hugging Face and vLLM. Its error, with the
+  frequency's rounding, is up to 2.3e-3 rad before position 32,768, and 4 times as much
+  before 131,072. More arithmetic is not worth it: bfloat16 rounds a query or key by as
+  much.
   """
   frequency, scale = frequencies(cfg)
   angle_BT1F = position_BT[..., None, None].astype(jnp.float32) * frequency
@@ -94,9 +92,9 @@ def rotation(cfg: ModelConfig, position_BT: jax.Array) -> Rotation:
 
 
 def rotate(x_BTNH: jax.Array, rope: Rotation) -> jax.Array:
-  """Rotates heads by their positions' angles, in float32; x's dtype.
+  """Rotates heads by their positions' angles, in float32; returns x's dtype.
 
-  Units past the rotation's are unchanged.
+  Units past the first R are unchanged.
   """
   cos, sin = rope
   rotated = 2 * cos.shape[-1]

@@ -1,8 +1,9 @@
-"""Sharding of arrays: one table from axes to mesh axes.
+"""Array sharding: one table from array axes to mesh axes.
 
-Every axis of a parameter or an activation has a letter (the alphabet of the README);
-the table maps a letter to the mesh axes that split it. Parameters, optimizer state and
-batches follow from it, and so do the constraints inside the model.
+Every axis of a parameter or an activation has a letter (the alphabet in
+docs/internals.md); the table maps a letter to the mesh axes that split it. The table
+determines the sharding of parameters, optimizer state and batches, and the constraints
+inside the model.
 
 budget: the table, and all its uses.
 """
@@ -32,9 +33,9 @@ from coa_jax.model import placement
 from coa_jax.model.moving import mesh_over, moved
 
 AXES = ("data", "fsdp", "context", "tensor")
-# B, T and R are activations' axes, D is parameters': an activation's D is never split.
-# R is tokens between matrices, as `tensor` has no other axis to split there (sequence
-# parallelism of Megatron, arXiv 2205.05198).
+# B, T and R are activation axes, D is a parameter axis: an activation's D is never
+# split. R is the token axis between matrices: `tensor` has no other axis to split there
+# (Megatron's sequence parallelism, arXiv 2205.05198).
 RULES: dict[str, tuple[str, ...]] = {
   "B": ("data", "fsdp"),
   "T": ("context",),
@@ -47,9 +48,9 @@ RULES: dict[str, tuple[str, ...]] = {
   "Y": ("tensor",),
   "Z": ("tensor",),
 }
-# The letters of each parameter, by its name; "." is a never split axis (norms, head
-# dim, adapter rank), ">" separates a matrix's inputs from its outputs. A stacked layer
-# axis, if any, comes first.
+# Each parameter's axis letters, by name. "." is an axis never split (norms, head dim,
+# adapter rank); ">" separates a matrix's inputs from its outputs. A stacked layer axis,
+# if any, comes first.
 PARAMETERS = {
   "embed": "VD",
   "head": "D>V",
@@ -77,12 +78,12 @@ PARAMETERS = {
   "delta_conv": "Y..",
   "delta_norm": ".",
   "delta_out": "Z.>D",
-  "value_head": "D>.",  # of a critic
+  "value_head": "D>.",  # a critic's
 }
-# The letters of constrained activations: attention's, the SwiGLU's, logits, the layers'
-# inputs and outputs, and linear attention's.
+# Constrained activations' axis letters: attention, SwiGLU, logits, layer inputs and
+# outputs, linear attention.
 _ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV", "BR.", "BTY.", "BTZ.")
-# `ModelConfig`'s field with an axis's size, for messages.
+# The `ModelConfig` field with an axis's size, for messages.
 _FIELDS = {
   "D": "width",
   "N": "heads",
@@ -100,12 +101,13 @@ class MeshConfig:
 
   Attributes:
     data: devices with whole copies of the state, splitting the batch.
-    fsdp: devices splitting both; -1 takes all remaining devices.
+    fsdp: devices splitting both state and batch; -1 takes all remaining devices.
     context: devices splitting a row's tokens.
     tensor: devices splitting heads, hidden units and the vocabulary.
     devices: number of devices used, from the first; 0 for all.
     rollout: number of devices for RL's rollouts alone, each process's last ones; the
-      other axes share the learner's rest. 0: all do both, interleaved or concurrently.
+      other axes share the rest, the learner's. 0: all devices do both, interleaved or
+      concurrently.
     rules: replacements for lines of `RULES`, e.g. {"K": ()} keeps all key-value heads
       on every device.
   """
@@ -139,7 +141,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Partitioner:
-  """A mesh and the table of axes; hashable, so it may be a static argument of a jit.
+  """A mesh and the axis table; hashable, so usable as a jit's static argument.
 
   Attributes:
     mesh: devices under the names `AXES`; abstract in `ONE_DEVICE`.
@@ -151,7 +153,7 @@ class Partitioner:
 
   @property
   def devices(self) -> list[jax.Device]:
-    """Lists the devices, in the mesh's order; JAX's default one if it is abstract."""
+    """Lists the devices in mesh order; JAX's default device for an abstract mesh."""
     if isinstance(self.mesh, AbstractMesh):
       return jax.local_devices()[:1]
     return list(self.mesh.devices.flat)
@@ -180,7 +182,7 @@ class Partitioner:
     return math.prod(self.mesh.shape[a] for a in self.axes(letter))
 
   def spec(self, letters: str) -> PartitionSpec:
-    """Returns the partition of an array whose axes are `letters`."""
+    """Returns the partition for an array with axes `letters`."""
     return PartitionSpec(*[self.axes(x) or None for x in letters])
 
   def sharding(self, letters: str) -> Sharding:
@@ -190,37 +192,37 @@ class Partitioner:
     return NamedSharding(self.mesh, self.spec(letters))
 
   def shard(self, x: jax.Array, letters: str) -> jax.Array:
-    """Constrains an activation whose axes are `letters`; inside a jit."""
+    """Constrains an activation with axes `letters`; inside a jit."""
     if self.mesh.size == 1:
       return x
     return jax.lax.with_sharding_constraint(x, self.sharding(letters))
 
   def gathered(self, w: jax.Array, name: str) -> jax.Array:
-    """Gathers the parameter `name` in D for use; inside a jit.
+    """Gathers the parameter `name` over axis D for use; inside a jit.
 
     By default XLA multiplies by one device's part of D at a time and sums the products
-    in w's dtype: slower, and the rounding of a sum depends on the mesh. The gradient is
+    in w's dtype: slower, and a sum's rounding depends on the mesh. The gradient is
     constrained to the parameter's split, so every device receives only its own part's
     sum (ZeRO, arXiv 1910.02054).
 
     Args:
-      w: in its dtype for products: the gather has the same.
-      name: in `PARAMETERS`, or an adapter's, as `q_a`.
+      w: the parameter in its dtype for products, which the gather keeps.
+      name: a key in `PARAMETERS`, or an adapter's name such as `q_a`.
     """
     kept = letters_of_name(name)
-    # Constrained before, too: a conversion may not move behind the gather.
+    # Constrained before the gather too: a conversion may not move behind it.
     return self.moved(self.shard(w, kept), kept, kept.replace("D", "."))
 
   def moved(self, x: jax.Array, before: str, after: str) -> jax.Array:
-    """Takes an array from one split to another, as `moved` does; both as letters."""
+    """Moves an array between two splits given as letters; see `moving.moved`."""
     return moved(x, self.sharding(before), self.sharding(after))
 
   def tree(self, tree: Any, outputs_first: bool = False) -> Any:
-    """Returns shardings of a tree of parameters, or of a state that mirrors one.
+    """Returns shardings for a parameter tree, or for a state that mirrors one.
 
     Args:
       tree: arrays or shapes; leaves of no parameter (counters) are replicated.
-      outputs_first: the inputs of matrices are their last axes.
+      outputs_first: True if matrices have their inputs last.
     """
 
     def leaf(path: tuple[Any, ...], x: Any) -> Sharding:
@@ -228,7 +230,7 @@ class Partitioner:
       if outputs_first:
         n = inputs_of(name_of(path))
         letters = letters[n:] + letters[:n]
-      # One axis more is the stacked layers'; any other shape is not a parameter.
+      # One extra axis is the stacked layers'; any other shape is not a parameter.
       extra = np.ndim(x) - len(letters)
       if extra not in (0, 1):
         return self.sharding("")
@@ -241,25 +243,25 @@ class Partitioner:
     return None if self.is_default else self.tree(tree)
 
   def put(self, tree: Any) -> Any:
-    """Puts host arrays of axes [..., B, T] onto the mesh, each process its own rows.
+    """Puts host arrays [..., B, T] onto the mesh; each process puts its own rows.
 
     Args:
-      tree: arrays of axes [..., b, T]: all `rows` of this process, in their order.
+      tree: arrays [..., b, T] with all this process's `rows`, in order.
     """
     if self.is_default:
       return tree
-    # B / b is how many parts of the batch there are to each of this process.
+    # B / b: all batch parts over this process's own parts.
     parts = self.ways("B")
     own_parts = int(self.rows(parts).sum())
 
     def leaf(x: np.ndarray) -> jax.Array:
       *others, b, T = x.shape
       B = b * parts // own_parts
-      place_B = np.cumsum(self.rows(B)) - 1  # of each row among this process's own
+      place_B = np.cumsum(self.rows(B)) - 1  # a row's place among this process's rows
 
       def part(index: tuple[slice, ...]) -> np.ndarray:
         *_, rows, tokens = index
-        place_b = place_B[rows]  # side by side, as the rows are
+        place_b = place_B[rows]  # contiguous, like the rows
         return x[..., place_b[0] : place_b[-1] + 1, tokens]
 
       sharding = self.sharding("." * len(others) + "BT")
@@ -268,7 +270,7 @@ class Partitioner:
     return jax.tree.map(leaf, tree)
 
   def own(self, x_BT: jax.Array) -> np.ndarray:
-    """Fetches this process's `rows` of an array whose sharding is "B."; [b, T]."""
+    """Fetches this process's `rows`, [b, T], from an array with sharding "B."."""
     B, T = x_BT.shape
     out_BT = np.empty((B, T), x_BT.dtype)
     for shard in x_BT.addressable_shards:
@@ -276,12 +278,12 @@ class Partitioner:
     return out_BT[self.rows(B)]
 
   def rows(self, B: int) -> np.ndarray:
-    """Marks the rows, of B, that `put` places on this process's devices; [B] bool."""
+    """Marks which of B rows `put` places on this process's devices; [B] bool."""
     me = jax.process_index()
     return np.array([me in processes for processes in self.processes(B)], bool)
 
   def processes(self, B: int) -> list[set[int]]:
-    """Lists, for each of B rows, the processes that `put` places it on."""
+    """Lists, for each of B rows, the processes to which `put` sends the row."""
     out: list[set[int]] = [set() for _ in range(B)]
     for device, (rows,) in self.sharding("B").devices_indices_map((B,)).items():
       for processes in out[rows]:
@@ -292,10 +294,10 @@ class Partitioner:
     """Returns the sampler's mesh: `tensor` splits matrices, the rest splits rows.
 
     A decoding step is too short to gather parameters, whatever axes training splits
-    them over. The devices are the same, in the same order.
+    them over. The devices and their order stay the same.
 
     Args:
-      tensor: parts per matrix; 0 for this mesh's.
+      tensor: parts per matrix; 0 for this mesh's number.
 
     Raises:
       ValueError: `tensor` does not divide the number of devices.
@@ -316,9 +318,9 @@ class Partitioner:
     return Partitioner(mesh, self.rules).replacing(rules)
 
   def replicas(self) -> list[Partitioner]:
-    """Returns one for each of this process's model copies, split by `tensor`.
+    """Returns one partitioner per model copy on this process, split by `tensor`.
 
-    Copies decode side by side and none waits for another, in this process or others.
+    Copies decode side by side; none waits for another, in this process or others.
 
     Raises:
       ValueError: devices splitting a matrix span several processes.
@@ -346,12 +348,12 @@ class Partitioner:
   def over_vocabulary(self, V: int) -> Partitioner:
     """Returns the same mesh for logits: the parameters' axes split the vocabulary.
 
-    A device then makes the logits of many devices' tokens for its part of the
-    vocabulary: hidden states move, and neither the output matrix nor its gradient is
-    ever whole (as in Megatron, arXiv 1909.08053, over all axes that split parameters).
+    Each device then computes logits for many devices' tokens, over its own vocabulary
+    part: hidden states move, and neither the output matrix nor its gradient is ever
+    whole (as in Megatron, arXiv 1909.08053, over all axes that split parameters).
 
     Args:
-      V: size of the vocabulary; if it does not divide, this mesh is returned.
+      V: vocabulary size; if the axes do not divide V, this mesh is returned.
     """
     axes = (*self.axes("D"), *self.axes("V"))
     if V % math.prod(self.mesh.shape[a] for a in axes):
@@ -362,19 +364,19 @@ class Partitioner:
     return self.replacing(rules)
 
   def replacing(self, rules: Mapping[str, tuple[str, ...]]) -> Partitioner:
-    """Returns the same mesh with other lines in the table."""
+    """Returns the same mesh with some table lines replaced."""
     return Partitioner(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
   def check(self, sizes: Mapping[str, int], section: str = "") -> None:
     """Refuses sizes that this mesh does not divide, and contradictory rules.
 
     Args:
-      sizes: of axes by letter: `ModelConfig.axes`, and others, as B for rows.
+      sizes: axis sizes by letter: `ModelConfig.axes`, and others such as B for rows.
       section: config section with `rows` B and `length` T.
 
     Raises:
-      ValueError: listing every indivisible axis; or two rules split the same array over
-        the same mesh axis; or rows of linear attention are split.
+      ValueError: axes are indivisible, and the message lists them all; or two rules
+        split one array over one mesh axis; or rows are split under linear attention.
     """
     self._check_rules()
     if "Z" in sizes and self.ways("T") > 1:
@@ -403,11 +405,11 @@ class Partitioner:
       )
 
   def _check_rules(self) -> None:
-    """No array may have two dimensions on one mesh axis."""
+    """Refuses rules splitting two dimensions of an array over one mesh axis."""
     arrays = dict.fromkeys(_ACTIVATIONS, "activations")
     for name, letters in PARAMETERS.items():
       arrays[letters.replace(">", "")] = f"parameter {name!r}"
-    # Many arrays have the same two dimensions: each two are named once.
+    # Many arrays have the same two dimensions: each pair is named once.
     faults: dict[Any, str] = {}
     for letters, name in arrays.items():
       for a, b in itertools.combinations(letters.replace(".", ""), 2):
@@ -422,7 +424,8 @@ class Partitioner:
       )
 
 
-# JAX's default device, for callers without a mesh. Abstract: importing it starts none.
+# JAX's default device, for callers without a mesh. Abstract: its import starts no
+# device.
 ONE_DEVICE = Partitioner(AbstractMesh((1,) * len(AXES), AXES))
 
 
@@ -434,14 +437,14 @@ def make_partitioner(
   """Builds a config's partitioner.
 
   Args:
-    config: sizes of the mesh axes and lines of the table.
+    config: mesh axis sizes and table lines.
     devices: None for all devices of all processes.
     rollout_tensor: devices decoding together; 0 for `config.tensor`.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices, there are fewer than
-      requested, one of several processes would leave some out, or some are reserved for
-      RL's rollouts.
+      requested, a process would have none, the slice's programs need all its devices,
+      or some are reserved for RL's rollouts.
   """
   if config.rollout:
     raise ValueError(
@@ -458,12 +461,12 @@ def make_partitioners(
 ) -> tuple[Partitioner, Partitioner]:
   """Builds the learner's partitioner, like `make_partitioner`, and its rollouts'.
 
-  They are one if `config.rollout` is 0; otherwise they share no device: each process's
-  last ones roll out.
+  Both are the same if `config.rollout` is 0. Otherwise they share no device: each
+  process's last devices roll out.
 
   Raises:
-    ValueError: as `make_partitioner`; or `config.rollout` leaves nothing to the
-      learner, or is not a multiple of the devices decoding together in every process,
+    ValueError: as for `make_partitioner`; or `config.rollout` leaves the learner no
+      device, or is not a multiple of the devices decoding together in every process,
       or the slice's programs need all its devices.
   """
   devices = _used(config, devices)
@@ -503,7 +506,7 @@ def make_partitioners(
 
 
 def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Device]:
-  """Returns a config's devices; if None, from all devices of all processes."""
+  """Returns the config's devices among `devices`; None for all processes' devices."""
   devices = jax.devices() if devices is None else devices
   if not config.devices:
     return devices
@@ -545,19 +548,19 @@ def _over(
       f"rollout.tensor={rollout_tensor} does not divide the {len(devices)} devices"
     )
 
-  # --- The grid of devices, and the table of axes with the config's lines in it.
+  # --- The device grid, and the axis table with the config's lines.
   team = rollout_tensor or config.tensor
   grid = placement.device_grid(sizes, devices, team)
   return Partitioner(mesh_over(grid, AXES)).replacing(_rules_of(config))
 
 
 def _rules_of(config: MeshConfig) -> dict[str, tuple[str, ...]]:
-  """Returns the config's lines of the table, which may be lists."""
+  """Returns the config's table lines as tuples; the config may hold lists."""
   return {letter: tuple(axes) for letter, axes in config.rules.items()}
 
 
 def count_devices(*partitioners: Partitioner) -> int:
-  """Counts all these meshes' devices."""
+  """Counts the distinct devices in all these meshes."""
   return len({device for p in partitioners for device in p.devices})
 
 
@@ -570,7 +573,7 @@ def is_first_process() -> bool:
 def process_dir(workdir: str) -> str:
   """Returns this process's directory for files that processes must not share.
 
-  The first of several processes writes into the workdir itself.
+  The first process writes into the workdir itself.
   """
   if is_first_process():
     return workdir
@@ -580,7 +583,7 @@ def process_dir(workdir: str) -> str:
 def other_process_dirs(workdir: str) -> list[str]:
   """Lists the other processes' directories, including earlier starts'.
 
-  A run may have had another number of processes.
+  An earlier start may have had another number of processes.
   """
   own = process_dir(workdir)
   names = []
@@ -591,7 +594,7 @@ def other_process_dirs(workdir: str) -> list[str]:
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-  """Returns the last key of a tree path; "" if none."""
+  """Returns a tree path's last dict key; "" if none."""
   # An optimizer's state has other keys too, before and after a parameter's.
   for key in reversed(path):
     if isinstance(key, jax.tree_util.DictKey):
@@ -600,15 +603,15 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 
 def letters_of(path: tuple[Any, ...]) -> str:
-  """Returns the axes of the parameter at a tree path, without a stacked layer axis."""
+  """Returns the parameter axes at a tree path, without a stacked layer axis."""
   return letters_of_name(name_of(path))
 
 
 def letters_of_name(name: str) -> str:
-  """Returns a parameter's axes by its name; "" if it is not one.
+  """Returns a parameter's axes by its name; "" for any other name.
 
-  An adapter's `q_a` and `q_b` split the inputs and the outputs of `q` as `q` does, and
-  leave their rank whole.
+  An adapter's `q_a` and `q_b` split their inputs and outputs as `q` does, and leave
+  their rank whole.
   """
   if name in PARAMETERS:
     return PARAMETERS[name].replace(">", "")

@@ -1,8 +1,8 @@
-"""The transformer of Qwen and Llama in Flax: dense, or a hybrid with linear attention.
+"""The Qwen and Llama transformer in Flax: dense, or a hybrid with linear attention.
 
-One forward function for training and decoding: `Transformer.__call__` takes packed
-segments, or a cache. Training may scan over stacked layers; decoding runs them unrolled
-(`decoding_views` converts the parameters once per policy update).
+`Transformer.__call__` is the one forward function: for training with packed segments,
+for decoding with a cache. Training may scan over stacked layers; decoding runs unrolled
+layers (`decoding_views` converts the parameters once per policy update).
 
 Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv 2407.21783),
 Qwen3.5 (transformers `models/qwen3_5`).
@@ -47,8 +47,8 @@ class Layer(nn.Module):
   Matrices have an adapter if the parameters hold one (see `lora.py`).
 
   Attributes:
-    kind: of token mixer, one of `config.KINDS`.
-    layer: its number.
+    kind: the token mixer's kind, one of `config.KINDS`.
+    layer: the layer's number.
   """
 
   cfg: ModelConfig
@@ -69,11 +69,11 @@ class Layer(nn.Module):
     """Runs the layer.
 
     Args:
-      x_BTD: its input.
-      rope: rotary cosines and sines of the tokens' positions.
-      segment_BT: packed rows: the segment of each token.
-      cache_write: with a cache: the places of the call's tokens.
-      cache: of all layers; this one's part is updated.
+      x_BTD: the layer's input.
+      rope: rotary cosines and sines for the tokens' positions.
+      segment_BT: for packed rows: each token's segment.
+      cache_write: with a cache: the call's token places.
+      cache: all layers' cache; this layer's part is updated.
 
     Returns:
       The layer's output, and the cache.
@@ -95,11 +95,11 @@ class Layer(nn.Module):
     cache_write: CacheWrite | None,
     cache: KVCache | None,
   ) -> tuple[jax.Array, KVCache | None]:
-    """Softmax attention: over the row's segments, or over the cache."""
+    """Applies softmax attention within segments, or over the cache."""
     c = self.cfg
     D, N, K, H = c.width, c.heads, c.kv_heads, c.head_dim
 
-    # --- Queries, keys and values of every head, and the gates of their outputs.
+    # --- Each head's queries, keys and values, and its output gate.
     if c.attention_gate:
       both_BTNI = self.dense(h_BTD, "q", (D, N, 2 * H))
       q_BTNH, gate_BTNH = jnp.split(both_BTNI, 2, axis=-1)
@@ -141,9 +141,9 @@ class Layer(nn.Module):
     cache_write: CacheWrite | None,
     cache: KVCache | None,
   ) -> tuple[jax.Array, KVCache | None]:
-    """Gated delta rule: over the row's segments, or from the cache's states on.
+    """Applies the gated delta rule within segments, or from the cache's states on.
 
-    Its positions come from its convolution: `rope` is for attention.
+    Positions come from the convolution: `rope` is for attention.
     """
     if cache is None:
       return delta_layer.mix(self, h_BTD, segment_BT)
@@ -153,7 +153,7 @@ class Layer(nn.Module):
     return out_BTD, cache
 
   def _normed(self, x_BTD: jax.Array, name: str) -> jax.Array:
-    """Normalises a residual, for matrices that read all of a token."""
+    """Normalises a residual, and resplits its tokens from R to T for the matrices."""
     h_BTD = self._norm(x_BTD, name, self.cfg.width)
     return self.partitioner.moved(h_BTD, "BR.", "BT.")
 
@@ -166,13 +166,13 @@ class Layer(nn.Module):
     return self.dense(hidden_BTF, "down", (F, D))
 
   def dense(self, x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
-    """Multiplies by the matrix `name` of `shape` (inputs, outputs), and its adapter."""
+    """Multiplies by matrix `name`, of `shape` (inputs, outputs), and its adapter."""
     c = self.cfg
     inputs = inputs_of(name)
     if self.decode and c.product_dtype:
-      # Decoding parameters in half precision have their outputs first.
+      # Half-precision decode parameters have their outputs first.
       return linear_bf16(x, self.get_variable("params", name), inputs)
-    # Outputs of unit size from any number of unit-size inputs.
+    # Unit-size outputs from any number of unit-size inputs.
     init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
     w = self.param(name, init, shape, c.param_dtype)
     if not self.decode:
@@ -185,7 +185,7 @@ class Layer(nn.Module):
     return y
 
   def _adapter(self, name: str) -> jax.Array:
-    """Returns half of a matrix's adapter, ready for use."""
+    """Returns one half of an adapter, ready for use."""
     w = self.get_variable("params", name).astype(self.cfg.dtype)
     return self.partitioner.gathered(w, name)
 
@@ -202,7 +202,7 @@ class Layer(nn.Module):
 
 
 class Period(nn.Module):
-  """One period of layers, for models with several kinds."""
+  """One period of layers, for models with several layer kinds."""
 
   cfg: ModelConfig
   partitioner: Partitioner = ONE_DEVICE
@@ -217,7 +217,7 @@ class Period(nn.Module):
     cache_write: CacheWrite | None,
     cache: KVCache | None,
   ) -> tuple[jax.Array, KVCache | None]:
-    """Runs its layers; see `Layer`."""
+    """Runs the period's layers; see `Layer`."""
     for i, kind in enumerate(self.cfg.layer_kinds):
       block = _layer(self.cfg)(
         self.cfg, self.partitioner, self.decode, i, kind, name=f"block_{i}"
@@ -228,7 +228,7 @@ class Period(nn.Module):
 
 @functools.lru_cache(maxsize=16)
 def _layer(cfg: ModelConfig) -> type[nn.Module]:
-  """Returns `Layer`, with the part recomputed by the backward pass."""
+  """Returns `Layer`; its backward pass recomputes the part in `cfg.remat`."""
   if cfg.remat == "none":
     return Layer
   policies = {
@@ -246,10 +246,10 @@ def _layer(cfg: ModelConfig) -> type[nn.Module]:
 
 
 class Transformer(nn.Module):
-  """Token ids to final hidden states; `logits` maps those to the vocabulary.
+  """Maps token ids to final hidden states; `logits` maps these to the vocabulary.
 
-  Activations are constrained to the partitioner's mesh. With `decode` the
-  parameters come from `decoding_views`, and matrices are used directly.
+  Activations are constrained to the partitioner's mesh. With `decode` the parameters
+  come from `decoding_views`, and matrices are used directly.
   """
 
   cfg: ModelConfig
@@ -300,14 +300,14 @@ class Transformer(nn.Module):
 
     Args:
       tokens_BT: int token ids.
-      position_BT: int position of each token in its own sequence.
-      segment_BT: packed rows: the segment of each token, 0 for padding. Without a cache
-        only. Rows split by a mesh are in the order of `moving.zigzag`.
+      position_BT: each token's int position in its own sequence.
+      segment_BT: for packed rows, without a cache: each token's segment, 0 for padding.
+        Rows split by a mesh are in `moving.zigzag` order.
       cache: keys and values; this call's are appended at their positions, and tokens
         read places up to their own.
-      valid_BT: with a cache: True for tokens to be written; others compute garbage
-        that nothing reads.
-      rows: with a cache: the pages of each row; no two rows write to one page.
+      valid_BT: with a cache: True for tokens to write; others compute garbage that
+        nothing reads.
+      rows: with a cache: each row's pages; no two rows write to one page.
 
     Returns:
       hidden_BTD after the final norm, and the new cache (None without one).
@@ -339,7 +339,7 @@ class Transformer(nn.Module):
     return self.partitioner.moved(hidden_BTD, "BR.", "BT."), cache
 
   def _used(self, w: jax.Array) -> jax.Array:
-    """Returns a parameter ready for use; a decoder's is converted once, by its view."""
+    """Returns a parameter ready for use; `decoding_views` has converted a decoder's."""
     return w if self.decode else used(self.cfg, w)
 
   def output(self) -> jax.Array:
@@ -349,7 +349,7 @@ class Transformer(nn.Module):
     return self.partitioner.gathered(self._used(self.head), "head")
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
-    """Maps final hidden states to logits_BTV in float32; `head` is `output()`."""
+    """Maps final hidden states to logits_BTV in float32; `head` may be `output()`."""
     if self.decode and self.cfg.product_dtype:
       # A separate head has its outputs first here too: see `setup`.
       head_VD = self.embed if self.cfg.tie_embeddings else self.head
@@ -363,7 +363,7 @@ class Transformer(nn.Module):
 def init_params(
   cfg: ModelConfig, seed: int, partitioner: Partitioner = ONE_DEVICE
 ) -> dict[str, Any]:
-  """Draws fresh parameters of `cfg`, a nested dict of arrays; jitted.
+  """Draws fresh parameters for `cfg`, a nested dict of arrays; jitted.
 
   Every device draws its own part; values do not depend on the mesh.
   """
@@ -373,8 +373,8 @@ def init_params(
 
 
 def param_shapes(cfg: ModelConfig) -> dict[str, Any]:
-  """Builds the parameters' tree with shapes and dtypes in place of arrays."""
-  # One layer is traced, for any number.
+  """Builds the parameter tree with shapes and dtypes in place of arrays."""
+  # Only one layer is traced, whatever their number.
   stacked = dataclasses.replace(cfg, scan=True)
   shapes = jax.eval_shape(lambda key: _init(stacked, key), jax.random.key(0))
   if cfg.scan:
@@ -389,10 +389,10 @@ def _init(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
 
 
 def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
-  """Makes one subtree per layer of stacked ones (`scan=True`); others are unchanged.
+  """Unstacks layers (`scan=True`) into one subtree each; others are unchanged.
 
-  Stacked layers of one kind are one subtree `layers`. A hybrid's has a subtree
-  `block_I` for each layer of a period.
+  The subtree `layers` holds the stacked layers: one kind directly, a hybrid's in a
+  subtree `block_I` for each layer in a period.
   """
   if "layers" not in params:
     return params
@@ -405,14 +405,14 @@ def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _period(stacked: dict[str, Any]) -> list[dict[str, Any]]:
-  """Lists the stacked subtrees of a period's layers."""
+  """Lists a period's stacked subtrees, one per layer."""
   if "block_0" not in stacked:
     return [stacked]
   return [stacked[f"block_{i}"] for i in range(len(stacked))]
 
 
 def stack(params: dict[str, Any], layers: int, period: int = 1) -> dict[str, Any]:
-  """Stacks layers: the inverse of `unstack`; `period` is the number of layer kinds."""
+  """Stacks layers: the inverse of `unstack`; `period` counts a period's layers."""
   out = {k: v for k, v in params.items() if not k.startswith("layer_")}
   blocks = {}
   for block in range(period):

@@ -1,8 +1,8 @@
-"""The published models by name.
+"""Published models by name.
 
 Source: the `config.json` files published with their weights (Qwen2.5: arXiv 2412.15115,
-Qwen3: arXiv 2505.09388, Llama 3: arXiv 2407.21783). Of Qwen3.5, which was not at hand,
-9B's are transformers' defaults and the others' as public ports list them.
+Qwen3: arXiv 2505.09388, Llama 3: arXiv 2407.21783). Qwen3.5's files were not at hand:
+9B has transformers' defaults, and the others have the sizes listed by public ports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _qwen3(D: int, L: int, N: int, F: int, tied: bool) -> ModelConfig:
 
 
 def _qwen35(D: int, L: int, N: int, K: int, F: int, Z: int, tied: bool) -> ModelConfig:
-  """`Z` is the number of value heads of linear attention."""
+  """`Z` is linear attention's number of value heads."""
   return ModelConfig(
     vocab_size=248_320,
     width=D,
@@ -70,7 +70,7 @@ def _qwen35(D: int, L: int, N: int, K: int, F: int, Z: int, tied: bool) -> Model
 def _llama3(
   D: int, L: int, N: int, F: int, tied: bool, stretched: float = 0.0
 ) -> ModelConfig:
-  """`stretched` is the factor of Llama 3.1's frequencies; 0 for Llama 3's own."""
+  """`stretched` is Llama 3.1's frequency factor; 0 for Llama 3's own frequencies."""
   llama3 = None
   if stretched:
     llama3 = Llama3Rope(stretched, 8_192, 1.0, 4.0)
@@ -91,8 +91,8 @@ def _llama3(
   )
 
 
-# The published models. Qwen2 has Qwen2.5's sizes. Base models of 14B and more
-# have norm_eps 1e-5, instructed ones 1e-6: a folder's config.json decides.
+# Qwen2 has Qwen2.5's sizes. Base models from 14B up have norm_eps 1e-5, instruction
+# models 1e-6: a folder's config.json decides.
 VARIANTS = {
   "qwen2.5-0.5b": _qwen25(151_936, 896, 24, 14, 2, 4_864, True),
   "qwen2.5-1.5b": _qwen25(151_936, 1_536, 28, 12, 2, 8_960, True),

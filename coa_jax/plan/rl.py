@@ -1,4 +1,4 @@
-"""The plan of an RL run: its config, meshes, architectures and refusals.
+"""The plan of an RL run: its config, meshes, architectures and checks.
 
 A plan allocates nothing, so `experiments.bench.compile_check` makes one for absent
 devices.
@@ -51,10 +51,10 @@ class AlgoConfig:
   Attributes:
     steps: batches of rollouts to learn from. A larger number extends a workdir's run if
       optim.schedule is constant and no curriculum is spread over it.
-    keep_every: steps between two dumps of all trajectories of a step.
+    keep_every: steps between two dumps of a step's trajectories.
     sampling: a step's rollouts.
-    loss: its loss.
-    batch: number and shape of its updates.
+    loss: a step's loss.
+    batch: number and shape of a step's updates.
     guards: stop conditions.
   """
 
@@ -75,9 +75,9 @@ class AlgoConfig:
         "compares a group (or take loss.advantage reinforce++ or gae, and "
         "sampling.filter_groups=False)"
       )
-    # Without it, PPO's bounds are around a policy several updates away: at 4 of them
-    # AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
-    # blog/AReaL_v0_3.md, table 3).
+    # Without is_clip, PPO's bounds are around a policy several updates away: at 4
+    # updates AReaL fell from 42.0 to 23.3 on AIME24, but with decoupled PPO stayed at
+    # 42.2 (its blog/AReaL_v0_3.md, table 3).
     staleness = self.sampling.staleness
     if staleness and not self.loss.is_clip:
       raise ValueError(
@@ -98,9 +98,10 @@ class DevConfig:
 
   Attributes:
     every: updates between two evaluations.
-    uri: tasks, as `tasks.uri`; `fields`, `kind` and `source` of `tasks` hold here, too.
-    limit: tasks of it.
-    corpus: pages for its tasks; the training corpus if None.
+    uri: tasks, as `tasks.uri`; `tasks.fields`, `kind`, `source` and `attachments` apply
+      here, too.
+    limit: maximum number of tasks.
+    corpus: pages for the dev tasks; the training corpus if None.
   """
 
   every: int = bounded(least=1)
@@ -134,8 +135,8 @@ class RLConfig:
   Attributes:
     init: the model folder to start from.
     algo: rollouts and learning.
-    tasks: to learn from.
-    dev: tasks to evaluate on meanwhile.
+    tasks: training tasks.
+    dev: tasks for evaluation during training.
     model: loading options of the folder.
     lora: adapters, as in SFT; None trains the whole model.
     mesh: use of the devices.
@@ -147,7 +148,7 @@ class RLConfig:
     reward: the reward of an answer.
     checkpoint: schedule of saving the state.
     log: other destinations of metrics.
-    watch: metrics for a warning, or the run's end.
+    watch: metrics that cause a warning, or end the run.
   """
 
   init: str
@@ -190,7 +191,7 @@ class RLConfig:
         f"tokens in one row, and rollout.context.count={self.rollout.context.count} "
         "spreads them over several: take another, or rollout.context.count=1"
       )
-    # Rollouts then run beside the learner: on the same devices, their programs could
+    # Stale rollouts run beside the learner. On the same devices, their programs could
     # deadlock if both communicate between devices.
     tensor = self.rollout.tensor or self.mesh.tensor
     if self.algo.sampling.staleness and tensor > 1 and not self.mesh.rollout:
@@ -223,9 +224,9 @@ class RLPlan:
   """An RL run's meshes and architectures.
 
   Attributes:
-    settings: its config.
-    cfg: the architecture as it learns.
-    decoder: the architecture as it decodes.
+    settings: the run's config.
+    cfg: the learner's architecture.
+    decoder: the decoder's architecture.
     learner: the learner's mesh.
     rollouts: the mesh of the rollouts' devices, the learner's or dedicated ones.
   """
@@ -268,7 +269,7 @@ class RLPlan:
 
     Args:
       state: arrays, or shapes with shardings, kept during rollouts.
-      total: bytes of the device.
+      total: the device's bytes.
     """
     rollout = self.settings.rollout
     on = self.rollouts.decoding(rollout.tensor)
@@ -278,7 +279,7 @@ class RLPlan:
     )
 
   def budget_line(self, state: Any) -> str:
-    """Describes the devices' memory; "" if it is unknown, or the server's.
+    """Describes the devices' memory; "" if unknown, or if a server samples.
 
     Raises:
       ValueError: as `memory.check_budget`.
@@ -293,7 +294,7 @@ class RLPlan:
 
   @property
   def _policies(self) -> int:
-    """Counts the decode parameters held at once."""
+    """Counts the sets of decode parameters held at once."""
     return 2 if self.settings.algo.sampling.staleness else 1
 
 
@@ -305,9 +306,9 @@ def plan_rl(
   """Plans a run, and refuses one that can not work.
 
   Args:
-    settings: its config.
+    settings: the run's config.
     cfg: an architecture in place of the folder's.
-    devices: the run's, known to the compiler alone; None for this machine's.
+    devices: absent devices, known only to the compiler; None for this machine's.
 
   Raises:
     ValueError, FileNotFoundError: the config does not fit the model, the devices, the
@@ -327,7 +328,7 @@ def plan_rl(
     adapts = settings.lora is not None
     memory.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, learner)
 
-    # --- The host's memory: all trajectories of a step.
+    # --- The host's memory: all of a step's trajectories.
     groups = (
       f"algo.sampling.prompts={sampling.prompts} of "
       f"algo.sampling.samples={sampling.samples}"

@@ -1,4 +1,4 @@
-"""The plan of an SFT run: its config, mesh, architecture and refusals.
+"""The plan of an SFT run: its config, mesh, architecture and checks.
 
 A plan allocates nothing.
 """
@@ -36,8 +36,8 @@ class DataConfig:
   Attributes:
     trajectories: the training data: a file of trajectories from `distill` or
       `import_traces`; or several, with globs and weights:
-      "a.jsonl,runs/*.jsonl,b.jsonl=2" sees b.jsonl's twice in an epoch, and
-      "c.jsonl=0.5" every other one of c.jsonl.
+      "a.jsonl,runs/*.jsonl,b.jsonl=2" sees b.jsonl's trajectories twice per epoch, and
+      "c.jsonl=0.5" every other trajectory of c.jsonl.
     steps: updates; 0 writes the initial model. A larger number extends a workdir's run
       if optim.schedule is constant.
     rows: rows per micro-batch.
@@ -46,9 +46,9 @@ class DataConfig:
     micro_batches: micro-batches per update.
     validation: trajectories kept out of training for the validation loss.
     validate_every: updates between two validation losses; 0 for only one at the end.
-    vocab_size: the vocabulary of the tokenizer trained on the trajectories, if `init`
-      is empty.
-    seed: of the order of the data and of fresh parameters.
+    vocab_size: vocabulary of the tokenizer trained on the trajectories, if `init` is
+      empty.
+    seed: for the data order and fresh parameters.
   """
 
   trajectories: str
@@ -70,7 +70,7 @@ class DataConfig:
 def read_model(
   model: Mapping[str, Any], config: Mapping[str, Any]
 ) -> LoadConfig | ModelConfig:
-  """Reads section `model`: loading options of `init`, or an architecture without it.
+  """Reads section `model`: loading options for `init`; without `init` an architecture.
 
   An architecture may begin with a published one: `variant` is a name in
   `variants.VARIANTS`. Its vocabulary is the tokenizer's, which comes later.
@@ -80,20 +80,20 @@ def read_model(
     config: the whole config, for its `init`.
 
   Raises:
-    ConfigError, ValueError: it can not be used, or not be written in the end.
+    ConfigError, ValueError: the section can not be used, or its model not be written.
   """
-  # --- A folder's own architecture, and its loading options.
+  # --- The folder has the architecture; the section has loading options.
   if config.get("init"):
     return read_config(model, LoadConfig, "model")
 
-  # --- A published architecture, some of its fields changed; or one field by field.
+  # --- A published architecture, with some fields changed; or all fields given.
   fields = {"vocab_size": 1}
   overrides = dict(model)
   name = overrides.pop("variant", "")
   if name:
     fields = dataclasses.asdict(variant(name))
   cfg = read_config(fields | overrides, ModelConfig, "model")
-  to_hf_config(cfg)  # which refuses an unwritable architecture
+  to_hf_config(cfg)  # refuses an unwritable architecture
   return cfg
 
 
@@ -131,9 +131,9 @@ class SFTPlan:
   """An SFT run's mesh and architecture.
 
   Attributes:
-    settings: its config.
-    cfg: the architecture; of a fresh model with `data.vocab_size` ids until `fitted`.
-    partitioner: the learner's.
+    settings: the run's config.
+    cfg: the architecture; a fresh model has `data.vocab_size` ids until `fitted`.
+    partitioner: the learner's mesh.
   """
 
   settings: SFTConfig
@@ -154,7 +154,7 @@ class SFTPlan:
     return dataclasses.replace(self, cfg=cfg)
 
   def make_learner(self) -> tuple[Learner, SumLoss]:
-    """Builds the learner, and its loss by itself for validation."""
+    """Builds the learner, and its loss alone for validation."""
     cfg = self.cfg
     optim = self.settings.optim
     lora_config = self.settings.lora
@@ -179,11 +179,11 @@ def plan_sft(settings: SFTConfig) -> SFTPlan:
   if isinstance(settings.model, LoadConfig):
     cfg = load_config(settings.init or "", settings.model)
   else:
-    # Before a tokenizer is trained: with the largest vocabulary it may have.
+    # No tokenizer is trained yet: plan for its largest vocabulary.
     cfg = dataclasses.replace(settings.model, vocab_size=data.vocab_size)
   adapts = settings.lora is not None
   memory.check_training(cfg, "data", data.rows, data.length, adapts, partitioner)
-  # The host makes all micro-batches of an update before the first is used.
+  # The host makes all of an update's micro-batches before the first is used.
   tokens = data.micro_batches * data.rows * data.length
   fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
   capacity.check_host({fields: tokens * memory.TOKEN})
@@ -193,7 +193,7 @@ def plan_sft(settings: SFTConfig) -> SFTPlan:
 
 
 def with_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-  """Returns the whole architecture of a model trained from scratch.
+  """Returns a fresh model's architecture with the tokenizer's vocabulary.
 
   Rounded up, so that the embedding splits over any usual number of devices.
   """

@@ -1,7 +1,7 @@
 """A chat template's text before and after a user's message.
 
-A template is a program in the model's folder. It is rendered once, around a probe, by a
-process with bounded time and memory (`template_child`), before any work on a device. A
+A template is a program in the model's folder. A process with bounded time and memory
+(`template_child`) renders it once, around a probe, before any work on a device. A
 template is refused if it fails, or if the probe is missing, changed or repeated.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from coa_jax.protocol import template_child
 
-# Text that no template contains; its characters reveal escaping or splitting. White
-# space at the ends may be trimmed, so it has none.
+# Text that no template contains; its characters reveal escaping or splitting. Templates
+# may trim white space at the ends, so the probe has none there.
 _PROBE = '\ue000 Who\'s <b>"it"</b> & \\n {{x}}?\n\n  \u00e9 \ue000'
 _SECONDS = 60  # wall-clock limit; the process's processor time has its own limit
 
@@ -30,7 +30,7 @@ def frame(template: str, special_tokens: Mapping[str, Any]) -> tuple[str, str]:
     special_tokens: variables for the template, like `bos_token`.
 
   Raises:
-    ValueError: the template gives no prompt; says why.
+    ValueError: the template gives no prompt; the message says why.
   """
   text = _render(
     template, json.dumps(dict(special_tokens), sort_keys=True, default=str)

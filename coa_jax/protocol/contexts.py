@@ -1,8 +1,8 @@
 """Context management: a trajectory leaves a nearly full context for a shorter one.
 
-The next context has the prompt and all spans again, but older observations give way to
-a marker (as MiroThinker's `keep_tool_result`). It is a training row of its own, of
-which only newly sampled tokens are trained.
+The next context repeats the prompt and all spans, but a marker replaces older
+observations (as in MiroThinker's `keep_tool_result`). Each context is a separate
+training row, and only its newly sampled tokens are trained.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class ContextConfig:
 
   Attributes:
     count: maximum contexts per trajectory.
-    keep: observations that the next context repeats whole, the newest included; others
-      give way to a marker.
-    leave_at: tokens; a context with more of them after an observation is left. With
-      several contexts the rest of the length is for a call and its observation.
+    keep: observations that the next context repeats whole, the newest included; a
+      marker replaces the others.
+    leave_at: tokens; a context with more tokens after an observation is left. With
+      several contexts, the remaining length is for a call and its observation.
   """
 
   count: int = bounded(1, least=1)
@@ -39,8 +39,8 @@ class ContextConfig:
     """Refuses contexts that would never be left.
 
     Args:
-      length: maximum tokens of a context.
-      name: its field.
+      length: maximum tokens per context.
+      name: the config field of `length`.
     """
     if self.count > 1 and not 0 < self.leave_at < length:
       raise ValueError(
@@ -56,12 +56,12 @@ def leave_context(
 
   Args:
     trajectory: changed in place; its last segment is a new observation, unread so far.
-    config: decides.
-    marker: in place of a removed observation: one of `REMOVED`, with ids.
+    config: when to leave a context, and what the next one repeats.
+    marker: the observation `REMOVED`, with ids; replaces each removed observation.
 
   Returns:
     The next context: the prompt, the other segments as `Author.CARRIED`, and the new
-    observation, which leaves the last context. None if that stays.
+    observation, which moves out of the last context. None if the last context goes on.
   """
   contexts = trajectory.split()
   *read, new = contexts[-1].segments
@@ -78,7 +78,7 @@ def leave_context(
     # Sampled once: log-probs and versions stay in the earlier context.
     following.append(dataclasses.replace(s, author=author, logps=[], versions=[]))
   following.append(new)
-  # --- Where that frees too little room, the context is used to its end.
+  # --- If this frees too little room, the context is used to its end.
   if sum(len(s.ids) for s in following) > config.leave_at:
     return None
   trajectory.segments[-1:] = following
@@ -88,11 +88,11 @@ def leave_context(
 def compacted(
   trajectory: Trajectory, config: ContextConfig, marker: Segment
 ) -> Trajectory:
-  """Returns a finished trajectory of one context as it would have left contexts.
+  """Splits a finished one-context trajectory into contexts, as a rollout would.
 
   Args:
     trajectory: with ids.
-    config: as of the rollouts.
+    config: the rollouts' config.
     marker: as for `leave_context`.
   """
   out = dataclasses.replace(trajectory, segments=[])

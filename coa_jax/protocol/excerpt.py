@@ -11,7 +11,7 @@ def cut_middle(text: str, keep: int) -> str:
   gone = len(text) - keep
   if gone <= 0:
     return text
-  # Of an odd number the head gets one more; a tail of 0 must not be text[-0:].
+  # If `keep` is odd, the head gets one more; a tail of 0 must not be text[-0:].
   tail = keep // 2
   marker = f"\n...[{gone} characters cut]...\n"
   return text[: keep - tail] + marker + text[len(text) - tail :]

@@ -1,8 +1,8 @@
 """An append-only log of JSON lines, safe against kills.
 
-A row goes to the kernel at once, so it also survives SIGKILL; a power cut may lose the
-last ones. A half line left by a kill is dropped when the log is opened again, and a row
-that does not fit on the disk leaves nothing.
+A row goes to the kernel at once, so it survives SIGKILL; a power cut may lose the last
+rows. A half line left by a kill is dropped when the log is opened again, and a row that
+does not fit on the disk leaves nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = tuple[int, int]  # a line's first byte in the file, and its length in by
 
 
 def read_rows(path: str, replay: Callable[[Any, str, Place], None]) -> int:
-  """Reads the whole rows of a log and changes nothing: another process may write it.
+  """Reads a log's whole rows and changes nothing: another process may be writing.
 
   Args:
     path: the file; a missing file has no rows.
@@ -46,7 +46,7 @@ def read_rows(path: str, replay: Callable[[Any, str, Place], None]) -> int:
 class JsonLog:
   """A file of JSON lines; the first append creates it.
 
-  Threads may share one. No descriptor stays open, so there is nothing to close.
+  Threads may share a log. No descriptor stays open, so there is nothing to close.
   """
 
   def __init__(self, path: str, replay: Callable[[Any, str, Place], None]):

@@ -70,8 +70,8 @@ class Origin:
   """How a model was trained.
 
   Attributes:
-    dialects: the dialects of its training data; none if not recorded.
-    max_len: the maximum of tokens in a trajectory.
+    dialects: the training data's dialects; empty if not recorded.
+    max_len: maximum tokens per trajectory.
     seed: the run's seed.
     step: the number of updates.
     commit: the code's commit at the run's start; None if unknown.
@@ -85,10 +85,9 @@ class Origin:
 
   @classmethod
   def of_run(cls, record: Mapping[str, Any] | None, step: int) -> Origin | None:
-    """Returns a run's origin after `step` updates, from the record of
-    `prepare_workdir`.
+    """Builds a run's origin after `step` updates from `prepare_workdir`'s record.
 
-    None if there is no record.
+    Returns None if there is no record.
     """
     if record is None:
       return None
@@ -105,7 +104,7 @@ def read_origin(folder: str | os.PathLike[str]) -> Origin | None:
   """Reads `coa.json` in a model's folder; None if missing.
 
   Raises:
-    ValueError: it is damaged.
+    ValueError: the file is damaged.
   """
   path = os.path.join(folder, FILE)
   if not os.path.isfile(path):
@@ -125,7 +124,7 @@ def warn_if_other(folder: str, variant: Variant, style: str) -> None:
   Args:
     folder: the model's folder; nothing is compared without `coa.json`.
     variant: the run's variant, reduced to its tools.
-    style: the style of its prompts.
+    style: the run's prompt style.
 
   Raises:
     ValueError: `coa.json` is damaged.
@@ -134,7 +133,7 @@ def warn_if_other(folder: str, variant: Variant, style: str) -> None:
   if origin is None or not origin.dialects:
     return
   ours = Dialect.of(variant, style)
-  # The nearest dialect: its differences are the fewest that have to change.
+  # The nearest dialect has the fewest differences.
   found = min((d.differences(ours) for d in origin.dialects), key=len)
   if found:
     _log.warning("%s was trained with %s as in this run", folder, ", ".join(found))
@@ -143,7 +142,7 @@ def warn_if_other(folder: str, variant: Variant, style: str) -> None:
 def dialects_of_data(*files: str) -> tuple[Dialect, ...]:
   """Collects the dialects of trajectory files, each once, from their manifests.
 
-  A file has none if its manifest is missing or has an earlier version.
+  A file has no dialects if its manifest is missing or has an earlier version.
 
   Raises:
     ValueError: a manifest of ours has an unreadable dialect.

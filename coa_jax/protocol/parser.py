@@ -1,7 +1,7 @@
-"""Reads the text view of a trajectory into spans, with a typed verdict.
+"""Parses a trajectory's text view into spans, with a typed verdict.
 
-The parser never guesses: text that is not a well-formed trajectory of the variant gets
-the first fault's kind, place and reason, and the spans before it. Round trip:
+The parser never guesses: for text that is not a well-formed trajectory of the variant,
+it returns the first fault's kind, place and reason, and all earlier spans. Round trip:
 `"".join(span.text for span in parse(text, variant).spans) == text` whenever the verdict
 is ok.
 """
@@ -56,7 +56,7 @@ class Parse:
   spans: tuple[Span, ...]
   verdict: ParseVerdict
   detail: str = ""
-  offset: int = 0  # offset of the fault
+  offset: int = 0  # the fault's offset
 
   @property
   def ok(self) -> bool:
@@ -65,7 +65,7 @@ class Parse:
 
   @property
   def answer(self) -> str | None:
-    """The content of the last `answer` span, stripped; None if there is none."""
+    """The last `answer` span's content, stripped; None if there is none."""
     for span in reversed(self.spans):
       if span.role == ANSWER:
         return span.content.strip()
@@ -113,7 +113,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
 
 def _read_span(text: str, position: int, variant: Variant) -> Span:
   """Reads the span after `position`'s white space."""
-  # --- Its opening tag.
+  # --- The opening tag.
   match = _TOP.match(text, position)
   if match is None:
     stripped = text[position:].lstrip(WHITE)
@@ -127,14 +127,14 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
     detail = f"<{role}> is no span of variant {variant.name!r}"
     raise _Fault(ParseVerdict.UNKNOWN_TOOL, detail, offset)
 
-  # --- The text before its closing tag, or all the rest if there is none.
+  # --- The text before the closing tag, or all the rest if there is none.
   close = roles.close_tag(role)
   end = text.find(close, match.end())
   is_closed = end >= 0
   if not is_closed:
     end = len(text)
   content = text[match.end() : end].removeprefix(" ")
-  # A tag inside counts first: `<plan> <code>` is nested, though it is not closed.
+  # A tag inside counts first: `<plan> <code>` is nested, though also unclosed.
   inner = roles.find_tag(content)
   if inner is not None:
     raise _Fault(ParseVerdict.NESTED, f"{inner} inside <{role}>", offset)
@@ -179,7 +179,7 @@ class _Rules:
       self._advance(span)
 
   def _think(self, span: Span) -> None:
-    """Accepts a think if one of the possible next spans may have one."""
+    """Accepts a think if a span allowed next may follow a think."""
     able = self.variant.follows[self.last] & self.variant.think_allowed
     if self.thinking:
       raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, "<think> after <think>", span.start)
@@ -237,7 +237,7 @@ class _Rules:
 
 
 def content_fault(role: str, content: str, graded: bool = False) -> str | None:
-  """Describes the fault of a span's content so that a model can correct it; None if ok.
+  """Describes a fault in a span's content so that a model can correct it; None if ok.
 
   Args:
     role: the span's tag.

@@ -1,7 +1,7 @@
 """The prompt, rendered from a variant and its tools.
 
-The text is this project's own; it explains the protocol of arXiv 2508.13167, appendix D
-(functions, layout, order rules, scores).
+The text is this project's own and explains the protocol from arXiv 2508.13167, appendix
+D (functions, layout, order rules, scores).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def instructions(variant: Variant, style: str = "full") -> str:
 def prompt_segments(variant: Variant, question: str, style: str) -> list[Segment]:
   """Returns the prompt's segments: instructions (if any), then the question.
 
-  They are two segments because only the first is trusted: a question comes from a data
-  set, and no text of it may turn into a control token.
+  Only the instructions are trusted, so they are a separate segment: a question comes
+  from a data set, and its text must never become a control token.
   """
   out = []
   head = instructions(variant, style)

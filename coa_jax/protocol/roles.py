@@ -37,22 +37,22 @@ GRADES = ("good", "average", "fair", "poor")
 # The verification agent scores 1 (wrong) to 4 (fully correct); 3 lets an answer pass.
 PASS_SCORE = 3
 SCORES = (1, 2, 3, 4)
-# Several answers to one question are joined by this inside `answer`.
+# Joins several answers to one question inside `answer`.
 ANSWER_SEPARATOR = "|"
 
 
 def open_tag(role: str) -> str:
-  """The opening tag of `role`, e.g. `<think>`."""
+  """Returns `role`'s opening tag, e.g. `<think>`."""
   return f"<{role}>"
 
 
 def close_tag(role: str) -> str:
-  """The closing tag of `role`, e.g. `</think>`."""
+  """Returns `role`'s closing tag, e.g. `</think>`."""
   return f"</{role}>"
 
 
 def tags_of(names: Iterable[str]) -> list[str]:
-  """Lists the opening and the closing tag of each name."""
+  """Lists each name's opening and closing tags."""
   out = []
   for name in names:
     out += [open_tag(name), close_tag(name)]
@@ -60,7 +60,7 @@ def tags_of(names: Iterable[str]) -> list[str]:
 
 
 def wrap(role: str, content: str) -> str:
-  """A span as this project writes it: one space follows the opening tag.
+  """Writes a span; one space follows the opening tag.
 
   Byte-level tokenizers encode a word after a space as one token and the bare word often
   as several; with the space a name always has the same tokens.
@@ -76,15 +76,15 @@ class Variant:
     name: its name in configs.
     roles: role tags the policy may write, `think` included.
     tools: tool tags the policy may write.
-    follows: for each span but `think` (and START), the spans that may come next,
-      `think` left out: the next two fields tell whether a `think` may come between. An
+    follows: last span, or START -> the spans that may come next. Neither side has
+      `think`: the next two fields tell whether a `think` may come between. An
       observation is not a state: its successors are its tool's.
     think_required: spans that must come directly after a `think`.
     think_allowed: spans that may come directly after a `think`.
     graded: True if every reflection must grade all three CRITERIA; if False, grades are
       optional, but count if written.
-    max_plans: the most `plan` spans a trajectory may hold, or None for no limit.
-    min_calls: the minimum of tool calls in a well-formed trajectory.
+    max_plans: maximum `plan` spans per trajectory; None for no limit.
+    min_calls: minimum tool calls in a well-formed trajectory.
     tool_descriptions: tool -> its description in the prompt, if different from its row
       in `tools.SPECS`.
     functions: functions called by the tag `tool`: name -> description in the prompt. If
@@ -105,7 +105,7 @@ class Variant:
 
   @property
   def tags(self) -> tuple[str, ...]:
-    """Every tag of the variant: roles, tools and `observation`."""
+    """All the variant's tags: roles, tools and `observation`."""
     return self.roles + self.tools + (OBSERVATION,)
 
   @property
@@ -114,14 +114,14 @@ class Variant:
     return tuple(close_tag(t) for t in (*self.tools, ANSWER))
 
   def with_tools(self, tools: Iterable[str]) -> Variant:
-    """The variant left with only these of its tools.
+    """Returns the variant with only these tools.
 
     Args:
       tools: their tags; a mapping also gives each tool's description in the prompt, ""
         for the default one. `tool:NAME` means a function called by the tag `tool`.
 
     Raises:
-      ValueError: the variant lacks the tool.
+      ValueError: the variant lacks a tool.
     """
     descriptions = dict.fromkeys(tools, "")
     if isinstance(tools, Mapping):
@@ -153,17 +153,17 @@ class Variant:
     )
 
   def without(self, gone: Iterable[str]) -> Variant:
-    """The variant without some of its role agents.
+    """Returns the variant without some role agents.
 
     Predecessors of a removed role get its successors, so a trajectory stays well formed
-    if the spans of those agents are cut out.
+    if the removed agents' spans are cut out.
 
     Args:
       gone: role tags; not `think` and `answer`, which every dialect has.
 
     Raises:
-      ValueError: the variant lacks the agent, or a check would have nothing left to
-        check.
+      ValueError: the variant lacks an agent, or `double_check` would be left without a
+        `suggested_answer` to check.
     """
     gone = frozenset(gone)
     agents = [r for r in self.roles if r not in (THINK, ANSWER)]
@@ -175,7 +175,7 @@ class Variant:
       )
     if SUGGESTED_ANSWER in gone and DOUBLE_CHECK in set(agents) - gone:
       raise ValueError(f"without {SUGGESTED_ANSWER} a {DOUBLE_CHECK} checks nothing")
-    # Predecessors of a role get the role's successors, one role after the other.
+    # Each removed role's predecessors get its successors, one role after the other.
     follows = dict(self.follows)
     for role in gone:
       after = follows.pop(role) - {role}
@@ -193,7 +193,7 @@ class Variant:
 
 
 def _follows(call: tuple[str, ...], **table: str) -> Mapping[str, frozenset[str]]:
-  """Reads a table of space-separated names; `tools` means each of `call`."""
+  """Reads a table of space-separated names; `tools` means every tool in `call`."""
 
   rows: dict[str, frozenset[str]] = {}
   for state, names in table.items():
@@ -282,14 +282,14 @@ VARIANTS: Mapping[str, Variant] = {
 
 
 def get_variant(name: str) -> Variant:
-  """The variant called `name`; "NAME-ROLE-ROLE" is one without these agents.
+  """Returns the variant called `name`; "NAME-ROLE-ROLE" is NAME without these agents.
 
-  So "unified-plan-reflection-suggested_answer-double_check" is ReAct: thoughts, calls,
-  observations and the answer of one agent.
+  So "unified-plan-reflection-suggested_answer-double_check" is ReAct: one agent's
+  thoughts, calls, observations and answer.
 
   Raises:
-    ValueError: the variant is unknown (the message lists the known ones), or it lacks
-      the agent; see `Variant.without`.
+    ValueError: the variant is unknown (the message lists the known variants), or lacks
+      an agent; see `Variant.without`.
   """
   base, *gone = name.split("-")
   if base not in VARIANTS:
@@ -299,7 +299,7 @@ def get_variant(name: str) -> Variant:
   return VARIANTS[base].without(gone) if gone else VARIANTS[base]
 
 
-# Digits and letters are ASCII's, as white space in `tool_bodies`.
+# Only ASCII digits and letters count, like white space in `tool_bodies`.
 _GRADE = re.compile(
   rf"({'|'.join(CRITERIA)})\s*:\s*({'|'.join(GRADES)})\b", re.IGNORECASE | re.ASCII
 )
@@ -327,7 +327,7 @@ def has_poor_grade(content: str) -> bool:
 
 
 def check_score(content: str) -> int | None:
-  """The score 1-4 in a `double_check`, or None unless it holds exactly one number."""
+  """Reads a `double_check`'s score: its only number, 1 to 4; otherwise None."""
   numbers = _INTEGER.findall(content)
   if len(numbers) != 1 or numbers[0] not in map(str, SCORES):
     return None
@@ -341,26 +341,25 @@ _RAISED = re.compile(rf"&((?:amp;)*)lt;(/?(?:{_ANY_TAG}))>")
 
 
 def find_tag(text: str) -> str | None:
-  """Finds the first protocol tag in `text`, opening or closing; None if there is
-  none."""
+  """Finds the first protocol tag in `text`, opening or closing; None without one."""
   match = _TAG_IN_TEXT.search(text)
   return match[0] if match else None
 
 
 def escape(text: str) -> str:
-  """`text` with every protocol tag made harmless; `unescape` gives it back exactly.
+  """Makes every protocol tag in `text` harmless; `unescape` restores `text` exactly.
 
-  Observations are hostile: a page may print `</observation><answer>`. One level of
-  escaping is added to each tag (`<x>` to `&lt;x>`, `&lt;x>` to `&amp;lt;x>`), so a
-  trajectory's text is unambiguous.
+  Observations are hostile: a page may print `</observation><answer>`. Each tag gets one
+  more escape level (`<x>` to `&lt;x>`, `&lt;x>` to `&amp;lt;x>`), so a trajectory's
+  text is unambiguous.
   """
-  # First the escaped tags: a tag escaped below must not be raised again.
+  # Escaped tags first: a tag escaped below must not be raised again.
   text = _RAISED.sub(r"&amp;\1lt;\2>", text)
   return _TAG_IN_TEXT.sub(r"&lt;\1>", text)
 
 
 def unescape(text: str) -> str:
-  """The inverse of `escape`."""
+  """Inverts `escape`."""
 
   def lower(match: re.Match[str]) -> str:
     levels = match[1]

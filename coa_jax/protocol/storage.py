@@ -1,7 +1,7 @@
 """Trajectories and tasks in JSON lines or parquet, written as a stream.
 
-Parquet has a row's plain fields as typed columns, nested ones too; `meta` (any JSON) is
-a column of JSON text. ArrayRecord, the random-access format of grain and TensorFlow
+In parquet, a row's plain and nested fields are typed columns; `meta` and `reward_parts`
+are JSON text columns. ArrayRecord, the random-access format of grain and TensorFlow
 Datasets, is read if each record is one JSON object (extra `data`).
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 from coa_jax.runtime.disk import atomic_path
 from coa_jax.runtime.json_io import parse_object
 
-_ROWS = 256  # rows in a row group; all are in memory at once
-_TEXT_COLUMNS = ("meta", "reward_parts")  # objects of no fixed shape
+_ROWS = 256  # rows in a row group, all in memory at once
+_TEXT_COLUMNS = ("meta", "reward_parts")  # objects without a fixed shape
 
 
 def write_lines(
@@ -28,19 +28,19 @@ def write_lines(
   rows: Iterable[str | dict[str, Any]],
   at_least_one: bool = False,
 ) -> int:
-  """Writes rows to a file, which appears when it is complete.
+  """Writes rows to a file, which appears only when complete.
 
   Args:
     path: the file; its suffix selects the format: .jsonl or .parquet.
-    rows: JSON objects, or lines of JSON.
+    rows: JSON objects, or JSON lines.
     at_least_one: leave no file if there are no rows.
 
   Returns:
     The number of rows.
 
   Raises:
-    ValueError: another suffix.
-    EOFError: there was no row, with `at_least_one`.
+    ValueError: the suffix is unknown.
+    EOFError: `at_least_one` is True, and there are no rows.
   """
   path = os.fspath(path)
   write = _WRITERS[suffix_of(path)]
@@ -67,11 +67,11 @@ def suffix_of(path: str) -> str:
 
 
 def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields ("FILE row N", row) as `write_lines` wrote it; reads others' files too.
+  """Yields ("FILE row N", row) for files from `write_lines` and other writers.
 
   Raises:
     FileNotFoundError: the file does not exist.
-    ValueError: it is not a parquet file, or is broken; the message names the row.
+    ValueError: the file is not parquet, or is broken; the message names the row.
   """
   import pyarrow
   import pyarrow.parquet
@@ -90,15 +90,15 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
 
 
 def count_rows(path: str | os.PathLike[str]) -> int:
-  """Estimates a readable file's number of rows: lines may be empty.
+  """Estimates a file's row count: empty lines count as rows.
 
   Raises:
     FileNotFoundError: the file does not exist.
-    ValueError: it is broken, or the package `array_record` is missing.
+    ValueError: the file is broken, or the package `array_record` is missing.
   """
   path = os.fspath(path)
   suffix = os.path.splitext(path)[1]
-  # Both of these formats hold the number: no row is read.
+  # These two formats store the row count, so no row is read.
   if suffix == ".parquet":
     import pyarrow
     import pyarrow.parquet
@@ -125,7 +125,7 @@ def count_rows(path: str | os.PathLike[str]) -> int:
 
 
 def decoded(row: dict[str, Any]) -> dict[str, Any]:
-  """Decodes a table's row: columns of JSON text become objects again."""
+  """Decodes a table's row: JSON text columns become objects again."""
   for name in _TEXT_COLUMNS:
     if isinstance(row.get(name), str):
       # In another writer's file, a column of this name may be plain text.
@@ -137,11 +137,11 @@ def decoded(row: dict[str, Any]) -> dict[str, Any]:
 def read_array_record(
   path: str | os.PathLike[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields ("FILE row N", row) for records of JSON objects, in their order.
+  """Yields ("FILE row N", row) for each record, a JSON object, in file order.
 
   Raises:
     FileNotFoundError: the file does not exist.
-    ValueError: it is not an ArrayRecord file, a record is not a JSON object, or the
+    ValueError: the file is not ArrayRecord, a record is not a JSON object, or the
       package `array_record` is missing.
   """
   path = os.fspath(path)
@@ -155,7 +155,7 @@ def read_array_record(
 
 
 def _array_records(path: str) -> Any:
-  """Opens a reader of an ArrayRecord file."""
+  """Opens an ArrayRecord file for reading."""
   if not os.path.exists(path):
     raise FileNotFoundError(f"no file at {path}")
   if os.path.getsize(path) == 0:
@@ -164,7 +164,7 @@ def _array_records(path: str) -> Any:
     from array_record.python import array_record_module
   except ImportError as e:
     raise ValueError(f"{path}: needs `pip install array_record`") from e
-  # Another file format fails at one of three places, each with another error.
+  # Other file formats fail at one of three places, each with a different error.
   try:
     reader = array_record_module.ArrayRecordReader(path)
     if not reader.ok():
@@ -196,14 +196,14 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
   pending = iter(rows)
   try:
     while group := list(map(_columns, itertools.islice(pending, _ROWS))):
-      # The first group decides all columns; a field that its rows lack, or have only as
-      # null, would be lost: so trajectories have a fixed schema.
+      # The first group decides all columns, and a field that it lacks, or has only as
+      # null, would be lost. So trajectories have a fixed schema.
       if schema is None:
         schema = _schema(group[0])
       try:
         table = pyarrow.Table.from_pylist(group, schema)
       except UnicodeEncodeError:
-        # Half a character, as JSON can hold; "?" to tokenizers.
+        # JSON can hold a lone surrogate; it becomes "?", as in tokenizers.
         text = json.dumps(group, ensure_ascii=False).encode("utf-8", "replace")
         table = pyarrow.Table.from_pylist(json.loads(text), schema)
       schema = table.schema
@@ -221,7 +221,7 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
 
 
 def _columns(row: str | dict[str, Any]) -> dict[str, Any]:
-  """Encodes a row as columns: JSON values become text. The inverse of `decoded`."""
+  """Encodes a row as columns: JSON values become text. Inverts `decoded`."""
   columns = json.loads(row) if isinstance(row, str) else dict(row)
   for name in _TEXT_COLUMNS:
     if name in columns:
@@ -230,21 +230,21 @@ def _columns(row: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(row: dict[str, Any]) -> Any:
-  """The schema of a trajectory; None (pyarrow infers it) for other rows.
+  """Returns a trajectory's schema; None (pyarrow infers it) for other rows.
 
-  Explicit, because pyarrow infers types from values: an empty list of ids or a reward
-  of None has no type.
+  The schema is explicit because pyarrow infers types from values: an empty `ids` list
+  or a `reward` of None has no type.
   """
   if "segments" not in row:
     return None
   import pyarrow as pa
 
-  # --- The types of single values: ids and versions have 32 bits.
+  # --- Scalar types; ids and versions have 32 bits.
   text = pa.string()
   real = pa.float64()
   whole = pa.int64()
 
-  # --- The nested records, field by field as `trajectory` has them.
+  # --- The nested records, with the fields in `trajectory`.
   segment = pa.struct(
     {
       "author": text,

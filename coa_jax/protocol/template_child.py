@@ -1,8 +1,8 @@
-"""Renders one chat template; `chat_template` starts it as a process of its own.
+"""Renders one chat template; `chat_template` starts it as a separate process.
 
 A template comes from a stranger's model folder, and Jinja's sandbox bounds neither time
 nor memory: here the operating system bounds both. Standard input is a JSON object with
-the template and its variables; standard output is one with `text` or `error`.
+the template and its variables; standard output is an object with `text` or `error`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-SECONDS = 3  # of processor time
+SECONDS = 3  # processor time
 BYTES = 1 << 30
 MAX_CHARS = 1_000_000
 # The date in every prompt: Llama 3's default.
@@ -26,7 +26,7 @@ TODAY = datetime.datetime(2024, 7, 26)
 
 
 class _Generation(jinja2.ext.Extension):
-  """Transformers' block around a model's reply: renders its content only."""
+  """Transformers' block around a model's reply; renders only its content."""
 
   tags = {"generation"}
 
@@ -36,7 +36,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.Environment:
-  """Jinja as Transformers sets it up, without chance and without a clock."""
+  """Returns Transformers' Jinja environment, without randomness and without a clock."""
   env = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
@@ -59,8 +59,8 @@ def _environment() -> jinja2.Environment:
 
 
 def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
-  """Returns a template's `text`, or the `error` of rendering it."""
-  # Two environments: an address in memory would differ.
+  """Returns a template's rendered `text`, or its `error`."""
+  # Rendered twice: a memory address in the text would differ.
   environments = [_environment(), _environment()]
   try:
     texts = [e.from_string(template).render(variables) for e in environments]

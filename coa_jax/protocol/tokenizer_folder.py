@@ -10,11 +10,11 @@ from coa_jax.runtime.json_io import read_object, shown
 _TEMPLATE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
 _MAX_TEMPLATE = 1_000_000  # bytes
-# They map a character to a bounded number of others, or take some away.
+# These map a character to a bounded number of characters, or remove some.
 _NORMALIZERS = frozenset(
   ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents")
 )
-# They only add tokens, and `encode` does not ask for them.
+# These only add special tokens, and `encode` does not ask for special tokens.
 _POST_PROCESSORS = frozenset(("ByteLevel", "BertProcessing", "RobertaProcessing"))
 
 
@@ -22,8 +22,8 @@ def check(file: str | os.PathLike[str]) -> None:
   """Checks a tokenizer.json before a library reads it.
 
   Raises:
-    ValueError: it is not a JSON object, or its normalizer can make text longer, or its
-      post-processor adds, repeats or drops tokens.
+    ValueError: the file is not a JSON object, its normalizer can make text longer, or
+      its post-processor adds, repeats or drops tokens.
   """
   state = read_object(file)
   normalizer = state.get("normalizer")
@@ -50,7 +50,7 @@ def template_file(path: str | os.PathLike[str]) -> str:
 
 
 def _inner(value: dict[str, Any], key: str) -> list[Any]:
-  """The members of a sequence."""
+  """Returns a sequence's members."""
   members = value.get(key)
   return members if isinstance(members, list) else [members]
 

@@ -17,18 +17,18 @@ _TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """Trains a byte-level BPE with protocol tags as one token each, digits one by one.
+  """Trains a byte-level BPE with one token per protocol tag and per digit.
 
-  The tag `tool` alone is spelt as text (`tools.TagIds`).
+  Only the tag `tool` is spelt as text (`tools.TagIds`).
 
   Args:
     texts: training text; tags in it are not counted.
-    vocab_size: ids in all, the 256 bytes, tags and control tokens included.
+    vocab_size: total ids, including the 256 bytes, tags and control tokens.
 
   Raises:
     ValueError: vocab_size leaves no room for bytes and tags.
   """
-  # --- Which ids are taken, before the bytes and merges and after them.
+  # --- The tags' ids, before the bytes and merges or after them.
   first = []
   last = []
   for tag, spec in SPECS.items():
@@ -38,8 +38,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
       last.append(tag)
   special = [PAD, IM_START, IM_END]
   special += roles.tags_of([*roles.ROLES, *first, roles.OBSERVATION])
-  # A row of `SPECS` takes the ids below the earlier rows', so a new row only replaces
-  # the last two merges and moves no other id.
+  # A `SPECS` row takes the ids below the earlier rows', so a new row only replaces the
+  # last two merges and moves no other id.
   at_the_end = roles.tags_of(reversed(last))
   least = 256 + len(special) + len(at_the_end)
   if vocab_size < least:

@@ -1,9 +1,9 @@
 """Tokenizer, chat template, and trajectories as token ids with authorship.
 
-Two kinds of tokenizer work alike: one with each protocol tag as one added token
-(`tokenizer_training`), and a stock byte-level one (Qwen's), which encodes tags as
-ordinary text. Text from outside (questions, observations) is encoded so that no part of
-it can become a control token.
+Two kinds of tokenizers work alike: ours, with one added token per protocol tag
+(`tokenizer_training`), and stock byte-level tokenizers (Qwen's), which encode tags as
+ordinary text. Foreign text (questions, observations) is encoded so that no part can
+become a control token.
 
 budget: the laws between text and ids (round trips, authorship) are in one place.
 """
@@ -33,9 +33,9 @@ _ONLY_5 = "TokenizersBackend"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 PAD = "<|endoftext|>"
-# The bytes of an observation's tags and of the cut marker of the longest possible text.
+# Bytes: an observation's tags, and the cut marker for the longest possible text.
 MIN_OBSERVATION = 80
-# Bytes of valid UTF-8 text.
+# Bytes in valid UTF-8 text.
 _UTF8 = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
 # A tokenizer may lack these bytes (SmolLM2's lacks 8): they occur only in control
 # characters and in unassigned Unicode planes.
@@ -46,26 +46,26 @@ _Part = tuple[str, bool]  # text, and whether it may contain control tokens
 
 
 class Tokenizer:
-  """A Hugging Face byte-level tokenizer, seen as the protocol needs it."""
+  """A Hugging Face byte-level tokenizer with the protocol's operations."""
 
   def __init__(
     self,
     hf: transformers.PreTrainedTokenizerFast,
     kind: str = "PreTrainedTokenizerFast",
   ):
-    """Wraps `hf`; `kind` is the tokenizer class named in the files of `save`.
+    """Wraps `hf`; `kind` is the tokenizer class that `save` writes.
 
     Raises:
-      ValueError: it is not byte-level, so ids have no exact bytes.
+      ValueError: `hf` is not byte-level, so ids have no exact bytes.
     """
     self.hf = hf
     self._kind = kind
     self._trusted = hf.backend_tokenizer
-    # A folder stores the truncation of the last call before it was saved.
+    # A saved folder keeps the last call's truncation.
     self._trusted.no_truncation()
     self._trusted.no_padding()
-    # In foreign text special tokens are spelt as bytes; to this end every token outside
-    # the merges is special, Qwen's <tool_call> too.
+    # Foreign text spells special tokens as bytes, so every token outside the merges
+    # becomes special, Qwen's <tool_call> too.
     state = json.loads(self._trusted.to_str())
     for token in state["added_tokens"]:
       token["special"] = True
@@ -128,7 +128,7 @@ class Tokenizer:
     with open(file, encoding="utf-8") as f:
       config = json.load(f)
     config["tokenizer_class"] = self._kind
-    # How this process read it says nothing of the tokenizer.
+    # These fields tell how this process loaded the tokenizer.
     for field in ("is_local", "local_files_only"):
       config.pop(field, None)
     # transformers 4 knows this list by another name, which 5 reads too.
@@ -144,15 +144,15 @@ class Tokenizer:
 
   @property
   def pad_id(self) -> int:
-    """An id for padding; lengths, not this id, tell the unused places."""
+    """An id for padding; lengths, not this id, mark the padding."""
     return self.hf.pad_token_id or 0
 
   @functools.cached_property
   def end_id(self) -> int | None:
-    """The id at which `generate` and `vllm serve` stop: an answer's last.
+    """An answer's last id, at which `generate` and `vllm serve` stop.
 
-    `</answer>` if it is one token. A stock tokenizer encodes it as text; then the id is
-    end-of-text, which SFT trains after the answer; None if there is none.
+    This is `</answer>` if the tag is one token. A stock tokenizer encodes the tag as
+    text; then this is end-of-text, which SFT trains after the answer, or None.
     """
     for i, text in self.added.items():
       if text == roles.close_tag(roles.ANSWER):
@@ -164,20 +164,20 @@ class Tokenizer:
     return self._ids(self._trusted, [text])[0]
 
   def encode_untrusted(self, text: str) -> list[int]:
-    """Ids of foreign text: whatever it spells, it is only text."""
+    """Encodes foreign text: tags and control tokens stay plain text."""
     return self._ids(self._untrusted, [text])[0]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of ids, control tokens included; broken UTF-8 is replaced."""
+    """Decodes ids, control tokens included; broken UTF-8 is replaced."""
     return self.raw(ids).decode("utf-8", "replace")
 
   def raw(self, ids: Iterable[int]) -> bytes:
-    """The bytes of ids; they may begin or end within a character."""
+    """Returns the ids' bytes, which may begin or end within a character."""
     return b"".join(self._bytes(i) for i in ids)
 
   @functools.cached_property
   def bytes_of(self) -> list[bytes]:
-    """The bytes of each id (b"" for ids without a token)."""
+    """Each id's bytes (b"" for ids without a token)."""
     to_byte = {c: b for b, c in _byte_alphabet().items()}
     out = [b""] * self.vocab_size
     for token, i in self._trusted.get_vocab(with_added_tokens=True).items():
@@ -189,12 +189,12 @@ class Tokenizer:
 
   @functools.cached_property
   def _missing(self) -> frozenset[int]:
-    """Bytes of UTF-8 without a token."""
+    """UTF-8 bytes without a token."""
     return _UTF8 - {text[0] for text in self.bytes_of if len(text) == 1}
 
   @functools.cached_property
   def _unspelt(self) -> re.Pattern[str] | None:
-    """Matches a character of `_RARE` without tokens; None if all have tokens."""
+    """Matches a `_RARE` character without tokens; None if all have tokens."""
     ranges = "".join(_RARE[b] for b in sorted(self._missing & set(_RARE)))
     return re.compile(f"[{ranges}]") if ranges else None
 
@@ -231,12 +231,12 @@ class Tokenizer:
   def chat_frame(self) -> tuple[list[int], list[int]]:
     """Returns the chat template's ids before a user's message, and after it.
 
-    A `<think>` at the very end (DeepSeek-R1, QwQ) is left out: the policy writes it, as
-    the protocol's first tag, and it is trained on like every other.
+    A `<think>` at the very end (DeepSeek-R1, QwQ) is left out: the policy writes this
+    first protocol tag itself, and is trained on it like on every other.
 
     Raises:
-      ValueError: there is no template, it is unusable (`chat_template.frame`), or it
-        opens another span of the protocol.
+      ValueError: there is no template, or the template is unusable
+        (`chat_template.frame`) or opens another protocol span.
     """
     if not self.hf.chat_template:
       where = self.hf.name_or_path or "the tokenizer"
@@ -247,7 +247,7 @@ class Tokenizer:
     return self.encode(before), self.encode(_without_spans(after))
 
   def encode_prompt(self, prompt: Sequence[Segment]) -> None:
-    """Fills the ids of prompt segments, the chat template around them included.
+    """Fills the prompt segments' ids, including the chat template around them.
 
     The template's opening goes to the first segment and its closing to the last.
     """
@@ -261,7 +261,7 @@ class Tokenizer:
     prompt[-1].ids = prompt[-1].ids + after
 
   def encode_observation(self, content: str) -> Segment:
-    """Makes the observation segment of a tool's output: escaped, tagged, with ids."""
+    """Turns a tool's output into an observation segment: escaped, tagged, with ids."""
     text = _wrapped(content)
     segment = Segment(Author.TOOL, roles.OBSERVATION, text)
     segment.ids = self._observation_ids(text)
@@ -272,26 +272,24 @@ class Tokenizer:
 
     Args:
       content: the tool's output, of any length.
-      limit: the maximum of ids from `encode_observation` for the returned text, tags
-        included; at least `MIN_OBSERVATION`.
+      limit: maximum ids in the returned text's observation, tags included; at least
+        `MIN_OBSERVATION`.
 
     Returns:
       `content`, or the longest head and tail that fit, verbatim, around a marker with
-        the
-      number of removed characters.
-
+        the number of removed characters.
     """
     if limit < MIN_OBSERVATION:
       raise ValueError(f"limit must be at least {MIN_OBSERVATION}, got {limit}")
 
     def cut(keep: int) -> str | None:
-      """Returns the text with `keep` characters; None if it is too long."""
+      """Cuts `content` to `keep` characters; None if its observation is too long."""
       text = cut_middle(content, keep)
       if len(self._observation_ids(_wrapped(text))) > limit:
         return None
       return text
 
-    # Beyond this length it cannot fit, and need not be encoded to know.
+    # Longer content cannot fit, so it need not be encoded.
     if len(content) <= limit * self._longest and cut(len(content)) is not None:
       return content
 
@@ -326,8 +324,8 @@ class Tokenizer:
     return list(itertools.chain.from_iterable(self._encode(_parts(text))))
 
   def _encode(self, parts: Sequence[_Part]) -> list[list[int]]:
-    """Encodes each text, grouped by kind: the tokenizer has threads."""
-    # --- The texts of each kind, one after the other.
+    """Encodes each text, one batch per kind: the tokenizer is multi-threaded."""
+    # --- Split the texts by kind.
     trusted = []
     untrusted = []
     for text, is_trusted in parts:
@@ -348,15 +346,15 @@ class Tokenizer:
     return out
 
   def encode_trajectory(self, trajectory: Trajectory) -> None:
-    """Fills the missing ids of segments, in place.
+    """Fills the segments' missing ids, in place.
 
     Each segment is encoded on its own, so no token ever straddles two authors.
     """
     self.encode_trajectories([trajectory])
 
   def encode_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
-    """Fills the missing ids of segments, on all cores."""
-    # --- Prompts at once; of other trajectories, the segments without ids.
+    """Fills the segments' missing ids, on all cores."""
+    # --- Encode prompts at once, and collect other segments without ids.
     todo: list[tuple[Segment, list[_Part]]] = []
     for t in trajectories:
       prompt = [s for s in t.segments if s.author == Author.PROMPT]
@@ -370,7 +368,7 @@ class Tokenizer:
         else:
           todo.append((s, _parts(s.text)))
 
-    # --- All of it together, and back to its segments in the same order.
+    # --- Encode all parts together, and return the ids in the same order.
     parts: list[_Part] = []
     for _, of_segment in todo:
       parts += of_segment
@@ -383,7 +381,7 @@ class Tokenizer:
     """Refuses another tokenizer's ids.
 
     Raises:
-      ValueError: the ids of a policy segment do not spell its text.
+      ValueError: a policy segment's ids do not spell its text.
     """
     for s in trajectory.segments:
       if s.author != Author.POLICY or not s.ids:
@@ -395,7 +393,7 @@ class Tokenizer:
         )
 
   def _spellings(self, text: str) -> set[str]:
-    """The valid decodings of a text's ids: itself, and normalized (Qwen: NFC)."""
+    """Returns a text's valid decodings: itself, and its normalized form (Qwen: NFC)."""
     text = self._spelt(text)
     normalizer = self._trusted.normalizer
     if normalizer is None:
@@ -410,7 +408,7 @@ class Tokenizer:
     The ids are never decoded and encoded again: a token that ends one span and begins
     the next stays whole, in the first span.
     """
-    # --- After which token each closing tag is complete, counted in bytes.
+    # --- Cut after the token that completes a closing tag, counted in bytes.
     ends = list(itertools.accumulate(len(self._bytes(i)) for i in ids))
     cuts = {0, len(ids)}
     for closing in _CLOSING.finditer(self.raw(ids)):
@@ -437,7 +435,7 @@ class Tokenizer:
 
 
 def _without_spans(after: str) -> str:
-  """The end of a prompt, without the reply's opening tag."""
+  """Removes a `<think>` at a prompt's end; refuses other unclosed spans."""
   after = re.sub(rf"{roles.open_tag(roles.THINK)}\s*\Z", "", after)
   for name in (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION):
     opening = roles.open_tag(name)
@@ -453,7 +451,7 @@ def _wrapped(content: str) -> str:
 
 
 def _parts(text: str) -> list[_Part]:
-  """Of an observation as `_wrapped` writes it, only the tags are trusted."""
+  """Splits an observation from `_wrapped`: only its tags are trusted."""
   opening = roles.open_tag(roles.OBSERVATION)
   closing = roles.close_tag(roles.OBSERVATION)
   start = text.find(opening)
@@ -471,7 +469,7 @@ _OPENING = re.compile(rf"(?:<|^)({_NAMES})>")
 
 
 def _byte_alphabet() -> dict[int, str]:
-  """GPT-2's map of bytes to printable characters, which byte-level BPE writes in."""
+  """Returns GPT-2's map from bytes to printable characters, used by byte-level BPE."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   out = {b: chr(b) for b in printable}
   for b in range(256):

@@ -1,7 +1,7 @@
 """The bodies of tool spans: structured formats, and alternative formats.
 
 Most tools take plain text. `code` takes a program, `visual_inspector` a JSON block and
-`tool` a JSON object of a function's name and arguments; each has a reader and a writer
+`tool` a JSON object with a function's name and arguments; each has a reader and writer
 here. An `ArgumentFormat` writes a body in another way, for `tool_naming`.
 
 budget: each body's reader, writer and other formats are read together.
@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# White space, digits and letters are ASCII's, here and in `parser`, so that a table
-# over bytes (`grammar`) has the same rules.
+# Here and in `parser`, only ASCII white space, digits and letters count, so that a byte
+# table (`grammar`) has the same rules.
 WHITE = " \t\n\r\f\v"
 
 
@@ -71,14 +71,14 @@ def parse_code(content: str) -> CodeCall | None:
     return None
   program = match["program"]
   stdin = match["stdin"] or ""
-  # The expression takes two programs for one with a fence in it.
+  # The expression reads two programs as one program with a fence inside.
   if not program.strip(WHITE) or "```" in program or "```" in stdin:
     return None
   return CodeCall(program, stdin)
 
 
 def render_code(program: str, stdin: str = "") -> str:
-  """Writes the content of a `code` span; `parse_code` reads it back."""
+  """Writes a `code` span's content; `parse_code` reads it back."""
   text = f"```py\n{program}\n```"
   if stdin:
     text += f"\n```sh\n{stdin}\n```"
@@ -100,11 +100,11 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)  # MCP's names too
 
 
 def parse_function_call(content: str) -> FunctionCall | None:
-  """Reads a `tool` span: one JSON object of a `name` and an object `arguments`.
+  """Reads a `tool` span: one JSON object with a `name` and an object `arguments`.
 
   Returns None for any other content.
   """
-  value = _read_json(content.strip(WHITE))  # ours is wider than JSON's
+  value = _read_json(content.strip(WHITE))  # wider than JSON's white space
   if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
     return None
   name = value["name"]
@@ -117,7 +117,7 @@ def parse_function_call(content: str) -> FunctionCall | None:
 
 
 def render_function_call(name: str, arguments: Mapping[str, Any]) -> str:
-  """Writes the content of a `tool` span; `parse_function_call` reads it back."""
+  """Writes a `tool` span's content; `parse_function_call` reads it back."""
   return json.dumps({"name": name, "arguments": dict(arguments)})
 
 
@@ -127,7 +127,7 @@ _JSON_FENCE = re.compile(r"\s*```json[ \t]*\n(.*?)\n?```\s*", re.DOTALL | re.ASC
 
 
 def parse_image_request(content: str) -> dict[str, Any] | None:
-  """Reads a `visual_inspector` span: one `json` fence of an object with a file_path.
+  """Reads a `visual_inspector` span: one `json` fence, an object with a file_path.
 
   Returns None for any other content.
   """
@@ -138,7 +138,7 @@ def parse_image_request(content: str) -> dict[str, Any] | None:
 
 
 def render_image_request(request: Mapping[str, Any]) -> str:
-  """Writes the content of a `visual_inspector` span."""
+  """Writes a `visual_inspector` span's content."""
   return f"```json\n{json.dumps(dict(request))}\n```"
 
 
@@ -180,7 +180,7 @@ def unchanged(description: str) -> ArgumentFormat:
 
 
 def after_prefix(prefix: str, description: str) -> ArgumentFormat:
-  """Returns the body after a prefix word."""
+  """The body after a prefix word."""
 
   def read(text: str) -> str | None:
     head, separator, body = text.partition(prefix)
@@ -192,7 +192,7 @@ def after_prefix(prefix: str, description: str) -> ArgumentFormat:
 
 
 def json_field(key: str) -> ArgumentFormat:
-  """The body under the only key of a JSON object."""
+  """The body under a JSON object's only key."""
 
   def read(text: str) -> str | None:
     row = _read_texts(text, key)
@@ -206,7 +206,7 @@ def json_field(key: str) -> ArgumentFormat:
 
 
 def _read_texts(text: str, *keys: str) -> dict[str, str] | None:
-  """A JSON object of texts under just these keys."""
+  """Reads a JSON object with texts under exactly these keys; None for anything else."""
   row = _read_json(text)
   if not isinstance(row, dict) or set(row) != set(keys):
     return None
@@ -216,7 +216,7 @@ def _read_texts(text: str, *keys: str) -> dict[str, str] | None:
 
 
 def code_fences(fence: str) -> ArgumentFormat:
-  """A program in a block of another language name."""
+  """A program in a code block with another language name."""
 
   def write(body: str) -> str | None:
     call = parse_code(body)
@@ -250,7 +250,7 @@ def bare_program() -> ArgumentFormat:
 
 
 def code_object(program: str, stdin: str) -> ArgumentFormat:
-  """A JSON object of a program and its standard input under these keys."""
+  """A JSON object with a program and its standard input under these keys."""
 
   def write(body: str) -> str | None:
     call = parse_code(body)
@@ -268,8 +268,7 @@ def code_object(program: str, stdin: str) -> ArgumentFormat:
 
 
 def _code_body(program: str, stdin: str = "") -> str | None:
-  """Returns a program's body in the protocol's format; None if it could not be read
-  back."""
+  """Writes a program in the protocol's format; None if it could not be read back."""
   body = render_code(program, stdin)
   if parse_code(body) != CodeCall(program, stdin):
     return None
@@ -277,7 +276,7 @@ def _code_body(program: str, stdin: str = "") -> str | None:
 
 
 def image_block() -> ArgumentFormat:
-  """Reads the protocol's own block; None for anything else."""
+  """The protocol's own block; any other text is refused."""
 
   def read(text: str) -> str | None:
     if parse_image_request(text) is None:
@@ -289,7 +288,7 @@ def image_block() -> ArgumentFormat:
 
 
 def image_object() -> ArgumentFormat:
-  """The JSON object of the protocol's block without its fence."""
+  """The JSON object in the protocol's block, without the fence."""
   description = "a JSON object with file_path and question"
   return ArgumentFormat(description, _unfence_json, _fence_json)
 

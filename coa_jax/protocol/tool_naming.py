@@ -1,8 +1,8 @@
 """Tool naming: the tools' names and call formats in a prompt.
 
-A model trained on one tool format breaks on another; the paper names it as its own
-limitation (arXiv 2508.13167: models trained on web tools fail on the exact fences of
-code). `ToolSpec.augmentation` has the names and formats of augmented trajectories.
+A model trained on one tool format breaks on another; the paper names this limitation
+(arXiv 2508.13167: models trained on web tools fail on the exact code fences).
+`ToolSpec.augmentation` has the names and formats for augmented trajectories.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coa_jax.protocol.tools import SPECS, accept_any
 
 @dataclasses.dataclass(frozen=True)
 class ToolNaming:
-  """The names and call formats of one run's tools.
+  """One run's tool names and call formats.
 
   Attributes:
     names: tag -> its name.
@@ -39,13 +39,13 @@ class ToolNaming:
     return out
 
   def apply(self, variant: Variant) -> Variant:
-    """Returns the variant with its tools called and described so."""
+    """Returns the variant with these tool names and descriptions."""
     descriptions = {}
     for tag, name in self.names.items():
       form = self.formats[tag].description
       descriptions[name] = f"{self.purposes[tag]}; write {form}"
 
-    # Roles have no other name, so they are left as they are.
+    # Roles have no other names.
     def rename(tags: frozenset[str]) -> frozenset[str]:
       return frozenset(self.names.get(t, t) for t in tags)
 
@@ -69,7 +69,7 @@ def draw_naming(
   Args:
     variant: reduced to the run's tools.
     rng: the random generator.
-    bodies: tag -> bodies that its format must be able to hold.
+    bodies: tag -> the bodies its format must be able to hold.
 
   Returns:
     The naming; None if no format can hold the bodies.
@@ -90,7 +90,7 @@ def draw_naming(
       return None
     names[tag] = rng.choice(choices.names)
     if names[tag] == tag and spec.find_fault is not accept_any:
-      # Under its own tag a call is held to the protocol's own format.
+      # A call under its own tag must have the protocol's own format.
       able = [unchanged(spec.body)]
     formats[tag] = rng.choice(able)
     purposes[tag] = rng.choice(choices.purposes)

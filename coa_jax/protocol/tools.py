@@ -1,9 +1,9 @@
-"""The tools with their own tag: one row of `SPECS` each.
+"""Tools with their own tags, one `SPECS` row each.
 
 A row has the tool's description, allowed content, names in other systems, and names for
 augmented training data. Roles, prompts, parser, grammar, tokenizer, importers and tool
-naming read it here; a class in `coa_jax/tools/tools.py` answers the calls of its tag.
-Add a new tool as the last row, so that no other token id moves. See docs/extending.md.
+naming read it here; a class in `coa_jax/tools/tools.py` answers the tag's calls. Add a
+new tool as the last row, so that no other token id moves. See docs/extending.md.
 
 budget: a row and its functions are read together.
 """
@@ -31,27 +31,27 @@ from coa_jax.protocol.grammar.regular import (
   text,
 )
 
-# The tag of every tool without its own: the body names a function, so a config can add
-# functions without a new tag in the vocabulary.
+# Tools without their own tag share this tag: the body names a function, so a config can
+# add functions without a new tag in the vocabulary.
 FUNCTION_TAG = "tool"
 
 
 class TagIds(enum.Enum):
-  """The place of a tool's two tags in a vocabulary trained by `tokens`."""
+  """The place for a tool's two tags in a vocabulary from `train_tokenizer`."""
 
   FIRST = "first"  # with the roles' tags, before all bytes and merges: a closed list
-  LAST = "last"  # at the end, below the ids of the earlier rows
+  LAST = "last"  # at the end, below the earlier rows' ids
   NONE = "none"  # tags are spelt as text
 
 
 @dataclasses.dataclass(frozen=True)
 class NamingChoices:
-  """The choices of `tool_naming`; an empty one means the protocol's own.
+  """A tool's choices for `tool_naming`; an empty field means the protocol's own.
 
   Attributes:
-    names: names of the tool.
+    names: tool names.
     purposes: purposes in the prompt.
-    formats: formats of its arguments.
+    formats: argument formats.
   """
 
   names: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ def accept_any(content: str) -> str | None:
   return None
 
 
-# A call's body, None if impossible; and the names of the other arguments in it.
+# A call's body, None if impossible; and the names of other arguments in the body.
 Body = tuple[str | None, tuple[str, ...]]
 
 
@@ -79,20 +79,20 @@ def text_body(value: Any, others: Mapping[str, Any]) -> Body:
 
 @dataclasses.dataclass(frozen=True)
 class ToolSpec:
-  """A tool with a tag of its own, as the protocol knows it.
+  """A tool with its own tag, as the protocol knows it.
 
   Attributes:
-    tag: the tag of its spans; lower-case letters and underscores.
+    tag: its spans' tag; lower-case letters and underscores.
     purpose: its purpose in the prompt.
     body: the prompt's description of its content, after "write".
     find_fault: a span's content (not empty) -> its fault, worded for the model; None if
       ok.
-    grammar: the valid contents for a constrained policy; takes the names of the
-      variant's functions (used by the tag `tool` only). None for any non-empty text.
-    tag_ids: the place of its tags' ids.
+    grammar: the valid contents for a constrained policy; takes the variant's function
+      names (used by the tag `tool` only). None for any non-empty text.
+    tag_ids: the place for its tags' ids.
     aliases: the tool's names in other systems' records, in lower case.
-    argument_names: their names for the argument of the body, the likeliest first.
-    body_of_call: that argument's value, and the call's other arguments -> the body.
+    argument_names: those systems' names for the body argument, the likeliest first.
+    body_of_call: the body argument's value, and the call's other arguments -> the body.
     augmentation: its choices for augmented training data.
   """
 
@@ -114,7 +114,7 @@ class ToolSpec:
 
   @property
   def choices(self) -> NamingChoices:
-    """The names, purposes and formats to draw from, none of them empty."""
+    """The names, purposes and formats to draw from, never empty."""
     choices = self.augmentation
     return NamingChoices(
       choices.names or (self.tag,),
@@ -161,7 +161,7 @@ def _fenced(name: Language, body: Language) -> Language:
 
 
 def _code_language(functions: tuple[str, ...]) -> Language:
-  """As `parse_code`: a program with something in it, maybe standard input."""
+  """As in `parse_code`: a non-empty program, and maybe standard input."""
   del functions
   white = many(byte(WHITE))
   tick = byte(b"`")
@@ -183,7 +183,7 @@ def _code_body(value: Any, others: Mapping[str, Any]) -> Body:
   stdin = others.get("stdin")
   if not isinstance(value, str):
     return None, ()
-  # Some systems write the fences into the argument: then it is the body already.
+  # In some systems the argument has the fences: then it already is the body.
   if stdin is None and bodies.parse_code(value) is not None:
     return value, ()
   if stdin is not None and not isinstance(stdin, str):
@@ -200,7 +200,7 @@ def _image_fault(content: str) -> str | None:
   return None
 
 
-# JSON of a narrower form than the parser's: strings have no escapes.
+# Narrower JSON than the parser's: strings have no escapes.
 _LETTERS = many(byte(frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')))
 _GAP = many(byte(b" "))
 
@@ -238,17 +238,17 @@ def _function_fault(content: str) -> str | None:
 
 
 def _function_language(functions: tuple[str, ...]) -> Language:
-  """JSON of a name and flat arguments: strings, integers, booleans."""
+  """JSON with a name and flat arguments: strings, integers, booleans."""
   white = many(byte(WHITE))
 
-  # --- The name: one of the known ones.
+  # --- The name: a known function's.
   word = byte(frozenset(WORD) | frozenset(b".-"))
-  # Without a list up to eight letters: a longer bound only makes more states.
+  # Without a list, up to eight letters: a longer bound only makes more states.
   name = row(word, *[maybe(word)] * 7)
   if functions:
     name = choice(*map(text, functions))
 
-  # --- Flat fields: an automaton can not count the brackets of nested ones.
+  # --- Flat fields: an automaton cannot count nested brackets.
   digits = row(byte(frozenset(b"123456789")), many(byte(DIGITS)))
   number = row(maybe(text("-")), choice(text("0"), digits))
   string = row(text('"'), _LETTERS, text('"'))
@@ -256,13 +256,13 @@ def _function_language(functions: tuple[str, ...]) -> Language:
   field = row(text('"'), _LETTERS, text('":'), _GAP, value)
   fields = maybe(row(field, many(row(text(","), _GAP, field))))
 
-  # --- The object, in the order in which `render_function_call` writes it.
+  # --- The object, in the order that `render_function_call` writes.
   head = row(text('{"name":'), _GAP, text('"'), name, text('"'))
   body = row(text(","), _GAP, text('"arguments":'), _GAP, text("{"), fields, text("}}"))
   return row(white, head, body, white)
 
 
-# Tag -> its row, in the order in which the prompt lists them. Add the next at the end.
+# Tag -> its row, in prompt order. Add new rows at the end.
 SPECS: dict[str, ToolSpec] = {
   spec.tag: spec
   for spec in (

@@ -1,9 +1,9 @@
 """Segment, ToolCall, Usage, Trajectory: the records every stage reads or writes.
 
-Tokens are the truth, text is a view: a segment from a rollout has the sampled ids and
-its text is their decoding; a segment from text (distilled or imported) gets its ids
-once, from `tokens.encode_trajectory`. A token's author is set by the line of code that
-appends it, never by searching text.
+Tokens are the truth, text is a view: a rollout segment has the sampled ids, and its
+text is their decoding; a text segment (distilled or imported) gets its ids once, from
+`Tokenizer.encode_trajectory`. The code that appends a token sets its author, never a
+search in the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Any, AnyStr, cast
 from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import parse_object, to_dataclass
 
-MOST_OF_A_LINE = 1 << 28  # bytes or characters of a row; a bomb has more
+MOST_OF_A_LINE = 1 << 28  # bytes or characters in a row; a decompression bomb has more
 
 
 class Author(enum.StrEnum):
@@ -74,7 +74,7 @@ class Segment:
     role: its tag; "" for the prompt and for text outside every span.
     text: verbatim, tags and trailing white space included.
     ids: token ids; empty until tokenised.
-    logps: for a policy segment of a rollout, log p of each id under the sampling
+    logps: for a rollout's policy segment, each id's log p under the sampling
       distribution (float, nats); else empty.
     versions: the policy version that sampled each id; else empty.
   """
@@ -98,11 +98,11 @@ def grammar_parts(segments: Iterable[Segment]) -> list[tuple[list[int], bool]]:
 
 @dataclasses.dataclass
 class Usage:
-  """A trajectory's cost. Tokens: processed once each unless `cached`.
+  """A trajectory's cost in tokens, calls and seconds.
 
-  For a single decoding stream `prompt` and `observation` tokens are prefilled once and
-  `generated` ones are sampled; `cached` counts prompt tokens available from a prefix
-  cache (multi-agent systems re-send their context at every call).
+  A single decoding stream prefills `prompt` and `observation` tokens once, and samples
+  `generated` tokens; `cached` counts the prompt tokens available from a prefix cache
+  (multi-agent systems re-send their context at every call).
   """
 
   prompt: int = 0
@@ -132,7 +132,7 @@ class Trajectory:
     reward: total reward, or None while ungraded.
     reward_parts: name -> value, e.g. {"answer": 1.0, "format": 1.0}.
     usage: its cost.
-    sample: which of the task's samples this is (0-based).
+    sample: this sample's index within the task (0-based).
     meta: additional data for readers (question, answers, family, agent events); JSON
       values only.
   """
@@ -149,7 +149,7 @@ class Trajectory:
 
   @property
   def written(self) -> list[Segment]:
-    """The segments after the prompt, without those that later contexts repeat."""
+    """All segments except prompts and the segments repeated in later contexts."""
     repeated = (Author.PROMPT, Author.CARRIED)
     return [s for s in self.segments if s.author not in repeated]
 
@@ -161,7 +161,7 @@ class Trajectory:
   def split(self) -> list[Trajectory]:
     """Returns one trajectory per context, each with its own segments.
 
-    The rest is shared; of one context it is the trajectory itself.
+    Other fields are shared. A one-context trajectory is returned as it is.
     """
     parts: list[list[Segment]] = [[]]
     for segment in self.segments:
@@ -175,27 +175,27 @@ class Trajectory:
 
   @property
   def num_tokens(self) -> int:
-    """Tokens of all segments, the prompt included."""
+    """The number of tokens, the prompt included."""
     return sum(len(s.ids) for s in self.segments)
 
   @property
   def num_policy(self) -> int:
-    """The number of tokens by the policy."""
+    """The number of policy tokens."""
     return sum(len(s.ids) for s in self.segments if s.author == Author.POLICY)
 
   @property
   def versions(self) -> list[tuple[int, int]]:
-    """Versions of the policy, and how many tokens each sampled."""
+    """Policy versions, and how many tokens each sampled."""
     counts: collections.Counter[int] = collections.Counter()
     for segment in self.segments:
       counts.update(segment.versions)
     return sorted(counts.items())
 
   def to_json(self) -> dict[str, Any]:
-    """A JSON-serialisable dict; `from_json` reads it back.
+    """Returns a JSON-serialisable dict; `from_json` reads it back.
 
-    It shares the lists of ids and `meta` with the trajectory: `dataclasses.asdict`
-    would copy every id, which takes twice as long as to write them.
+    The dict shares the id lists and `meta` with the trajectory: `dataclasses.asdict`
+    would copy every id, which takes twice as long as writing the ids.
     """
     # In field order, so that the same trajectory is always the same line.
     return {
@@ -210,7 +210,7 @@ class Trajectory:
     """Builds a trajectory from `to_json`'s dict.
 
     Raises:
-      ValueError: a field is missing, unknown or of another type; the message starts
+      ValueError: a field is missing, unknown or has another type; the message starts
         with `where` and names the field and its value.
     """
     return to_dataclass(row, cls, where, needed=("segments",))
@@ -252,7 +252,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
 
 
 def bounded_lines(f: IO[AnyStr], path: str) -> Iterator[AnyStr]:
-  """Yields the lines of an open file.
+  """Yields an open file's lines.
 
   Args:
     f: the file, text or bytes, compressed or not.
@@ -277,15 +277,16 @@ def bounded_lines(f: IO[AnyStr], path: str) -> Iterator[AnyStr]:
 
 
 def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-  """All trajectories of a file. See `iter_trajectories`."""
+  """Reads all trajectories in a file; see `iter_trajectories`."""
   return list(iter_trajectories(path))
 
 
 def iter_trajectories(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
-  """Trajectories of a file as `storage.write_lines` writes it, by its suffix.
+  """Yields the trajectories in a file; the suffix selects the format.
 
   Raises:
-    FileNotFoundError, ValueError: it cannot be read; the message names file and row.
+    FileNotFoundError, ValueError: the file cannot be read; the message names file and
+      row.
   """
   from coa_jax.protocol import storage  # pyarrow, imported on use
 

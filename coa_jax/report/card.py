@@ -1,8 +1,8 @@
-"""Hugging Face cards: the README.md of a model folder and of a data set.
+"""Hugging Face cards: the README.md files of models and data sets.
 
-A card repeats facts from a run's own files, so a second writing gives the same bytes.
-Its last line holds a hash of the text above; a README.md without the right hash is a
-user's, and is kept.
+A card's facts come from the run's own files, so writing a card again gives the same
+bytes. The last line holds a hash of the text above. A README.md without this hash was
+written or edited by a user, and is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _LICENSE = re.compile(
   r"\A---\n.*?^license: *([\w.-]+)$.*?^---$", re.ASCII | re.M | re.S
 )
-# Of results.json; wall times differ between equal runs.
+# Fields of results.json; no wall times, which differ between equal runs.
 _FIGURES = (
   "trajectories",
   "parameters",
@@ -81,16 +81,17 @@ rows = load_dataset("FOLDER")  # of this README.md
 
 
 def write_model_cards(out: str, workdir: str, init: str, step: int) -> None:
-  """Writes the cards of `out/model` and, if it exists, `out/adapter`.
+  """Writes a card into `out/model` and `out/adapter`, if they exist.
 
   Args:
     out: the folder with `save_run`'s output.
-    workdir: the run's, with config.json; results.json adds figures of the last step.
-    init: the initial model folder on this machine, or ""; its card's license becomes
-      the new model's.
+    workdir: the run's directory. Its config.json is shown, and figures from its
+      results.json if `step` was the last step.
+    init: the local folder of the initial model, or ""; the license on its card is
+      copied to the new cards.
     step: the number of updates.
   """
-  # --- The facts of both cards.
+  # --- Facts for both cards.
   config = read_object(os.path.join(workdir, "config.json"))["config"]
   stage = "RL" if "algo" in config else "SFT"
   results = _read(os.path.join(workdir, "results.json"))
@@ -98,7 +99,7 @@ def write_model_cards(out: str, workdir: str, init: str, step: int) -> None:
   if results.get("steps") == step:
     figures = {k: results[k] for k in _FIGURES if results.get(k) is not None}
   front = {"pipeline_tag": "text-generation"}
-  base = config.get("init") or ""  # in a bucket, not its copy here
+  base = config.get("init") or ""  # a bucket URI, not its local copy
   if _HUB_NAME.fullmatch(base):  # the Hub refuses any other name
     front["base_model"] = base
   if init and (found := _LICENSE.match(_text(os.path.join(init, FILE)))):
@@ -133,8 +134,8 @@ def write_dataset_card(workdir: str, file: str) -> None:
   """Writes the card of a distilled data set.
 
   Args:
-    workdir: its folder, with manifest.json.
-    file: the name of the trajectories' file in the folder.
+    workdir: the data set's folder, with manifest.json.
+    file: the name of its trajectory file.
   """
   manifest = read_object(os.path.join(workdir, "manifest.json"))
   config = manifest.pop("config")
@@ -146,14 +147,14 @@ def write_dataset_card(workdir: str, file: str) -> None:
   front = {
     "task_categories": ["text-generation"],
     "tags": ["coa-jax", "chain-of-agents"],
-    # The folder has other JSON lines, with other columns.
+    # Other JSON-lines files in the folder have other columns.
     "configs": [{"config_name": "default", "data_files": file}],
   }
   _write(workdir, front, "trajectories", text, {"Manifest": manifest, "Config": config})
 
 
 def code_span(text: str) -> str:
-  """Returns any text as a code span of Markdown: one line, ASCII."""
+  """Formats any text as a Markdown code span: one line, ASCII."""
   line = "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in text)
   fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
   return f"{fence} {line} {fence}" if "`" in line else f"{fence}{line}{fence}"
@@ -162,7 +163,7 @@ def code_span(text: str) -> str:
 def _write(
   folder: str, front: dict[str, Any], title: str, text: str, facts: dict[str, Any]
 ) -> None:
-  """Writes a card, each of the facts a section, unless the folder has a user's."""
+  """Writes a card with a section per fact, unless the folder has a user's card."""
   path = os.path.join(folder, FILE)
   if os.path.lexists(path) and not _is_ours(path):
     return
@@ -170,14 +171,14 @@ def _write(
   card += f"# Chain-of-Agents {title}\n\n{text}"
   for name, values in facts.items():
     if values:
-      # A string of JSON has no line break, so none can end the fence.
+      # JSON strings contain no line breaks, so none can end the fence.
       card += f"\n## {name}\n\n```json\n{json.dumps(values, indent=1)}\n```\n"
   with atomic_write(path) as f:
     f.write(f"{card}\n{_MARK}{_hash(card)} -->\n")
 
 
 def _is_ours(path: str) -> bool:
-  """Whether a card is unedited since `_write`."""
+  """Whether `_write` wrote the card and nobody has edited it since."""
   card, _, end = _text(path).rpartition(f"\n{_MARK}")
   return not os.path.islink(path) and end == f"{_hash(card)} -->\n"
 
@@ -191,7 +192,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _text(path: str) -> str:
-  """Reads a text file; "" if it cannot be read."""
+  """Reads a text file; returns "" if the file is unreadable."""
   try:
     with open(path, encoding="utf-8") as f:
       return f.read()

@@ -1,7 +1,7 @@
-"""The chat page of a server: one file, inert towards text from the model and tools.
+"""A server's chat page: one HTML file, inert towards model and tool text.
 
-See the top of `viewer.py` for the walls between hostile text and the browser; this page
-may also send requests, but only to its own server.
+`viewer.py` describes the walls between hostile text and the browser. This page may also
+send requests, but only to its own server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BODY = """<main><h1>{name}</h1>
 
 
 def chat_page(model: str, conversation: bool) -> str:
-  """Writes the page; with `conversation` it sends earlier turns with a question."""
+  """Returns the page; with `conversation`, a question is sent with earlier turns."""
   memory = "A question knows nothing of those before it."
   if conversation:
     memory = "A question knows the turns before it."

@@ -1,20 +1,20 @@
-"""The cost of an answer: the multi-agent system against the single model, task by task.
+"""Cost per answer: the multi-agent system and the single model, compared by task.
 
 The multi-agent system sends its context again at every model call; a prefix cache would
-serve part of it, and `Usage.cached` says how much. The single model's stream processes
-prompt, observations and generated tokens once each. Both counts, with and without the
-credit for caching, are shown: without it the multi-agent side is made to look worse
-than deployments are.
+serve `Usage.cached` of these tokens. The single model's stream processes prompt,
+observation and generated tokens once each. Totals are shown with and without cache
+credit: without credit, the multi-agent system looks worse than in deployments.
 
 A trained model needs no instructions, so its prompt may be empty, while the team's
-agents read theirs at every call: a part of the savings comes from this, and not from
-one model against many. So reductions are shown as played, and with instructions on both
-sides: then the single model's prompt also has its full instructions, every role and
-tool (`prompts.instructions`), read once and counted by the team's counter.
+agents read their instructions at every call. Part of the savings comes from this
+difference, not from replacing many agents by one model. So reductions are shown as
+played and with instructions on both sides: then the single model's prompt also has full
+instructions for every role and tool (`prompts.instructions`), read once per task and
+counted by the team's token counter.
 
-Seconds are wall time from an attempt's start to its end. A team's are those of its
-model and tool calls, one after the other; a model playing many tasks at once has the
-latency of a full batch, so the two are comparable only if both had the machine alike.
+Seconds are an attempt's wall time from start to end. A team makes its model and tool
+calls one after the other; a model playing many tasks at once has a full batch's
+latency. So the two are comparable only if both used the machine in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from coa_jax.report.tables import Table, cell
 
 MULTI, SINGLE = "multi_agent", "single"
 PAPER_REDUCTION = 0.846  # arXiv 2508.13167, abstract: tokens per task, GAIA, n = 10
-# Figure -> its name in a table. All but `solved` are counts per attempt.
+# Figure -> table label. All but `solved` are counts per attempt.
 FIGURES = {
   "prompt": "prompt tokens",
   "prompt_cached_credit": "prompt tokens, less cached",
@@ -79,29 +79,29 @@ def cost(
     multi: the multi-agent system's attempts; only task id, status, reward parts and
       usage are read, so a run's usage is enough.
     single: the single model's attempts.
-    instructions: tokens that its instructions would add to its prompt; 0 if they are
-      already in it, None if unknown.
+    instructions: tokens that instructions would add to the single model's prompt; 0 if
+      already included, None if unknown.
 
   Returns:
-    `tasks` (their number), `left_out` (tasks that only one system has an attempt at
-    that infrastructure did not end); for `multi_agent` and `single` the figures
-    `per_task` (mean over tasks; of `solved` that is the accuracy), `per_solved` (sum
-    over tasks divided by the tasks solved; None if none is) and `ci95` (figure ->
-    [low, high] of `per_task`); `accuracy_gain`, the single model's accuracy less the
-    multi-agent system's; the reductions 1 - single / multi_agent: `reduction_no_cache`
-    and `reduction_cache` (of total tokens per task without and with cache credit),
-    `reduction_per_solved` and `reduction_per_solved_cache` (of total tokens per solved
-    task, likewise); `instructions`, as given, and without cache credit, but with as
-    many tokens more in the model's prompt, `reduction_instructed` and
-    `reduction_per_solved_instructed` (None if unknown); and `ci95`, gain or
+    `tasks`, the number of common tasks; `left_out`, the number of tasks attempted by
+    only one system (infrastructure failures aside); for `multi_agent` and `single`,
+    the figures `per_task` (mean over tasks; `solved` gives the accuracy), `per_solved`
+    (sum over tasks divided by the number of solved tasks; None if none is solved) and
+    `ci95` (figure -> [low, high] of `per_task`; by `scores.proportion_interval` for
+    `solved`); `accuracy_gain`, the single model's accuracy less the multi-agent
+    system's; the reductions 1 - single / multi_agent: `reduction_no_cache` and
+    `reduction_cache` (total tokens per task, without and with cache credit),
+    `reduction_per_solved` and `reduction_per_solved_cache` (total tokens per solved
+    task, likewise), `reduction_instructed` and `reduction_per_solved_instructed`
+    (without cache credit, but with `instructions` more tokens in the single model's
+    prompt; None if unknown); `instructions`, as given; and `ci95`, gain or
     reduction -> [low, high] by a bootstrap that draws the same tasks for both systems.
-    Accuracies have a `scores.proportion_interval`.
 
   Raises:
     ValueError: no task was attempted by both.
   """
-  # --- The common tasks: figures [tasks, FIGURES] of each system. A task attempted by
-  # only one system would bias every mean.
+  # --- Each system's figures [tasks, FIGURES] on common tasks. A task attempted by only
+  # one system would bias every mean.
   theirs = by_task(graded(multi))
   ours = by_task(graded(single))
   shared = [task for task in theirs if task in ours]
@@ -113,11 +113,11 @@ def cost(
   columns_m = np.array([_figures(theirs[task]) for task in shared])
   columns_s = np.array([_figures(ours[task]) for task in shared])
 
-  # --- The reductions, and those of resampled tasks: the same tasks for both systems.
-  # An unknown count is nan, so that only dependent values are unknown as well.
+  # --- Reductions over all tasks and over resamples, the same tasks for both systems.
+  # An unknown count is nan, so only dependent values become unknown.
   extra = math.nan if instructions is None else instructions * len(shared)
   point = _reductions(columns_m.sum(0)[None], columns_s.sum(0)[None], extra)
-  # Joined in one matrix: each draw of a task applies to both.
+  # In one matrix, so that a drawn task counts for both systems.
   both = resample_sums(np.concatenate([columns_m, columns_s], axis=1))
   resampled_m = both[:, : len(FIGURES)]
   resampled_s = both[:, len(FIGURES) :]
@@ -147,19 +147,19 @@ def instruction_tokens(
   """Counts the tokens that instructions would add to the single model's prompt.
 
   Args:
-    variant: its dialect, reduced to its tools.
-    style: the style of its prompt; "full" already has them.
+    variant: the single model's dialect, reduced to its tools.
+    style: its prompt style; "full" already includes instructions.
     encode: the team's token counter.
   """
   return 0 if style == "full" else len(encode(prompts.instructions(variant)))
 
 
 def _figures(attempts: Sequence[Trajectory]) -> list[float]:
-  """Means over a task's attempts, in the order of FIGURES."""
+  """Averages a task's attempts; returns the means in the order of FIGURES."""
   rows = []
   for t in attempts:
     u = t.usage
-    # Whoever reads an observation pays for it as for a prompt.
+    # Reading an observation costs as much as reading a prompt.
     prompt = u.prompt + u.observation
     figures = {
       "prompt": prompt,
@@ -191,11 +191,11 @@ def _table(columns: np.ndarray) -> dict[str, dict[str, float | None]]:
 def _intervals(
   columns: np.ndarray, resampled: np.ndarray
 ) -> dict[str, list[float | None] | None]:
-  """Of the means over tasks, from each task's figures and sums of resampled tasks."""
+  """Computes the intervals of means over tasks, from sums of resampled tasks."""
   out = {}
   for i, name in enumerate(FIGURES):
     out[name] = _interval(resampled[:, i] / len(columns))
-  # If all tasks agree, a bootstrap interval has no width; a proportion's interval has.
+  # If all tasks agree, a bootstrap interval has zero width; a proportion's has not.
   out["solved"] = proportion_interval(columns[:, -1])
   return out
 
@@ -203,9 +203,9 @@ def _intervals(
 def _reductions(
   multi: np.ndarray, single: np.ndarray, extra: float
 ) -> dict[str, np.ndarray]:
-  """Reductions from column sums [R, figures] of both systems.
+  """Computes reductions [R] from both systems' column sums [R, FIGURES].
 
-  `extra` are the tokens of instructions, nan for unknown.
+  `extra` is the number of instruction tokens, nan if unknown.
   """
   of_multi = dict(zip(FIGURES, multi.T, strict=True))
   of_single = dict(zip(FIGURES, single.T, strict=True))
@@ -234,15 +234,15 @@ def _interval(values: np.ndarray) -> list[float | None] | None:
   values = values[~np.isnan(values)]
   if not len(values):
     return None
-  # "nearest": a resample in which one side solves nothing is infinite, and must not
-  # turn its neighbours into NaN.
+  # "nearest" does not interpolate: a resample in which one side solves nothing is
+  # infinite, and must not turn its neighbours into NaN.
   low, high = np.percentile(values, [2.5, 97.5], method="nearest")
   return [_finite(low), _finite(high)]
 
 
 def cost_tables(table: dict[str, Any]) -> list[Table]:
-  """Formats `cost`'s result as two tables: figures of both systems, and savings."""
-  # --- The figures of both systems.
+  """Formats `cost`'s result as two tables: both systems' figures, and savings."""
+  # --- Both systems' figures.
   rows = []
   for name, label in FIGURES.items():
     row = {"figure": label}

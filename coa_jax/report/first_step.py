@@ -1,4 +1,4 @@
-"""Warnings after a run's first attempts, which reveal faults in its config."""
+"""Warns of config faults shown by a run's first attempts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import written_answer
 
-_WORDS = 5  # of a short sentence; names and titles seldom have as many and a full stop
-_MANY_WORDS = 12  # of any sentence
+# A text with at least this many words and a full stop is a sentence: names and titles
+# seldom have both.
+_WORDS = 5
+_MANY_WORDS = 12  # likewise, without a full stop
 
 
 def warnings(

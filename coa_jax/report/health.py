@@ -1,8 +1,7 @@
-"""Early warning from a run's metrics before its reward falls; automatic stop.
+"""Watches a run's metrics: warns before its reward falls, and can stop the run.
 
-Failures of agentic RL show first in the entropy of one role, in groups with equal
-rewards, in lengths, in repetition, or in log-probs that differ between sampler and
-learner.
+Agentic RL failures show first in one role's entropy, in groups with equal rewards, in
+lengths, in repetition, or in log-prob differences between sampler and learner.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 from coa_jax.report.metrics import read_metrics
 from coa_jax.runtime.fields import bounded, check_fields, nearest
 
-# One NaN here makes every later value wrong. All are from the learner except roles'
-# entropies, which a step without an update has too.
+# A NaN in one of these makes every later value wrong. All are learner metrics except
+# roles' entropies, which a step without an update has too.
 FINITE = (
   "loss",
   "grad_norm",
@@ -50,7 +49,7 @@ class Rule:
     above: whether the limit is a maximum; otherwise a minimum.
     remedy: the usual remedy.
     relative: whether the limit is a multiple of the metric's first values.
-    on_policy: whether it is meaningful only if sampler and learner are one policy.
+    on_policy: whether the limit holds only if sampler and learner are one policy.
   """
 
   limit: float
@@ -60,7 +59,7 @@ class Rule:
   on_policy: bool = False
 
 
-# By metric; a name ending in `_` is a prefix.
+# Metric -> rule; a name ending in `_` is a prefix.
 RULES = {
   "reward_variance_share": Rule(
     0.02,
@@ -135,13 +134,13 @@ class WatchConfig:
   """Config section `watch`: limits of metrics, for warnings or an automatic stop.
 
   A metric is reported after `patience` steps in a row beyond its limit, and again only
-  after it has been within. A NaN or infinite learner metric always ends the run,
+  after a value within the limit. A NaN or infinite learner metric always ends the run,
   immediately and without saving, so that the previous checkpoint stays.
 
   Attributes:
     stop: whether a report ends the run, after a checkpoint. The same command then ends
       at the same step; with other limits, or with False, it continues.
-    patience: steps.
+    patience: steps in a row beyond a limit before a report.
     limits: metric -> limit. Metrics left out keep their defaults; 0 turns a limit off.
       Minimums: `reward_variance_share`, `entropy` (nats), `entropy_` (each role) and
       `calls_per_trajectory`; all others are maximums. `entropy_`,
@@ -169,7 +168,7 @@ class WatchConfig:
 
 
 class HealthMonitor:
-  """Reads a stage's metrics step by step."""
+  """Judges a stage's metrics by their limits, step by step."""
 
   def __init__(self, config: WatchConfig):
     """Takes section `watch`."""
@@ -178,18 +177,18 @@ class HealthMonitor:
     self._beyond: collections.Counter[str] = collections.Counter()
     # The first values of metrics with relative limits.
     self._first: dict[str, list[float]] = collections.defaultdict(list)
-    # Reports of metrics not yet within their limits again.
+    # Reports of metrics still beyond their limits.
     self._standing: dict[str, str] = {}
 
   def replay(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
-    """Reads the run's earlier metrics as if it had watched them, without warnings.
+    """Judges a resumed run's metrics up to `step`, without warnings.
 
-    Reads up to `step`; 0 for a new run.
+    `step` is 0 for a new run.
 
     Raises:
-      CollapsedError: as from `raise_if_stopped`: the run was to end there.
+      CollapsedError: from `raise_if_stopped`: the run had to end at `step`.
     """
-    # A new run has no file yet.
+    # A new run has no metrics file yet.
     rows = read_metrics(workdir, stage) if step else []
     for row in rows:
       if row["step"] <= step:
@@ -200,10 +199,10 @@ class HealthMonitor:
   def update(
     self, step: int, values: Mapping[str, float], say: Callable[[str], None]
   ) -> list[str]:
-    """Judges a step's values; returns its faults and warns of them, a line each.
+    """Judges a step's values; returns the faults, and warns of each with `say`.
 
     Raises:
-      CollapsedError: a value is not finite: immediately, so that it is not saved.
+      CollapsedError: a FINITE metric is NaN or infinite; raised before any save.
     """
     diverged = []
     for name, value in values.items():
@@ -226,10 +225,10 @@ class HealthMonitor:
     return bool(self._config.stop and self._standing)
 
   def raise_if_stopped(self, step: int) -> None:
-    """Ends the run if it must end.
+    """Raises an error if the run must end.
 
     Raises:
-      CollapsedError: with step, metric, value, limit, and the usual remedy.
+      CollapsedError: names step, metric, value, limit, and the usual remedy.
     """
     if self.ends:
       reasons = "; ".join(self._standing.values())
@@ -240,7 +239,7 @@ class HealthMonitor:
   def _judge_all(self, values: Mapping[str, Any]) -> list[str]:
     """Returns a step's reports."""
     reports = []
-    # Which metrics a step has differs from step to step: its values are asked, by name.
+    # Steps differ in their metrics, so match the names of this step's values.
     for metric, limit in self._config.limits.items():
       rule = RULES[metric]
       # Off policy, older policies sampled the tokens: a difference is not a fault.
@@ -252,14 +251,14 @@ class HealthMonitor:
     return reports
 
   def _judge(self, metric: str, limit: float, name: str, value: float) -> list[str]:
-    """Counts a step's value of metric `name`, under the limit of `metric`.
+    """Compares a step's value of metric `name` with the limit of `metric`.
 
-    Returns its report if due.
+    Returns the report if one is due.
     """
     rule = RULES[metric]
     patience = self._config.patience
     limit_text = f"watch.limits.{metric}={limit:g}"
-    # A relative limit is known once its baseline is: the first `patience` values.
+    # A relative limit needs its baseline: the mean of the first `patience` values.
     if rule.relative:
       first = self._first[name]
       if len(first) < patience:
@@ -274,7 +273,7 @@ class HealthMonitor:
       beyond = value < limit
       where = "below"
 
-    # A limit may be of several metrics, one a role: each has its own count.
+    # One limit may cover several metrics, one per role: each has its own count.
     if beyond:
       self._beyond[name] += 1
     else:
@@ -289,7 +288,8 @@ class HealthMonitor:
     if count > 1:
       steps = f"{count} steps in a row"
     text = f"{name} is {value:.4g}, {where} {limit_text}, {steps}; {rule.remedy}"
-    # It stands, with its newest numbers, until a value is within; it is told only once.
+    # The report stands, with its newest numbers, until a value is within the limit, but
+    # is returned only once.
     self._standing[name] = text
     return [text] if count == patience else []
 

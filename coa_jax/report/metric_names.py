@@ -1,11 +1,11 @@
 """The meaning, normal values and dashboard section of every SFT and RL metric.
 
-One table, from which come the tags of TensorBoard and Weights & Biases and the page
+One table gives the tags in TensorBoard and Weights & Biases, and the page
 docs/metrics.md:
 
   python -c 'from coa_jax.report import metric_names as m; print(m.markdown(), end="")'
 
-`metrics.jsonl` has the names alone.
+`metrics.jsonl` has the names without their sections.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import fnmatch
 
 from coa_jax.report import timers
 
-# A section of the dashboard -> its contents.
+# Dashboard section -> contents.
 SECTIONS = {
   "reward": "What rollouts earn, and what a model does on tasks it is not trained on.",
   "policy": "The loss, the update, and how far the policy has moved.",
@@ -146,7 +146,7 @@ METRICS: tuple[MetricName, ...] = (
 
 
 def find(name: str) -> MetricName | None:
-  """Returns a metric's row, preferring an exact name; None if it has none."""
+  """Returns a metric's row, preferring an exact name; None if there is none."""
   for metric in sorted(METRICS, key=lambda m: "*" in m.name):
     if fnmatch.fnmatchcase(name, metric.name):
       return metric
@@ -154,14 +154,14 @@ def find(name: str) -> MetricName | None:
 
 
 def tag(name: str) -> str:
-  """Returns the name on a dashboard, under its section."""
+  """Returns a metric's dashboard tag: SECTION/NAME."""
   metric = find(name)
-  # A metric missing in the table is a part of a user's reward.
+  # Metrics outside the table are parts of a user's reward.
   return f"{metric.section if metric else 'reward'}/{name}"
 
 
 def markdown() -> str:
-  """Writes docs/metrics.md."""
+  """Returns the text of docs/metrics.md."""
   lines = [
     "# Metrics of a run",
     "",

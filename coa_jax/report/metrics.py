@@ -1,6 +1,6 @@
-"""The record of a run in numbers: `metrics.jsonl`, live progress, `results.json`.
+"""A run's numbers: `metrics.jsonl`, live progress, `results.json`.
 
-Training stages are tracked as well: see `tracking.py`.
+Training stages also send their numbers to dashboards: see `tracking.py`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from coa_jax.runtime.json_io import parse_object, shown
 T = TypeVar("T")
 
 METRICS_FILE = "metrics.jsonl"
-# Seconds between two plain lines if the output is not a terminal.
+# Seconds between plain progress lines if the output is not a terminal.
 PLAIN_EVERY = 10.0
 
 
 class Metrics:
-  """Appends a stage's numbers to `workdir/metrics.jsonl` and shows how far it is.
+  """Appends a stage's numbers to `workdir/metrics.jsonl` and shows its progress.
 
   Use as a context manager. On a terminal, progress is one live bar; otherwise a plain
   line every PLAIN_EVERY seconds, always including the first and the last step. Values
-  named `seconds_PHASE` (see `timers.py`) are shown below it as shares of the step, and
-  at the end in a table. All output goes to standard error.
+  named `seconds_PHASE` (see `timers.py`) are shown below the progress as shares of the
+  step, and at the end in a table. All output goes to standard error.
 
-  Several stages share a file. Constructed again on the same workdir, it appends; at the
-  first `log` the stage's lines with the same or a later step are dropped, so a resumed
-  run leaves no duplicates. `seconds` continues from the last line kept.
+  Several stages share a file, and a resumed run appends to the existing file. The first
+  `log` drops the stage's lines with the same or a later step, so a resumed run leaves
+  no duplicates. `seconds` continues from the last kept line.
 
   Attributes:
-    non_finite: how many values so far were NaN or infinite; they are written as null.
+    non_finite: the number of NaN or infinite values so far; they are written as null.
   """
 
   def __init__(
@@ -63,7 +63,7 @@ class Metrics:
       total: the stage's last step.
       unit: the name of a step in progress lines.
       tracked: section `log`, which adds TensorBoard's event files and other outputs;
-        None writes only the file.
+        None writes only metrics.jsonl.
       title: the stage's title in progress lines; by default its name.
     """
     # --- The record.
@@ -75,7 +75,7 @@ class Metrics:
     self.title = title or stage
     self.non_finite = 0
 
-    # --- Its views; they begin at the first step logged, which is not known yet.
+    # --- Views of the record; they begin at the first logged step, not known yet.
     self._workdir = workdir
     self._tracked = tracked
     self._tracking: Tracking | None = None
@@ -121,10 +121,10 @@ class Metrics:
       self._console.print(rich_table(table))
 
   def log(self, step: int, values: dict[str, float], figure: str = "") -> None:
-    """Appends one line and moves the progress.
+    """Appends one line and updates the progress.
 
     Args:
-      step: the number of completed units, or the values' unit.
+      step: the number of completed units, or the unit described by the values.
       values: name -> number (anything `float` takes, 0-d arrays too).
       figure: the main figure, shown next to the progress, e.g. "loss 1.32".
 
@@ -135,7 +135,7 @@ class Metrics:
       if name in values:
         raise ValueError(f"metric name {name!r} is taken by the line itself")
 
-    # --- A resumed stage's first line replaces the lines after it.
+    # --- A resumed stage's first line replaces the old lines from its step on.
     seconds = time.monotonic() - self._began
     if self._first is None:
       self._first = step
@@ -157,15 +157,15 @@ class Metrics:
     with open(self.path, "a", encoding="utf-8") as f:
       f.write(json.dumps(row) + "\n")
 
-    # --- Views of it.
+    # --- Views of the line.
     if self._tracking is not None:
       self._tracking.log(step, {k: float(v) for k, v in values.items()})
     self._phases.add(row)
     self._show(step, seconds, figure, timers.line(timers.seconds_of(row)))
 
   def count(self, items: Iterable[T]) -> Iterator[T]:
-    """Yields the same items and shows how many have been; writes nothing."""
-    every = max(1, self.total // 100)  # more often than a hundred times nobody sees
+    """Yields the items and shows their count as progress; writes no metrics."""
+    every = max(1, self.total // 100)  # nobody sees more than 100 updates
     for step, item in enumerate(items, 1):
       yield item
       if step % every == 0 or step == self.total:
@@ -177,7 +177,7 @@ class Metrics:
 
   def _show(self, step: int, seconds: float, figure: str, shares: str) -> None:
     heartbeat.beat()
-    # Steps of an interrupted run cost this one nothing, so they are not in its pace.
+    # The pace excludes an interrupted run's steps, which cost this run no time.
     pace = seconds / max(step - self._steps_before, 1)
     remaining = max(self.total - step, 0) * pace
     parts = [
@@ -231,7 +231,7 @@ def duration(seconds: float) -> str:
 def _read_lines(path: str) -> list[dict[str, Any]]:
   if not os.path.exists(path):
     return []
-  # As bytes: half a line may end within a character.
+  # Read as bytes: an incomplete line may end within a character.
   with open(path, "rb") as f:
     lines = f.read().split(b"\n")
   rows = []
@@ -242,7 +242,7 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
     try:
       row = parse_object(line, where)
     except ValueError:
-      # A killed run may leave half of its last line; no other line may be broken.
+      # A killed run may leave its last line incomplete; no other line may be broken.
       if number < len(lines):
         raise
       continue
@@ -260,10 +260,10 @@ def _write_lines(path: str, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
-  """Drops the stage's lines from `step` on; returns the last one's step and seconds."""
+  """Drops the stage's lines from `step` on; returns the last kept step and seconds."""
   rows = _read_lines(path)
   rows = [r for r in rows if r["stage"] != stage or r["step"] < step]
-  # Written even if no row was dropped: this removes a killed run's half line.
+  # Written even if no row was dropped: this removes a killed run's incomplete line.
   if os.path.exists(path):
     _write_lines(path, rows)
   ours = [r for r in rows if r["stage"] == stage]
@@ -275,10 +275,11 @@ def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
 def resume_log(
   workdir: str, stage: str, step: int, first_dir: str
 ) -> list[dict[str, Any]]:
-  """Reads a resumed run's lines of a stage, up to the checkpoint's step.
+  """Reads a resumed stage's lines up to the checkpoint's step, from `first_dir`.
 
-  Every process takes the first one's: it may not have taken part in all of them, or
-  have been away when steps were made again. So all judge and sum up the same run.
+  Every process uses and copies the first process's lines, because its own may lack
+  steps, or have steps that were repeated later. So all processes judge and sum up the
+  same run.
   """
   rows = _read_lines(os.path.join(first_dir, METRICS_FILE))
   rows = [row for row in rows if row["stage"] == stage and row["step"] <= step]
@@ -289,9 +290,9 @@ def resume_log(
 
 
 def read_metrics(path: str | os.PathLike[str], stage: str) -> list[dict[str, Any]]:
-  """Reads one stage's lines, in order; a value that was not finite is None.
+  """Reads one stage's lines, in order; non-finite values are None.
 
-  Skips a line left half written by a killed run, which can only be the last.
+  Skips an incomplete last line, which a killed run may leave.
 
   Args:
     path: the file, or its workdir.
@@ -299,13 +300,13 @@ def read_metrics(path: str | os.PathLike[str], stage: str) -> list[dict[str, Any
 
   Raises:
     FileNotFoundError: the file does not exist.
-    ValueError: another line is not JSON; the message names file and line.
+    ValueError: another line is malformed; the message names file and line.
   """
   return [row for row in read_all_metrics(path) if row["stage"] == stage]
 
 
 def read_all_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Reads the lines of all stages; arguments and errors are `read_metrics`'."""
+  """Reads the lines of all stages; `path` and errors are as in `read_metrics`."""
   path = os.fspath(path)
   if os.path.isdir(path):
     path = os.path.join(path, METRICS_FILE)
@@ -315,10 +316,10 @@ def read_all_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-  """Writes `value` as JSON, keys sorted, so that equal results give equal files.
+  """Writes `value` as JSON with sorted keys, so that equal results give equal files.
 
-  The file appears under its name only when complete. Numbers that are not finite become
-  null; numpy scalars and arrays become numbers and lists.
+  The write is atomic. Non-finite numbers become null; numpy scalars and arrays become
+  numbers and lists.
   """
   with atomic_write(path) as f:
     json.dump(_plain(value), f, indent=2, sort_keys=True, allow_nan=False)

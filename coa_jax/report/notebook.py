@@ -1,7 +1,7 @@
 """Notebook output: figures, trajectories token by token, and the viewer.
 
-Each function returns an object that Jupyter and Colab draw as a cell's result. Pages
-are in their own frame, inert towards a model's text: see `page.py`.
+Each function returns an object that Jupyter and Colab draw as a cell's result. Each
+page has its own frame and is inert towards a model's text: see `page.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def viewer(
   title: str = "Trajectories",
   height: int = 760,
 ) -> Shown:
-  """Shows trajectories in a frame of `height` pixels; other arguments: `write_page`."""
+  """Shows trajectories in a frame of `height` pixels; see `write_page` for the rest."""
   with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "page.html")
     write_page(path, title, sources, variant, tokenizer)
@@ -78,7 +78,7 @@ def viewer(
 
 
 def stream(trajectory: Trajectory, tokenizer: Tokenizer, height: int = 420) -> Shown:
-  """Shows every token of a trajectory: trained tokens have a background, the rest none.
+  """Shows each token of a trajectory; only trained tokens have a background.
 
   A token's tooltip shows its id and, if sampled, its probability.
   """
@@ -98,10 +98,10 @@ def stream(trajectory: Trajectory, tokenizer: Tokenizer, height: int = 420) -> S
 
 
 def _token(segment: Segment, tokenizer: Tokenizer) -> Iterable[str]:
-  """The markup of each token."""
+  """Yields each token's markup."""
   for number, i in enumerate(segment.ids):
-    # Each separately: a part of a character is a box, and a token without text its
-    # number.
+    # Decoded separately: part of a character becomes a box, a token without text its
+    # id.
     text = tokenizer.raw([i]).decode("utf-8", "replace") or f"[{i}]"
     about = f"id {i}"
     if segment.logps:
@@ -110,7 +110,7 @@ def _token(segment: Segment, tokenizer: Tokenizer) -> Iterable[str]:
 
 
 def _framed(page: str, height: int) -> Shown:
-  """Puts a page in a frame: it and the notebook do not change each other's style."""
+  """Puts a page into a frame: page and notebook keep their own styles."""
   content = html.escape(page)
   return Shown(
     f'<iframe srcdoc="{content}" width="100%" height="{height}" '

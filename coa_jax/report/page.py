@@ -1,6 +1,6 @@
-"""A page around trusted markup, inert towards the text in it.
+"""Pages of trusted markup that are inert towards the text in them.
 
-The top of `viewer.py` says which walls there are.
+`viewer.py` describes the walls between text and browser.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from coa_jax.protocol import roles
 
 
 def role_kinds() -> dict[str, str]:
-  """Tag -> its kind, which is its colour: one for each role, one for all tools."""
+  """Returns tag -> kind, which sets the colour: one per role, one for all tools."""
   kinds = {r: r for r in (*roles.ROLES, roles.OBSERVATION)}
   return kinds | dict.fromkeys(roles.TOOLS, "tool")
 
 
 def static_text(name: str) -> str:
-  """Reads a file of `static/`."""
+  """Reads a file from `static/`."""
   folder = importlib.resources.files("coa_jax.report") / "static"
   return (folder / name).read_text(encoding="utf-8")
 
@@ -35,12 +35,13 @@ def page_html(
   style: str = "",
   connect: str = "'none'",
 ) -> str:
-  """Writes a complete page around `body`, which is trusted markup; see the file's top.
+  """Returns a complete page around `body`, which must be trusted markup.
 
   `title` is plain text, `script` the only script that may run, `style` CSS after
-  `style.css`. `connect` has requests' allowed targets, in the policy's syntax.
+  `style.css`. `connect` lists allowed request targets, in Content-Security-Policy
+  syntax.
   """
-  # The policy names the page's own script by its hash; no other one runs.
+  # The policy names the page's own script by its hash; no other script runs.
   script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   policy = (
     "default-src 'none'; style-src 'unsafe-inline'; "
@@ -59,10 +60,10 @@ def page_html(
 
 
 def inert_json(value: Any) -> str:
-  """Writes JSON for a script element: no text in it can end or open one.
+  """Formats JSON for a script element; no text can end the element or open one.
 
-  HTML looks for `</script` and `<!--` in a script before JSON is parsed, so `<`, `>`
-  and `&` are written as escapes; they occur in JSON's strings only.
+  HTML parsers look for `</script` and `<!--` before JSON is parsed, so `<`, `>` and `&`
+  are written as escapes. In JSON they occur only in strings.
   """
   text = json.dumps(value, allow_nan=False, separators=(",", ":"))
   for character in "<>&":

@@ -1,7 +1,7 @@
-"""Figures of a report, as matplotlib Figure objects (no pyplot, no global state).
+"""Report figures as matplotlib Figure objects (no pyplot, no global state).
 
-`to_svg` gives inline SVG that takes text colour and font from the page around it, so
-one figure serves light and dark pages; `to_png` gives bytes for pages that cannot.
+`to_svg` returns inline SVG, which takes text colour and font from the surrounding page,
+so one figure serves light and dark pages; `to_png` returns bytes for uses without SVG.
 Colours are Okabe and Ito's, distinguishable for colour-blind readers.
 
 budget: all figures of a report have one look.
@@ -28,7 +28,7 @@ from coa_jax.report import timers
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # A placeholder for the page's text colour; `to_svg` replaces it.
 _INK = "#010203"
-# With this number of points or more, a curve shows its moving mean.
+# A curve with at least this many points shows its moving mean.
 _MANY = 20
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _STYLE = {
@@ -47,7 +47,7 @@ def curves(
   """Draws metrics over steps, one panel per y label.
 
   Args:
-    rows: `read_metrics`' rows; a metric may be missing (None or absent) in some.
+    rows: rows from `read_metrics`; a metric may be None or absent in some.
     panels: y label -> {metric: line label}, e.g. {"loss": {"loss": "train"}}.
     shares: y labels of panels with a fixed axis from 0 to 1.
     logarithmic: y labels of panels with a logarithmic axis, if all values are above 0.
@@ -56,7 +56,7 @@ def curves(
     ValueError: no row has a value of some metric; the message names it.
   """
   figure, axes = _figure(len(panels))
-  # Each panel begins with the same colour, for its lines are compared with each other.
+  # Each panel begins with the same colour: lines are compared within a panel.
   for axis, (ylabel, lines) in zip(axes, panels.items(), strict=True):
     colors = itertools.cycle(COLORS)
     for metric, label in lines.items():
@@ -89,12 +89,12 @@ def seed_curves(
   metric: str,
   logarithmic: bool = False,
 ) -> Figure:
-  """Draws one metric over steps: a line for each of several settings.
+  """Draws one metric over steps, one line per setting.
 
   Args:
-    runs: setting -> for each seed, the rows of `read_metrics`. A line is the mean over
+    runs: setting -> rows from `read_metrics` for each seed. A line is the mean over
       seeds (its moving mean, for many steps), with a band from the lowest to the
-      highest.
+      highest seed.
     metric: the metric; settings without it have no line.
     logarithmic: whether the axis is logarithmic, if all values are above 0.
   """
@@ -123,7 +123,7 @@ def seed_curves(
   if logarithmic:
     _log_scale(axis)
   _finish(axis, "step", metric, legend=False)
-  # Names of settings are long: put them next to the axes.
+  # Setting names are long: put them next to the axes.
   axis.legend(
     frameon=False, labelcolor=_INK, loc="center left", bbox_to_anchor=(1, 0.5)
   )
@@ -133,21 +133,21 @@ def seed_curves(
 def _curve(
   axis: Axes, rows: Sequence[Mapping[str, Any]], metric: str, label: str, color: str
 ) -> None:
-  """Few points are shown as they are, many as their moving mean before them."""
+  """Draws few points as they are, many faintly behind their moving mean."""
   points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
   if not points:
     raise ValueError(f"no row has metric {metric!r}")
   x, y = np.array(points, float).T
-  if len(x) < _MANY:  # too few for a mean over a twentieth to say anything
+  if len(x) < _MANY:  # too few for a moving mean
     axis.plot(x, y, color=color, label=label, marker="o", markersize=3.5)
     return
-  # The points themselves stay, faintly: a mean alone would hide how they scatter.
+  # The points themselves stay, faintly: a mean alone would hide their scatter.
   axis.plot(x, y, color=color, alpha=0.25, linewidth=1)
   axis.plot(x, _smooth(y), color=color, label=label)
 
 
 def _smooth(y: np.ndarray) -> np.ndarray:
-  """Centred moving mean over a twentieth of the points; the ends are as they are."""
+  """Returns a centred moving mean over a twentieth of the points, fewer at the ends."""
   at = np.arange(len(y))
   half = np.minimum(max(len(y) // 40, 1), np.minimum(at, len(y) - 1 - at))
   # Each window's sum is the difference of two sums from the beginning.
@@ -158,7 +158,7 @@ def _smooth(y: np.ndarray) -> np.ndarray:
 
 
 def phase_areas(rows: Sequence[Mapping[str, Any]]) -> Figure:
-  """Draws the seconds of every step, with its phases stacked.
+  """Draws each step's seconds, stacked by phase.
 
   Raises:
     ValueError: no row has phases.
@@ -167,14 +167,14 @@ def phase_areas(rows: Sequence[Mapping[str, Any]]) -> Figure:
   if not seconds:
     raise ValueError(f"no row has a value that begins with {timers.SECONDS!r}")
   names = [name for name in timers.PHASES if seconds.get(name)]
-  # --- A layer for each phase, on top of the ones before.
+  # --- One layer per phase, on top of the earlier layers.
   figure, (axis,) = _figure(1, width=8.8)
   x = np.array([row["step"] for row in rows])
   bottom = np.zeros(len(rows))
   for i, name in enumerate(names):
-    # None, or missing: a row of an older run.
+    # An older run's row may lack the phase.
     y = np.array([row.get(timers.SECONDS + name) or 0.0 for row in rows])
-    # More phases than colours: the second time around they are hatched.
+    # With more phases than colours, reused colours are hatched.
     look = {"color": COLORS[i % len(COLORS)], "label": name, "linewidth": 0}
     if i >= len(COLORS):
       look |= {"hatch": "///", "alpha": 0.6}
@@ -184,7 +184,7 @@ def phase_areas(rows: Sequence[Mapping[str, Any]]) -> Figure:
       y = _smooth(y)
       axis.fill_between(x, bottom, bottom + y, **look)
     bottom += y
-  # A first step with compilation would flatten the others.
+  # The first step, with compilation, would flatten the others.
   others = bottom[1:].max(initial=0.0)
   if bottom[0] > 3 * others > 0:
     axis.set_ylim(0, 1.25 * others)
@@ -209,14 +209,14 @@ def score_bars(
     figures: figure -> its label on the axis, e.g. {"pass1_greedy": "pass@1"}.
   """
   figure, (axis,) = _figure(1, width=1.5 + 1.1 * len(figures) + 0.35 * len(summaries))
-  width = 0.8 / len(summaries)  # width of a bar: a figure's bars share 0.8 of its place
+  width = 0.8 / len(summaries)  # bar width: a figure's bars share 0.8 of its place
   for i, (model, summary) in enumerate(summaries.items()):
     color = COLORS[i % len(COLORS)]
     for j, name in enumerate(figures):
       value = summary.get(name)
       if value is None:
         continue
-      # The models' bars of a figure lie around its tick.
+      # A figure's bars are centred on its tick.
       x = j + (i - (len(summaries) - 1) / 2) * width
       low, high = summary["ci95"].get(name) or (value, value)
       axis.bar(x, value, width * 0.92, color=color)
@@ -224,7 +224,7 @@ def score_bars(
         x, value, _error(value, low, high), color=_INK, capsize=2, linewidth=1
       )
       _number_above(axis, f"{value:.2f}", x, high)
-    axis.bar(0, 0, color=color, label=model)  # for the legend, whatever is missing
+    axis.bar(0, 0, color=color, label=model)  # for the legend, even without figures
   axis.set_xticks(range(len(figures)), list(figures.values()))
   axis.set_ylim(0, 1.12)  # room for the numbers above the bars
   _finish(axis, "", "share of tasks", legend=True)
@@ -233,17 +233,17 @@ def score_bars(
 
 
 def cost_bars(table: Mapping[str, Any]) -> Figure:
-  """Draws tokens of both systems, stacked: prompt, its cacheable part, completion."""
+  """Draws both systems' tokens, stacked: prompt, its cacheable part, completion."""
   figure, axes = _figure(2)
   panels = {"per_task": "tokens per task", "per_solved": "tokens per solved task"}
-  systems = {"multi_agent": "multi-agent", "single": "one model"}  # as `cost` has them
+  systems = {"multi_agent": "multi-agent", "single": "one model"}  # `cost`'s keys
   for axis, (per, label) in zip(axes, panels.items(), strict=True):
     for x, system in enumerate(systems):
       figures = table[system][per]
       if figures["total"] is None:
         axis.annotate("none solved", (x, 0), ha="center", va="bottom")
         continue
-      # The prompt in two parts: uncacheable, and available from a cache.
+      # The prompt in two parts: uncacheable and cacheable.
       fresh = figures["prompt_cached_credit"]
       parts = {
         "prompt": fresh,
@@ -253,7 +253,7 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
       bottom = 0.0
       for color, (part, size) in zip(COLORS, parts.items(), strict=False):
         bar = axis.bar(x, size, 0.6, bottom, color=color)
-        if x == 0:  # one entry of the legend for both systems
+        if x == 0:  # one legend entry for both systems
           bar.set_label(part)
         bottom += size
       _number_above(axis, f"{bottom:,.0f}", x, bottom)
@@ -265,23 +265,23 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
 
 
 class Statistics:
-  """Counts lengths and roles in a set of trajectories, one by one."""
+  """Collects trajectory lengths and span counts by role, one trajectory at a time."""
 
   def __init__(self, unit: str = "characters"):
-    """Takes the unit of lengths."""
+    """Begins empty; `unit` names the unit of lengths."""
     self.unit = unit
     self.lengths = array.array("q")
     self.roles: collections.Counter[str] = collections.Counter()
 
   def add(self, length: int, roles: Mapping[str, int], times: int = 1) -> None:
-    """Counts a trajectory: its length, its spans of each role."""
+    """Counts a trajectory `times` times: its length, and its spans by role."""
     for _ in range(times):
       self.lengths.append(length)
       self.roles.update(roles)
 
   @classmethod
   def of(cls, trajectories: Sequence[Trajectory], tokens: bool) -> Statistics:
-    """Counts trajectories, in tokens or in characters without the prompt."""
+    """Counts trajectories: all tokens, or the characters after the prompt."""
     out = cls("tokens" if tokens else "characters")
     for t in trajectories:
       length = t.num_tokens if tokens else len(t.text)
@@ -290,7 +290,7 @@ class Statistics:
     return out
 
   def summary(self) -> dict[str, Any]:
-    """Returns count, quantiles of the length, and mean spans by role."""
+    """Returns the trajectory count, length quantiles, and mean spans by role."""
     quantiles = {}
     if self.lengths:
       points = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "max": 100}
@@ -303,7 +303,7 @@ class Statistics:
     }
 
   def means(self) -> dict[str, float]:
-    """Averages the spans of each role per trajectory, most frequent first."""
+    """Returns each role's mean span count per trajectory, most frequent first."""
     # Without trajectories there are no roles either.
     n = len(self.lengths)
     return {role: count / n for role, count in self.roles.most_common()}
@@ -335,7 +335,7 @@ def filter_statistics(before: Statistics, after: Statistics) -> Figure:
 
 
 def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
-  """Draws each funnel stage's kept and dropped counts, by reason, top to bottom.
+  """Draws each funnel stage's kept count and dropped counts by reason, top to bottom.
 
   `stages`: stage -> (kept, {reason: dropped}).
   """
@@ -343,16 +343,16 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
   figure.set_figheight(0.9 + 0.42 * len(stages))
   most = 1
   for y, (passed, dropped) in enumerate(stages.values()):
-    # --- A stage's bar: the passed part, and behind it the dropped part.
+    # --- A stage's bar: the kept part, then the dropped part.
     lost = sum(dropped.values())
     most = max(most, passed + lost)
     green = axis.barh(y, passed, 0.7, color=COLORS[0])
     red = axis.barh(y, lost, 0.7, passed, color=COLORS[1])
-    if y == 0:  # one entry of the legend for all stages
+    if y == 0:  # one legend entry for all stages
       green.set_label("kept")
       red.set_label("dropped")
 
-    # --- The counts next to it, with the three most frequent reasons.
+    # --- The counts next to the bar, with the three most frequent reasons.
     worst = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
     text = f" {passed:,} kept"
     if worst:
@@ -371,7 +371,7 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
 
 
 def _error(value: float, low: float, high: float) -> list[list[float]]:
-  """Returns an error bar; a bootstrap interval may exclude its own point."""
+  """Returns an error bar; a bootstrap interval may exclude its point."""
   return [[max(value - low, 0)], [max(high - value, 0)]]
 
 
@@ -388,7 +388,7 @@ def _figure(panels: int, width: float = 4.4) -> tuple[Figure, list[Axes]]:
 
 
 def _finish(axis: Axes, xlabel: str, ylabel: str, legend: bool) -> None:
-  # Last: texts added later would not get the page's colour.
+  # Called last: texts added later would not get the page's colour.
   axis.set_xlabel(xlabel)
   axis.set_ylabel(ylabel)
   axis.spines[["top", "right"]].set_visible(False)
@@ -406,14 +406,14 @@ def _finish(axis: Axes, xlabel: str, ylabel: str, legend: bool) -> None:
 
 
 def to_svg(figure: Figure) -> str:
-  """Writes the figure as an `<svg>` element to put into a page."""
+  """Returns the figure as an `<svg>` element for a page."""
   out = io.StringIO()
   with matplotlib.rc_context(_STYLE):
     figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
   text = out.getvalue()
   # The text before the element is only for a standalone file.
   text = text[text.index("<svg") :].replace(_INK, "currentColor")
-  # A page may set --figure-0 and so on, to lift the colours off a dark ground.
+  # A page may set --figure-0 and so on, for contrast on a dark background.
   for i, color in enumerate(COLORS):
     text = text.replace(color.lower(), f"var(--figure-{i}, {color})")
   return text
@@ -427,10 +427,10 @@ def to_png(figure: Figure, dpi: int = 150) -> bytes:
 
 
 def write_png(path: str, figure: Figure, title: str = "") -> None:
-  """Writes the figure, on white, below a title: a picture has no caption as a page."""
+  """Writes the figure, on white, below a title: a PNG file has no caption."""
   if title:
     figure.suptitle(title, color=_INK)
   with open(path, "wb") as f:
     f.write(to_png(figure))
-  if title:  # in a page the figure goes without
+  if title:  # the page's figure has no title
     figure.suptitle("").set_in_layout(False)

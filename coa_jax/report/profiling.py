@@ -1,8 +1,8 @@
-"""A trace of some steps for XProf: the work of devices and host over time.
+"""Traces some steps for XProf: the work of devices and host over time.
 
-XProf and TensorBoard's profile plug-in read it (`pip install xprof`), and
-ui.perfetto.dev reads its `trace.json.gz`. Rollouts, the weights' transfer to the
-sampler and learning have their names in it.
+XProf and TensorBoard's profile plug-in read the trace (`pip install xprof`), and
+ui.perfetto.dev reads its `trace.json.gz`. Rollouts, weight transfer to the sampler and
+learning are named in the trace.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def traced(
     profile: `log.profile`: the first traced step and the first untraced one after it;
       () for none.
     stage: the steps' name in the trace.
-    workdir: the trace goes to its folder `profile`.
-    offset: the difference from a step number to its number in metrics.jsonl.
+    workdir: the run's directory; the trace goes to its folder `profile`.
+    offset: added to a step number, gives the number in metrics.jsonl.
   """
   if not profile:
     yield from steps
@@ -50,13 +50,13 @@ def traced(
         is_tracing = _stop(folder)
       with jax.profiler.StepTraceAnnotation(stage, step_num=number):
         yield step
-  finally:  # if the run ends, or is ended, before that step
+  finally:  # the run may end before step `end`
     if is_tracing:
       _stop(folder)
 
 
 def _stop(folder: str) -> bool:
-  """Writes the trace; returns False: nothing is traced any more."""
+  """Ends and writes the trace; returns False, the new `is_tracing`."""
   jax.profiler.stop_trace()
   say(f"the profile is in {folder}; look into it with: xprof --logdir={folder}")
   return False

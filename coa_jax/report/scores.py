@@ -1,8 +1,8 @@
-"""How good the answers are: pass@1, pass@k, vote of k, and their confidence intervals.
+"""Scores answers: pass@1, pass@k, best of k by vote, and confidence intervals.
 
-Every figure is a mean over tasks, so the number of a task's samples does not change its
-weight. Attempts ended by infrastructure failures are excluded from all denominators;
-they are counted separately.
+Figures are means over tasks, so a task's weight does not depend on its number of
+samples; only `malformed_rate` is a share of calls. Attempts ended by infrastructure
+failures are excluded from all denominators and counted separately.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KS = (3,)  # default k of pass@k and votes
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """An attempt's data for the figures: a few hundred bytes, for any length.
+  """An attempt's data for the figures: a few hundred bytes for any attempt.
 
   Attributes:
     task_id: as in the trajectory, like `sample`, `status`, `reward_parts` and `usage`.
-    family: its task's family; "" for none.
-    calls: its number of calls.
-    malformed: the number of malformed ones, by `malformed`.
-    vote: its answer's key; None without an answer.
+    family: the task's family; "" for none.
+    calls: the number of tool calls.
+    malformed: the number of malformed calls, by the function `malformed`.
+    vote: the answer's `vote_key`; None without an answer.
     logp: the result of `mean_logp`.
   """
 
@@ -52,7 +52,7 @@ class Scored:
 
   @classmethod
   def from_json(cls, row: dict[str, Any]) -> Scored:
-    """Builds it from the JSON of `dataclasses.asdict`."""
+    """Builds an instance from `dataclasses.asdict` JSON."""
     status = Status(row["status"])
     return cls(**{**row, "status": status, "usage": Usage(**row["usage"])})
 
@@ -88,7 +88,7 @@ def graded(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def by_task(attempts: Sequence[Attempt]) -> dict[str, list[Attempt]]:
-  """Groups attempts by task id, in order of `sample`; tasks in order of appearance."""
+  """Groups attempts by task id, sorted by `sample`; tasks in order of appearance."""
   groups: dict[str, list[Attempt]] = {}  # a dict keeps the order of appearance
   for t in attempts:
     groups.setdefault(t.task_id, []).append(t)
@@ -96,10 +96,10 @@ def by_task(attempts: Sequence[Attempt]) -> dict[str, list[Attempt]]:
 
 
 def correct(attempt: Trajectory | Scored) -> bool:
-  """Whether its answer is right, in any format.
+  """Whether the attempt's answer is right, in any format.
 
   Raises:
-    ValueError: it has not been graded.
+    ValueError: the attempt has not been graded.
   """
   if "answer" not in attempt.reward_parts:
     raise ValueError(
@@ -110,7 +110,7 @@ def correct(attempt: Trajectory | Scored) -> bool:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-  """Estimates pass@k without bias from c right ones of n samples.
+  """Computes the unbiased estimate of pass@k from n samples, c of them right.
 
   1 - C(n-c, k) / C(n, k); Chen et al. 2021, arXiv 2107.03374, equation 1.
 
@@ -130,12 +130,12 @@ def interval(
   Args:
     over: one value per task.
     under: one weight per task; by default 1 each, so the figure is a mean.
-    seed: the seed of the resampling; equal inputs give equal intervals.
+    seed: the resampling seed; equal inputs give equal intervals.
 
   Returns:
-    [low, high], or None if there is no task or no resample has any weight. Of zero
-    width if all tasks agree: the bootstrap cannot know of outcomes it has not seen.
-    For proportions see `proportion_interval`.
+    [low, high], or None if there is no task or no resample has any weight. The width
+    is zero if all tasks agree: the bootstrap cannot know unseen outcomes. For
+    proportions see `proportion_interval`.
   """
   over, under = _as_arrays(over, under)
   sums = resample_sums(np.stack([over, under], axis=1), seed)
@@ -161,9 +161,9 @@ def proportion_interval(
 ) -> list[float] | None:
   """Computes the 95 % interval of a proportion sum(over) / sum(under), over tasks.
 
-  Uses Wilson's score interval if every task says yes or no, or if all have the same
-  share (as with a single task): it has a width even then. Otherwise, as for means of
-  several samples a task, the bootstrap over tasks.
+  Uses Wilson's score interval, which never has zero width, if every task says yes or
+  no, or if all tasks have the same share (as with a single task). Otherwise, e.g. for
+  several samples per task, uses the bootstrap over tasks.
 
   Args:
     over: each task's numerator, from 0 to its `under`.
@@ -173,12 +173,12 @@ def proportion_interval(
     [low, high], or None if the sum of `under` is 0.
   """
   over, under = _as_arrays(over, under)
-  # A task without any says nothing of the proportion.
+  # A task with denominator 0 says nothing about the proportion.
   over = over[under > 0]
   under = under[under > 0]
   share = over / under
-  # If all agree, a task's samples still count as one: n is the number of tasks. A share
-  # varies no more than a yes or no, so the interval is not too narrow.
+  # n is the number of tasks, not of samples, even if all agree. A share varies no more
+  # than a yes or no, so the interval is not too narrow.
   yes_or_no = (under == 1) & np.isin(share, (0, 1))
   if yes_or_no.all() or (share == share[0]).all():
     return wilson(math.fsum(share), len(share))
@@ -192,7 +192,7 @@ def wilson(right: float, tasks: int) -> list[float] | None:
   """
   if not tasks:
     return None
-  # At the ends both terms are equal: written as 0 and 1, they are so without rounding.
+  # At the ends both terms are equal; explicit 0 and 1 avoid rounding errors.
   z = statistics.NormalDist().inv_cdf(0.975)
   share = right / tasks
   middle = share + z**2 / (2 * tasks)
@@ -204,11 +204,11 @@ def wilson(right: float, tasks: int) -> list[float] | None:
 
 
 def resample_sums(columns: np.ndarray, seed: int = 0) -> np.ndarray:
-  """Sums columns over RESAMPLES bootstrap resamples of rows [tasks, m]; [R, m]."""
+  """Sums columns [tasks, m] over bootstrap resamples of tasks: [RESAMPLES, m]."""
   n = len(columns)
   if n == 0:
     return np.zeros((0, *columns.shape[1:]))
-  # A sum depends only on the count of each task's draws. Drawing the counts is
+  # A sum depends only on how often each task is drawn. Drawing these counts is
   # equivalent to drawing tasks, and needs no array of all draws.
   draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), RESAMPLES)
   return draws @ columns
@@ -223,9 +223,9 @@ def mean_logp(trajectory: Trajectory) -> float:
 def best_of_k(attempts: Sequence[Scored], k: int) -> Scored:
   """Chooses one of the first k attempts by a majority vote over answers.
 
-  Attempts without an answer have no vote. Ties go to the answer with the attempt of
-  highest mean log-prob per policy token, then to the earlier one; the same rule chooses
-  among the attempts with the winning answer.
+  Attempts without an answer have no vote. A tie goes to the answer given with the
+  highest mean log-prob per policy token, then to the earlier answer. The same rule
+  chooses among the winning answer's attempts.
 
   Raises:
     ValueError: fewer than k attempts.
@@ -241,7 +241,7 @@ def best_of_k(attempts: Sequence[Scored], k: int) -> Scored:
   if not groups:
     return attempts[0]
 
-  # --- The count. `max` returns the first of equals, which is the earlier attempt.
+  # --- The count. `max` returns the first of equals: the earlier attempt.
   most = max(groups.values(), key=lambda g: (len(g), max(t.logp for t in g)))
   return max(most, key=lambda t: t.logp)
 
@@ -268,14 +268,14 @@ def summary(
     ks: each k of pass@k and of votes.
 
   Returns:
-    `pass1_greedy`, `pass1_sampled`; for every k `passK` and `best_of_K`, as `pass3`
-    (over the tasks with at least k graded samples); `tokens_per_task`,
-    `generated_tokens_per_task`, `tool_calls_per_task` (means per attempt, greedy
-    attempts if there are any, else sampled), `malformed_rate` (per call attempted)
-    and `protocol_ok` (per attempt, over all attempts); `ci95`, figure -> [low, high],
-    by `interval` for means per task and by `proportion_interval` for all others;
-    `status`, name -> count of attempts; `tasks`, their number. A figure without data is
-    None.
+    `pass1_greedy`, `pass1_sampled`; for each k, `passK` and `best_of_K`, e.g. `pass3`
+    (over tasks with at least k graded samples); `tokens_per_task`,
+    `generated_tokens_per_task`, `tool_calls_per_task` (means per attempt: greedy
+    attempts if there are any, else sampled), `malformed_rate` (per attempted call) and
+    `protocol_ok` (per attempt, greedy and sampled); `ci95`, figure -> [low, high], by
+    `interval` for means per task and by `proportion_interval` for all others;
+    `status`, name -> number of attempts; `tasks`, the number of tasks with graded
+    attempts. A figure without data is None.
   """
   # --- Attempts that count for the model, by task.
   greedy = [scored(t, tools) for t in greedy]
@@ -296,7 +296,7 @@ def summary(
   passes: dict[str, list[float]] = {}
   votes: dict[str, list[float]] = {}
   for k in ks:
-    # Of fewer samples nothing is known of k.
+    # Fewer than k samples say nothing about k.
     enough = [attempts for attempts in sampled_tasks if len(attempts) >= k]
     passes[f"pass{k}"] = [
       pass_at_k(len(attempts), sum(map(correct, attempts)), k) for attempts in enough
@@ -350,7 +350,7 @@ def by_group(
   tools: Collection[str] = roles.TOOLS,
   ks: Sequence[int] = KS,
 ) -> dict[str, dict[str, Any]]:
-  """Computes `summary` for each group of tasks, sorted by the group's name."""
+  """Computes `summary` for each task group, sorted by group name."""
   # Group -> its greedy and its sampled attempts.
   groups: dict[str, tuple[list[Attempt], list[Attempt]]] = {}
   for i, attempts in enumerate((greedy, sampled)):

@@ -18,7 +18,7 @@ import rich.text
 class Table:
   """A table's rows and columns.
 
-  `columns`: key of a row -> column heading, in order.
+  `columns`: row key -> column heading, in order.
   """
 
   title: str
@@ -48,7 +48,7 @@ def markdown_table(
   rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
 ) -> str:
   """Writes a GitHub table; the first column is left-aligned, others right-aligned."""
-  # The rule under the headings says how columns are aligned.
+  # The rule under the headings sets the columns' alignment.
   rules = [":--"] + ["--:"] * (len(columns) - 1)
   lines = [list(columns.values()), rules]
   for row in rows:
@@ -91,7 +91,7 @@ _BORDER = 3
 
 
 def _parts(columns: list[list[str]], width: int) -> list[list[list[str]]]:
-  """Splits columns evenly into as few tables as fit; each begins with the first one."""
+  """Splits columns evenly into as few tables as fit; each repeats the first column."""
   first, *others = columns
   for size in range(len(others), 1, -1):
     parts = [[first, *others[i : i + size]] for i in range(0, len(others), size)]
@@ -101,18 +101,18 @@ def _parts(columns: list[list[str]], width: int) -> list[list[list[str]]]:
 
 
 def _room(columns: list[list[str]], width: int) -> int:
-  """The number of characters for cells in a table of this width."""
+  """Returns the number of characters for cells in a table of this width."""
   return width - _BORDER * len(columns) - 1
 
 
 def _narrowest(column: list[str]) -> int:
-  """The length of a column's longest word; an interval in parentheses is one."""
+  """Returns a column's longest word length; an interval in parentheses is one word."""
   words = [word for text in column for word in _WORD.findall(text)]
   return max(map(rich.cells.cell_len, words), default=0)
 
 
 def _fitted(columns: list[list[str]], width: int) -> rich.table.Table:
-  """Makes one table; columns get the room of their longest word, then by need."""
+  """Makes one table; columns fit their longest words, then get spare room in order."""
   room = _room(columns, width)
   widths = [min(_narrowest(column), room) for column in columns]
   for i, column in enumerate(columns):

@@ -1,7 +1,7 @@
-"""A stage's time: seconds by phase, their rates, a line and a table.
+"""Measures a stage's seconds and token rates by phase; shows them as line and table.
 
-Time outside of all phases is `other`, so the phases of a line of metrics.jsonl add up
-to the wall time since the previous line.
+Time outside all phases is `other`, so the phases in a metrics.jsonl line add up to the
+wall time since the previous line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coa_jax.report.tables import Table
 SECONDS = "seconds_"
 RATE = "_tokens_per_second"
 OTHER = "other"
-# Phase -> its meaning, in the order of tables and pictures.
+# Phase -> meaning, in the order of tables and figures.
 PHASES = {
   "data": "rows of tokens",
   "sync": "weights to the sampler",
@@ -30,11 +30,11 @@ PHASES = {
   "save": "checkpoints and records",
   OTHER: "the host, all else",
 }
-_WIDTH = 78  # characters of a line
+_WIDTH = 78  # characters per line
 
 
 class StepTimer:
-  """Measures the phases of one step after another."""
+  """Measures each step's phases."""
 
   def __init__(self):
     """Begins the first step now."""
@@ -42,10 +42,10 @@ class StepTimer:
     self._last = time.monotonic()
 
   def lap(self, phase: str, **parts: float) -> None:
-    """Ends a phase that began with the previous lap, or with the step.
+    """Ends a phase, which began with the previous lap or with the step.
 
-    Repeated laps of a phase are summed; `parts` are seconds of this time that belong to
-    other phases.
+    Repeated laps of a phase are summed. `parts`: other phase -> its seconds within this
+    lap.
     """
     now = time.monotonic()
     # Subtract the other phases' seconds.
@@ -56,13 +56,12 @@ class StepTimer:
     self._last = now
 
   def flush(self, **tokens: float) -> dict[str, float]:
-    """Ends the step: returns `seconds_PHASE` of each phase, and tokens per second of
-    some.
+    """Ends the step; returns `seconds_PHASE` and, for phases in `tokens`, token rates.
 
-    Time since the last lap is `other`'s. A step's checkpoint is written after its
-    numbers are, so it counts for the next step.
+    Time since the last lap is `other`. A step's checkpoint is written after its
+    numbers, so the checkpoint's time counts for the next step.
 
-    `tokens`: phase -> its number of tokens.
+    `tokens`: phase -> number of tokens.
     """
     # The rest is other time, so that all phases add up to the wall time.
     self.lap(OTHER)
@@ -76,7 +75,7 @@ class StepTimer:
 
 
 def seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
-  """Reads seconds by phase in a line of metrics, in the order of PHASES."""
+  """Reads seconds by phase from a metrics row, in the order of PHASES."""
   by_phase = {}
   for name, value in row.items():
     if name.startswith(SECONDS) and value is not None:
@@ -89,12 +88,12 @@ def seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Adds up `seconds_PHASE` of many lines."""
+  """Sums `seconds_PHASE` over metrics rows."""
   return {SECONDS + name: value for name, value in PhaseTotals(rows).seconds.items()}
 
 
 def line(seconds: Mapping[str, float]) -> str:
-  """Writes the shares of a step's phases in a line, the largest first."""
+  """Writes a step's phase shares as one line, the largest first."""
   total = sum(seconds.values())
   if total <= 0:
     return ""
@@ -110,20 +109,20 @@ def line(seconds: Mapping[str, float]) -> str:
 
 
 class PhaseTotals:
-  """Sums the phases of many lines of metrics."""
+  """Sums phases over metrics rows."""
 
   def __init__(self, rows: Sequence[Mapping[str, Any]] = ()):
-    """Takes lines to begin with."""
+    """Adds the given rows."""
     self.seconds: dict[str, float] = {}
     self._tokens: dict[str, float] = {}
     for row in rows:
       self.add(row)
 
   def add(self, row: Mapping[str, Any]) -> None:
-    """Adds a line."""
+    """Adds a row."""
     for name, value in seconds_of(row).items():
       self.seconds[name] = self.seconds.get(name, 0.0) + value
-      # The rate of many lines is total tokens by total seconds, not a mean of rates.
+      # The total rate is total tokens by total seconds, not a mean of rates.
       tokens = (row.get(name + RATE) or 0.0) * value
       self._tokens[name] = self._tokens.get(name, 0.0) + tokens
 
@@ -140,7 +139,9 @@ class PhaseTotals:
       if self._tokens[name]:
         row["rate"] = self._tokens[name] / seconds
       rows.append(row)
-    # In a step's order, not by seconds.
-    rows.sort(key=lambda row: list(PHASES).index(row["phase"]))
+    # In the order of PHASES, not by seconds; phases of other versions come last.
+    order = list(PHASES)
+    order += self.seconds.keys() - PHASES.keys()
+    rows.sort(key=lambda row: order.index(row["phase"]))
     columns = {"phase": "phase", "seconds": "seconds", "share": "share"}
     return Table(title, rows, {**columns, "rate": "tokens/s", "what": "what"})

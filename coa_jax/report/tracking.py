@@ -1,9 +1,9 @@
-"""A stage's numbers for dashboards: TensorBoard, Weights & Biases, Prometheus.
+"""Sends a stage's numbers to dashboards: TensorBoard, Weights & Biases, Prometheus.
 
-`metrics.jsonl` is the record; these are views of it, with the same steps, and the same
-names under the sections of `metric_names.py`. Event files are written by tensorboardX's
-record writer, synchronously: its `SummaryWriter` hands events to a thread over a queue,
-and `flush` does not wait for it. It is imported on use, because it imports torch if
+`metrics.jsonl` is the record; dashboards have the same steps and names, under the
+sections of `metric_names.py`. tensorboardX's record writer writes event files
+synchronously; its `SummaryWriter` would pass events to a thread, and `flush` does not
+wait for this thread. tensorboardX is imported on use, because its import loads torch if
 installed: a second and 180 MB, which workers and programs without tracking can save.
 """
 
@@ -66,7 +66,7 @@ class LogConfig:
 
 
 class Tracking:
-  """Writes scalars from one step on; steps of an earlier run from there on are void."""
+  """Writes a stage's scalars to the configured outputs, from step `first` on."""
 
   def __init__(self, workdir: str, stage: str, first: int, config: LogConfig):
     """Opens the configured outputs.
@@ -75,8 +75,8 @@ class Tracking:
     this step on, once this run has opened its file.
 
     Raises:
-      ValueError: Weights & Biases refuses, or can not be reached; or the port of
-        Prometheus is taken.
+      ValueError: Weights & Biases refuses or cannot be reached, or Prometheus's port
+        is taken.
     """
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -85,7 +85,7 @@ class Tracking:
     # a run resumed within the same second must not overwrite the previous file.
     suffix = f".{time.time_ns()}"
     self._events = EventsWriter(os.path.join(workdir, "events"), suffix)
-    # TensorBoard drops the values of other files in the folder from this step on.
+    # TensorBoard drops other files' values from this step on.
     start = SessionLog(status=SessionLog.START)
     self._write(Event(step=first, session_log=start))
     self._wandb = None
@@ -98,7 +98,7 @@ class Tracking:
       )
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes one step, each name under its section; on disk when this returns."""
+    """Writes one step's values under their sections; events are on disk on return."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
 
@@ -108,7 +108,7 @@ class Tracking:
       scalars.append(Summary.Value(tag=name, simple_value=value))
     self._write(Event(step=step, summary=Summary(value=scalars)))
     if self._wandb:
-      # Weights & Biases refuses its own step to go back, as a resumed run's does.
+      # Weights & Biases' own step must not decrease, but a resumed run's step does.
       self._wandb.log({"step": step, **values})
     if self._prometheus:
       self._prometheus.log(step, values)
@@ -128,13 +128,13 @@ class Tracking:
 
 
 class Prometheus:
-  """The last step's numbers at an address, for a scraper."""
+  """Serves the last step's numbers to a scraper."""
 
   def __init__(self, stage: str, host: str, port: int):
-    """Listens.
+    """Starts listening.
 
     Raises:
-      ValueError: the address can not be had.
+      ValueError: the address is not available.
     """
     registry = CollectorRegistry()
     labels = ["stage", "name"]
@@ -151,7 +151,7 @@ class Prometheus:
       ) from e
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
-    """Replaces the shown metrics by one step's."""
+    """Sets the shown metrics to one step's values."""
     self._step.labels(self._stage).set(step)
     for name, value in values.items():
       self._value.labels(self._stage, name).set(value)
@@ -164,17 +164,16 @@ class Prometheus:
 
 
 def _wandb_run(workdir: str, stage: str, project: str) -> Any:
-  """Opens the stage's run; continues an existing one.
+  """Opens the stage's Weights & Biases run, or continues the existing run.
 
-  It gets scalars alone: no console output, code, commit or machine.
+  The run gets scalars only: no console output, code, commit or machine data.
 
   Raises:
-    ValueError: Weights & Biases refuses, or can not be reached.
+    ValueError: Weights & Biases refuses or cannot be reached.
   """
   import wandb
 
-  # --- The run's id is stored next to the events: with it, a resumed stage finds its
-  # run.
+  # --- The run id, stored next to the events so that a resumed stage finds its run.
   path = os.path.join(workdir, "wandb_id")
   if not os.path.exists(path):
     with atomic_write(path) as f:
@@ -202,6 +201,6 @@ def _wandb_run(workdir: str, stage: str, project: str) -> Any:
     )
   except wandb.errors.Error as e:
     raise ValueError(f"config.log.wandb_project={project!r}: {e}") from e
-  # Steps decrease when a run is resumed; as a metric they may.
+  # A resumed run's step decreases: allowed only for a step logged as a metric.
   run.define_metric("*", step_metric="step")
   return run

@@ -1,11 +1,11 @@
-"""One self-contained HTML page: figures, tables, and a viewer of trajectories.
+"""One self-contained HTML page: figures, tables, and a trajectory viewer.
 
-The page opens from a file, without a server and without a network: `static/style.css`
-and `static/viewer.js` are included. Tool output is hostile, so three walls stand
-between a trajectory and the browser. All data are one script element of type
-application/json, which no browser runs, with every character that could end it escaped.
-The page's script makes text nodes of the data, never markup. And the content security
-policy forbids every request, and every script but the page's own.
+The page opens from a file, without server or network: `static/style.css` and
+`static/viewer.js` are included. Tool output is hostile, so three walls stand between a
+trajectory and the browser. All data is in one script element of type application/json,
+which no browser runs; characters that could end the element are escaped. The page's
+script turns data into text nodes, never into markup. The content security policy
+forbids every request, and every script but the page's own.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ def write_page(
   """Writes the page; returns how many trajectories it holds.
 
   Args:
-    path: the HTML file; it appears under its name only when complete.
+    path: the HTML file, written atomically.
     title: the page's title, plain text.
-    sources: name (a file, or "") -> its trajectories. Trajectories of one source and
-      task are a group, or several if the task was drawn more than once. The shown
-      fields of `meta` are `question`, `answers`, `family` and `model`.
+    sources: name (a file, or "") -> trajectories. A source's trajectories for one task
+      form a group, or several if the task was drawn more than once. The shown fields
+      of `meta` are `question`, `answers`, `family` and `model`.
     variant: the trajectories' dialect, to show protocol faults; without it,
       trajectories are shown by segment.
-    tokenizer: the run's tokenizer, to colour tokens within the text; without it, or if
-      it does not decode a segment to its text, tokens are shown by their ids.
+    tokenizer: the run's tokenizer, to colour tokens within the text. Without it, or
+      where decoding does not give a segment's text, tokens are shown by their ids.
     intro: plain text, paragraphs separated by empty lines; `...` is code.
     headline: label -> figure, shown large at the top.
     tables: shown in order.
     figures: caption -> figure, shown in order.
 
   Raises:
-    FileNotFoundError, ValueError: a source can not be read; file and line are named.
+    FileNotFoundError, ValueError: a source cannot be read; names file and line.
   """
-  # --- The page's data of each trajectory. Thousands of trajectories may share a
-  # prompt: each prompt is stored in the page once.
+  # --- Each trajectory's data. The page stores each prompt once, because thousands of
+  # trajectories may share a prompt.
   prompts: dict[str, int] = {}
   rows = []
   for name, trajectories in sources.items():
@@ -99,7 +99,7 @@ def write_page(
     script = static_text("viewer.js")
   text = page_html(title, body, script, "report" if report else "browser")
 
-  # --- The file, once it is complete.
+  # --- The file, written atomically.
   with atomic_write(path) as f:
     f.write(text)
   return len(rows)
@@ -147,13 +147,13 @@ def find_files(where: Iterable[str]) -> list[str]:
   """Finds the trajectory files matching patterns, each once, in order.
 
   Args:
-    where: files, globs (`**` for any depth) or folders. A folder means `rl`'s output in
-      it, `trajectories/*.jsonl`; if missing, its own `*.jsonl` files that begin with a
-      trajectory (evaluation and distillation write others, too). With several
-      processes, each writes into its own folder there; all of them are read.
+    where: files, globs (`**` for any depth) or folders. A folder means its
+      `trajectories/*.jsonl` (`rl`'s output) or, if missing, its `*.jsonl` files that
+      begin with a trajectory (evaluation and distillation write others, too). The
+      `process_*` folders of several processes are included.
 
   Raises:
-    FileNotFoundError: one of them means no file.
+    FileNotFoundError: an entry of `where` matches no file.
   """
   out: dict[str, None] = {}
   for pattern in where:
@@ -174,7 +174,7 @@ def find_files(where: Iterable[str]) -> list[str]:
         "'runs/X/trajectories/step_*.jsonl', or the workdir of a run that writes them "
         "(distill, rl, evaluate)"
       )
-    out |= dict.fromkeys(files)  # a dict, for order and for each once
+    out |= dict.fromkeys(files)  # a dict keeps the order and each file once
   return list(out)
 
 
@@ -188,13 +188,13 @@ def _begins_with_a_trajectory(path: str) -> bool:
 
 
 def open_files(files: Sequence[str]) -> dict[str, Iterable[Trajectory]]:
-  """Opens files, read when the page is written, named without their common folders."""
+  """Opens files lazily: path below their common folder -> trajectories."""
   folder = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
   return {os.path.relpath(f, folder): iter_trajectories(f) for f in files}
 
 
 def _number_groups(rows: Iterable[dict[str, Any]]) -> None:
-  """Gives every row its group: a task's repeated sample starts a second group."""
+  """Numbers the rows' groups: a repeated sample of a task starts another group."""
   seen: collections.Counter[tuple[str, str, int]] = collections.Counter()
   numbers: dict[tuple[str, str, int], int] = {}
   for row in rows:
@@ -211,15 +211,15 @@ def _row(
   tokenizer: Tokenizer | None,
   prompts: dict[str, int],
 ) -> dict[str, Any]:
-  """Builds the page's data of a trajectory; its prompt is an index into `prompts`."""
-  # --- The prompt, which many share; the log-probs, except those of impossible tokens.
+  """Builds a trajectory's page data; its prompt is an index into `prompts`."""
+  # --- The prompt, and the log-probs except impossible tokens' infinite ones.
   prompt = ""
   logps: list[float] = []
   for segment in t.segments:
     if segment.author == Author.PROMPT:
       prompt += segment.text
     logps += filter(math.isfinite, segment.logps)
-  # --- The answer, the accepted ones, and the observation with one of them.
+  # --- The accepted answers, the written answer, and its matches.
   golds = t.meta.get("answers", [])
   if not isinstance(golds, list):
     golds = [golds]
@@ -228,7 +228,7 @@ def _row(
   matched = []
   if answer is not None:
     matched = [gold for gold in golds if qa.every_part(answer, [gold])]
-  # --- Its spans, and its protocol fault.
+  # --- The spans, and the protocol fault.
   parsed = None
   fault = ""
   if variant:
@@ -286,7 +286,7 @@ class ShownSpan:
 
 
 def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
-  """Lists the spans, and before each later context one of what it repeats."""
+  """Lists the spans, with one span of carried text before each later context."""
   out = _written(trajectory, parsed)
   for context in trajectory.split()[1:]:
     carried = [s for s in context.segments if s.author == Author.CARRIED]
@@ -298,10 +298,10 @@ def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
 
 
 def _written(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
-  """Lists the spans: the parser's if it can read the text, else the segments."""
+  """Lists the parsed spans, or the segments if the text does not parse."""
   segments = trajectory.written
   if parsed is None or not parsed.ok:
-    # One without text or tokens would be an empty box.
+    # A segment without text or tokens would be an empty box.
     shown = [s for s in segments if s.text.strip() or s.ids]
     return [ShownSpan(s.role, _inside(s), [s]) for s in shown]
   # --- Each segment belongs to the span of its first non-space character.
@@ -318,7 +318,7 @@ def _written(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
 
 
 def _inside(segment: Segment) -> str:
-  """Returns the text between a segment's own tags; all of it if it has none."""
+  """Returns the text between a segment's tags, or the whole text without tags."""
   text = segment.text.strip()
   opening = roles.open_tag(segment.role)
   closing = roles.close_tag(segment.role)
@@ -337,14 +337,14 @@ def _evidence(spans: Sequence[ShownSpan], golds: Sequence[str]) -> int | None:
   words = list(filter(None, map(qa.normalize, golds)))
   for i, block in enumerate(spans):
     if block.role == roles.OBSERVATION:
-      text = f" {qa.normalize(block.content)} "  # spaces, for whole words alone count
+      text = f" {qa.normalize(block.content)} "  # spaces: only whole words count
       if any(f" {word} " in text for word in words):
         return i
   return None
 
 
 def _span(block: ShownSpan, tokenizer: Tokenizer | None) -> dict[str, Any]:
-  """Returns a block; if any of it was sampled, with all its tokens."""
+  """Builds a block's page data, with all its tokens if any was sampled."""
   out: dict[str, Any] = {
     "role": str(block.role),
     "author": block.author.value,
@@ -377,13 +377,13 @@ def _segment(s: Segment, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _token_texts(s: Segment, tokenizer: Tokenizer) -> list[str] | None:
-  """Returns each token's text; None if the ids do not belong to the text.
+  """Returns each token's text; None if the ids do not decode to the segment's text.
 
   A character with bytes in several tokens belongs to the last of them.
   """
-  # A decoder that holds back a character's first bytes until its last.
+  # This decoder holds back a character's first bytes until the last one.
   decoder = codecs.getincrementaldecoder("utf-8")("replace")
-  # Ids of another tokenizer, which a run's folder may hold.
+  # A run's folder may hold ids from another tokenizer.
   if not all(0 <= i < tokenizer.vocab_size for i in s.ids):
     return None
   texts = [decoder.decode(tokenizer.raw([i])) for i in s.ids]

@@ -1,6 +1,6 @@
-"""Rewards of answers: extraction from a text, and grading by text alone.
+"""Rewards for answers: extraction from a text, and grading by text alone.
 
-`grader` is the whole reward of a trajectory, hidden tests and judges included.
+`grader` computes a trajectory's whole reward, hidden tests and judges included.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from coa_jax.rewards import math, qa
 
 
 def written_answer(text: str) -> str | None:
-  """The content of the last closed `answer` span, stripped; None if there is none.
+  """Returns the last closed `answer` span's content, stripped; None if there is none.
 
-  Observations are escaped in the text of a trajectory, so none can pass for an answer.
+  A trajectory's text has escaped observations, so none can pass for an answer.
   """
-  # From the end: of several answers the last counts, and one without a closing tag
-  # was cut off, so the one before it does.
+  # From the end: the last answer counts. An answer without a closing tag was cut off,
+  # so the answer before counts.
   before, closing, _ = text.rpartition(roles.close_tag(ANSWER))
   _, opening, content = before.rpartition(roles.open_tag(ANSWER))
   if closing and opening:
@@ -33,7 +33,7 @@ def grade_known(task: Task, prediction: str | None) -> float | None:
 
 
 def grade(task: Task, prediction: str | None) -> float:
-  """Grades the content of an `answer` span: 1.0 right, 0.0 wrong or missing (None).
+  """Grades an `answer` span's content: 1.0 right, 0.0 wrong or missing (None).
 
   Raises:
     ValueError: a code task, which needs its hidden tests run.

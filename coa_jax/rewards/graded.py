@@ -9,7 +9,7 @@ from typing import Any
 class Ungradable(RuntimeError):
   """The service behind a reward failed, or a task's own tests did.
 
-  It says nothing of the answer, so the trajectory leaves its group.
+  This says nothing about the answer, so the trajectory leaves its group.
   """
 
 

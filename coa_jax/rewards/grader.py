@@ -1,4 +1,4 @@
-"""The reward of trajectories: the graders of answers, and the shaping terms.
+"""Trajectory rewards: the answer graders, and the shaping terms.
 
 A task's source, or otherwise its kind, selects the grader: `qa`, `math`, `math_verify`,
 `code` (hidden tests), `judge` (a language model), or a user's function. All but `qa`
@@ -35,7 +35,7 @@ from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.runtime.fields import bounded, check_fields, choice
 
 GRADERS = ("qa", "math", "math_verify", "code", "judge")
-# How a `|`-joined answer is read, or how near it comes, in training.
+# Training rules for a `|`-joined answer: which parts must be right, or their F1.
 MATCHES: dict[str, Callable[[str, Sequence[str]], float]] = {
   "every": qa.every_part,
   "first": qa.first_part,
@@ -50,7 +50,7 @@ class RewardConfig:
   """Config section `reward`.
 
   Attributes:
-    graders: source or kind of a task -> qa, math, math_verify (the library's own
+    graders: a task's source or kind -> qa, math, math_verify (the library's own
       verdicts), code, judge, or "package.module:function", called with (task, answer or
       None, trajectory); it returns a number from 0 to 1, or a dict of numbers with
       "answer" among them (the others are recorded as `part_NAME`), and may raise
@@ -60,8 +60,8 @@ class RewardConfig:
       right), first (the first part), or f1 (the mean of the parts' token F1). In
       evaluation the first part counts, and its F1 is recorded.
     shaping: reward terms besides the answer.
-    code: limits of hidden tests.
-    judge: the endpoint of the judge.
+    code: limits for hidden tests.
+    judge: the judge's endpoint.
     workers: trajectories graded at once.
   """
 
@@ -90,7 +90,7 @@ class RewardConfig:
       )
 
   def kept_in(self, folder: str) -> RewardConfig:
-    """A copy that stores the judge's verdicts in this folder by default.
+    """Returns a copy that stores the judge's verdicts in this folder by default.
 
     So a resumed run asks for no verdict again, and no verdict can change.
     """
@@ -106,14 +106,14 @@ _Grade = Callable[[Task, str | None, Trajectory], Graded]
 
 
 class Grader:
-  """Grades trajectories; threads may share it. Use `with`, or close it."""
+  """Grades trajectories; thread-safe. Use `with`, or call `close`."""
 
   def __init__(
     self, config: RewardConfig | None = None, other_dirs: Sequence[str] = ()
   ):
-    """Opens nothing yet: `check` does, or the first task of its kind.
+    """Opens no grader yet: `check` does, or a grader's first task.
 
-    `other_dirs` hold verdicts of the run's other processes, used here too.
+    `other_dirs` hold the verdicts of the run's other processes, used here too.
     """
     self.config = config or RewardConfig()
     self._other_verdicts = [os.path.join(folder, VERDICTS) for folder in other_dirs]
@@ -137,20 +137,20 @@ class Grader:
     with self._lock:
       closing = self._closing
       self._closing = []
-    # A thread waiting for a service fails with it, and can be joined only then.
+    # Threads waiting for a service fail when it closes, and can be joined only then.
     for service in closing:
       service.close()
     self._pool.shutdown()
 
   def grader_of(self, task: Task) -> str:
-    """Which grader judges a task."""
+    """Returns the name of a task's grader."""
     graders = self.config.graders
     return graders.get(task.source) or graders.get(task.kind.value) or task.kind.value
 
   def check(self, tasks: Sequence[Task], max_len: int) -> None:
     """Refuses tasks without a usable grader, and graders that cannot be opened.
 
-    Takes the tasks of all data sets, and the maximum of tokens in a trajectory.
+    `tasks` come from all data sets; `max_len` is the maximum tokens per trajectory.
 
     Raises:
       ValueError: the message names the task or the config field.
@@ -181,7 +181,7 @@ class Grader:
     for task in tasks:
       name = self.grader_of(task)
       if name == "code":
-        read_tests(task)  # refuses tests of no known form
+        read_tests(task)  # refuses tests in an unknown form
       elif task.kind == Kind.CODE and name in ("qa", "math", "math_verify"):
         raise ValueError(
           f"task {task.id!r}: code tasks need hidden tests; grader {name!r} would "
@@ -214,13 +214,13 @@ class Grader:
     variant: Variant,
     evaluation: bool = False,
   ) -> None:
-    """Gives a finished trajectory its reward, the parts of it, and a record in `meta`.
+    """Gives a finished trajectory its reward, reward parts, and a record in `meta`.
 
     `evaluation` grades QA by the first part, and records token F1.
 
     Raises:
-      ValueError: a grader of the user's own fails or returns nonsense; or _MAX_FAILURES
-        in a row could not be graded.
+      ValueError: a user's grader fails or returns nonsense, or _MAX_FAILURES
+        trajectories in a row could not be graded.
     """
     # --- Nothing to grade: a user's question, or an infrastructure failure.
     if not task.answers or trajectory.status == Status.INFRASTRUCTURE:
@@ -230,7 +230,7 @@ class Grader:
       answer = written_answer(trajectory.text)
       graded = self.answer(task, answer, trajectory, evaluation)
     except Ungradable as e:
-      # No verdict is not a wrong answer: without a reward it leaves its group.
+      # No verdict is not a wrong answer: the trajectory leaves its group, unrewarded.
       trajectory.status = Status.INFRASTRUCTURE
       trajectory.meta["ungraded"] = str(e)
       _log.warning("%s", e)
@@ -256,7 +256,7 @@ class Grader:
     """Grades an answer alone, without shaping; None means no answer.
 
     Raises:
-      Ungradable: it cannot be graded.
+      Ungradable: the answer cannot be graded.
       ValueError: a user's grader fails or returns nonsense.
     """
     name = self.grader_of(task)
@@ -287,7 +287,7 @@ class Grader:
     if name == "code":
       service: CodeGrader | Judge = CodeGrader(self.config.code)
     elif name == "judge":
-      assert self.config.judge is not None  # GraderConfig has checked it
+      assert self.config.judge is not None  # checked by RewardConfig
       service = Judge(self.config.judge, self._other_verdicts)
     else:
       return _Custom(name)
@@ -299,7 +299,7 @@ class Grader:
     if not evaluation:
       match = MATCHES[self.config.match]
       return Graded(float(match(answer, task.answers)))
-    # How near an answer comes is reported whatever it is judged by.
+    # Token F1 is reported as well: how near the answer comes.
     f1 = qa.first_part_f1(answer, task.answers)
     return Graded(float(qa.first_part(answer, task.answers)), parts={"f1": f1})
 
@@ -319,10 +319,10 @@ def _math(
 
 
 class _Custom:
-  """A reward function of the user's own."""
+  """A user's reward function."""
 
   def __init__(self, path: str):
-    """Imports it.
+    """Imports the function.
 
     Raises:
       ValueError: the module or function does not exist.
@@ -343,7 +343,7 @@ class _Custom:
     except Ungradable:
       raise
     except Exception as e:
-      # A mistake of its author: it stops the run, as no retry would mend it.
+      # An error in the user's code stops the run: no retry would mend it.
       raise ValueError(f"{where} raised {type(e).__name__}: {e}") from e
     parts = {"answer": value}
     if isinstance(value, dict):

@@ -1,11 +1,10 @@
 """A language model as the judge of answers, over any OpenAI-compatible endpoint.
 
-One verdict for each (question, accepted answers, answer): stored in a file if the
-config names one, and asked for once if several attempts give the same answer at the
-same time. An answer equal to the accepted one word for word is right without asking, an
-empty one is wrong. A missing verdict, for whatever reason, is `Ungradable` and never a
-0. An answer is data in the request, quoted as JSON; its text may still persuade a
-model.
+Each (question, accepted answers, answer) gets one verdict, stored in a file if the
+config names one. If several attempts give the same answer at the same time, the judge
+is asked once. An exact match with an accepted answer is right without asking, an empty
+answer is wrong. A missing verdict, for whatever reason, is `Ungradable` and never a 0.
+The request quotes the answer as JSON data; its text may still persuade a model.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.faults import ToolFault, Unavailable
 
 _SYSTEM = "You are an expert evaluator who compares answers to questions."
-# As the released judge: labelled against predicted, the rationale before the verdict.
+# As in the released judge: labelled against predicted, rationale before verdict.
 _ASK = """Is the predicted answer to this question correct? The labelled answers are \
 accepted, and each alone is enough. The predicted answer is correct if it means the \
 same as one of them: other wording, units, spelling or more detail do not matter, \
@@ -42,7 +41,7 @@ Reply with one JSON object and nothing else:
 {{"rationale": "one sentence", "judgement": "correct" or "incorrect"}}"""
 _WORD = r"(?:correct|incorrect|right|wrong|yes|no|true|false)\b"
 _RIGHT = ("correct", "right", "yes", "true")
-# "correct or incorrect" repeats the question; "correct?" is one.
+# "correct or incorrect" repeats the question; "correct?" is a question.
 _EITHER = rf"[\"'*\s]*(?:\?|(?:or\b|[/|])[\"'*\s]*(?:not\b|{_WORD}))"
 _VALUE = rf"(not\s+)?({_WORD})(?!{_EITHER})"
 _KEY = r"judge?ment"
@@ -64,9 +63,9 @@ class JudgeConfig:
 
   Attributes:
     chat: the endpoint: base_url, model, key_file, max_tokens.
-    seconds: for one reply, retries and pauses included.
+    seconds: time limit for one reply, retries and pauses included.
     workers: requests at once.
-    cache: a JSON-lines file of verdicts; with None, a stage stores them in its workdir
+    cache: a JSON-lines file for verdicts; with None, a stage stores them in its workdir
       (verdicts.jsonl), any other caller in memory only.
   """
 
@@ -80,7 +79,7 @@ class JudgeConfig:
 
 
 def read_verdict(reply: str) -> bool | None:
-  """Reads the judgement in a reply, or a reply of one word; None for neither.
+  """Reads the judgement in a reply, or a one-word reply; None for neither.
 
   Fences and prose around the JSON object and thoughts before it are ignored; text in
   its other fields is never read, since a rationale may quote a judgement. The requested
@@ -108,7 +107,7 @@ def read_verdict(reply: str) -> bool | None:
 
 
 def _json_objects(reply: str) -> tuple[list[dict], str]:
-  """The JSON objects of a reply, and the text around them."""
+  """Returns a reply's JSON objects, and the text around them."""
   objects: list[dict] = []
   text = ""
   for _ in range(_MAX_BRACES):
@@ -140,7 +139,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_fields, strict=False)
 
 
 def _judgement(found: dict) -> bool | None:
-  """The judgement in an object, or in the one object inside it."""
+  """Returns the judgement in an object, or in its only inner object."""
   if "judgement" in found:
     match = _ALONE.fullmatch(str(found["judgement"]))
     return _is_right(*match.groups()) if match else None
@@ -156,14 +155,14 @@ def _is_right(negation: str, word: str) -> bool | None:
 
 
 class Judge:
-  """Asks for verdicts; threads may share it. Close it after use."""
+  """Asks for verdicts; thread-safe. Call `close` after use."""
 
   def __init__(self, config: JudgeConfig, others: Sequence[str] = ()):
-    """Reads the cache, and verdict files of other processes; sends nothing yet.
+    """Reads the cache, and other processes' verdict files; sends nothing yet.
 
     Raises:
-      ValueError: the key file cannot be used, the cache cannot be written, or is not a
-        file of verdicts.
+      ValueError: the key file cannot be used, or the cache cannot be written or is not
+        a verdict file.
     """
     self._config = config
     self._chat = ChatModel(config.chat)
@@ -185,14 +184,14 @@ class Judge:
     """Returns 1.0 if the judge calls the answer correct, else 0.0.
 
     Raises:
-      Ungradable: it is unreachable, refuses, or gives no verdict.
+      Ungradable: the judge is unreachable, refuses, or gives no verdict.
     """
     # --- Verdicts without the judge.
     if answer is None or not answer.strip():
       return Graded(0.0)
     if qa.exact_match(answer, task.answers):
       return Graded(1.0)
-    # --- The request, and its key: another model or prompt is another verdict.
+    # --- The request and its key; another model or prompt has another verdict.
     data = {
       "question": task.question,
       "labelled_answers": list(task.answers),
@@ -241,7 +240,7 @@ class Judge:
     raise Ungradable(f"reward.judge: no verdict in a reply that ends {reply[-80:]!r}")
 
   def _recall(self, row: Any, where: str, place: Place) -> None:
-    """Takes over a verdict of the cache."""
+    """Takes over a verdict from a cache."""
     try:
       key = row["key"]
       right = row["correct"]

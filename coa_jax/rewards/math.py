@@ -1,9 +1,9 @@
-r"""Mathematical equivalence of an answer and the gold ones.
+r"""Mathematical equivalence between an answer and the gold answers.
 
 Plain numbers are compared in process. Everything else goes to math-verify (sympy) in a
-child process: an answer such as `9^{9^{9^9}}` makes sympy compute without end,
-math-verify's own time limit is a signal, which needs the main thread, and a rollout
-grades from many threads. A child can be killed; it also caps its own memory.
+child process: an answer such as `9^{9^{9^9}}` makes sympy compute without end, and
+math-verify's own time limit is a signal, which needs the main thread, but a rollout
+grades from many threads. A child can be killed, and caps its own memory.
 
 `equivalent` is math-verify with these exceptions. Small numbers are compared relative
 to their size (`math_numbers`); a decimal may be a rounding (`notation.same_decimal`).
@@ -31,25 +31,25 @@ from collections.abc import Sequence
 from coa_jax.rewards import math_text, notation
 from coa_jax.rewards.notation import MAX_CHARS, number
 
-# CPU seconds for one comparison (math-verify allows 5 too). Beyond them the answer is
-# wrong; CPU and not wall time, so that a busy machine cannot change a verdict.
+# CPU seconds for one comparison (math-verify allows 5 too); beyond them the answer is
+# wrong. Not wall time, so that a busy machine cannot change a verdict.
 CPU_SECONDS = 5
 # Wall seconds for a comparison, or for the child to import sympy, on a busy machine.
 _WALL_SECONDS = 120.0
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?=[^\s{])|(?=\d))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# The end of a text with an unclosed box.
+# A text's end after an unclosed box.
 _LOOSE_END = re.compile(r"(?:\s|\$|\.|\\[\])])+\Z")
-# Blanks without meaning: all except those between two fields of digits, two words, the
-# parts of a list of numbers (`1, 234`), or after a backslash.
+# Blanks without meaning: all except blanks between two digit fields, two words or the
+# parts of a number list (`1, 234`), or after a backslash.
 _IDLE_BLANK = re.compile(r"(?<![\w.,\\])\s+|(?<!\\)\s+(?![\w.,])")
 
 
 def equivalent(prediction: str, answers: Sequence[str]) -> bool:
   r"""Whether the prediction equals one of the answers mathematically.
 
-  Of the prediction its last `\boxed{}` counts, or else its whole text. Answers are
+  Only the prediction's last `\boxed{}` counts, or else the whole text. Answers are
   plain strings or LaTeX, with or without `$`.
 
   Raises:
@@ -62,7 +62,7 @@ def equivalent(prediction: str, answers: Sequence[str]) -> bool:
 
 
 def math_verify_says(prediction: str, answers: Sequence[str]) -> bool:
-  """Whether math-verify, as published, accepts the prediction for one of the answers.
+  """Whether math-verify, as published, accepts the prediction for at least one answer.
 
   Raises:
     RuntimeError: the comparing process cannot be started, or gets no CPU time.
@@ -71,7 +71,7 @@ def math_verify_says(prediction: str, answers: Sequence[str]) -> bool:
 
 
 def final_answer(text: str) -> str:
-  r"""Returns the content of the last `\boxed{}`, or the whole `text`, stripped.
+  r"""Returns the last `\boxed{}`'s content, or the whole `text`, stripped.
 
   An unclosed box extends to the end of `text`. A full stop, quotes around the answer
   and one pair of `$` are removed: the released prompt asks for `\boxed{'The final
@@ -80,7 +80,7 @@ def final_answer(text: str) -> str:
   text = _last_boxed(text).strip()
   if text.endswith((".", "\u3002")) and not text.endswith(".."):
     text = text[:-1].rstrip()
-  # Quotes inside would leave one half of a pair: `$1$ and $2$` stays as it is.
+  # Quotes inside would leave one half of a pair: `$1$ and $2$` stays unchanged.
   for quote in ("$", "'", '"'):
     inner = text[1:-1]
     if len(text) > 1 and text[0] == text[-1] == quote and quote not in inner:
@@ -133,7 +133,7 @@ def _equal(prediction: str, gold: str) -> bool:
 
 
 class _Verifier:
-  """One child process for comparisons, started on first use, replaced if it dies."""
+  """A child process for comparisons, started on first use and replaced if it dies."""
 
   def __init__(self, bare: bool) -> None:
     self._bare = bare
@@ -154,7 +154,7 @@ class _Verifier:
         reply = self._exchange(json.dumps([prediction, gold, CPU_SECONDS]))
         if reply:
           return json.loads(reply)
-        # Its pipe closes a moment before its return code can be read.
+        # The pipe closes a moment before the return code can be read.
         if self._stop(grace=1.0) == -signal.SIGXCPU:
           break
       return False

@@ -30,7 +30,7 @@ _AND = re.compile(r"\\text\s*\{\s*and\s*\}|\band\b|\\land\b|\\wedge\b|\\cap\b")
 def serve(bare: bool = False) -> None:
   """Answers each line [prediction, gold, CPU seconds] with one boolean.
 
-  With `bare`, by the verdicts of math-verify as published.
+  `bare` selects math-verify's verdicts as published.
   """
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   compare = same_bare
@@ -39,7 +39,7 @@ def serve(bare: bool = False) -> None:
     math_numbers.replace_comparison()
   print("ready", flush=True)
   for line in sys.stdin:
-    # The kernel counts from the start of the process, so the limit moves with it.
+    # The kernel counts CPU time from the process start, so each line moves the limit.
     usage = resource.getrusage(resource.RUSAGE_SELF)
     prediction, gold, seconds = json.loads(line)
     limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
@@ -52,7 +52,7 @@ def serve(bare: bool = False) -> None:
 
 
 def same(prediction: str, gold: str) -> bool:
-  """math-verify's verdict with exact numbers, or whether the solutions are the same."""
+  """Whether math-verify, with exact numbers, or the solutions agree."""
   # math-verify finds a bare formula only with an anchor; a box provides one. In prose,
   # math-verify finds the formula itself.
   if notation.is_prose(prediction):
@@ -67,10 +67,10 @@ def same(prediction: str, gold: str) -> bool:
 
 
 def same_bare(prediction: str, gold: str) -> bool:
-  """The verdict of math-verify's `parse` and `verify` with their default arguments.
+  """Returns the verdict of math-verify's `parse` and `verify` with default arguments.
 
-  Text without a box or `$` is put into a box, as verl does with gold answers; without
-  it `parse` reads `2\\sqrt{3}` as 2.
+  Text without a box or `$` is put into a box, as verl does with gold answers; without a
+  box `parse` reads `2\\sqrt{3}` as 2.
   """
   return _verified(_parsed(_anchored(gold)), _parsed(_anchored(prediction)))
 
@@ -98,10 +98,10 @@ def _verified(gold: object, prediction: object) -> bool:
 
 
 def _letters(parsed: list) -> dict:
-  """Replacements of symbols: i is the imaginary unit unless it is a variable.
+  """Returns symbol replacements: i is the imaginary unit unless it is a variable.
 
-  math-verify reads i as a symbol, and then the formula's other symbols are not real and
-  so differ from the symbols of a formula without i.
+  math-verify reads i as a symbol; then the formula's other symbols are not real, and so
+  differ from the symbols in a formula without i.
   """
   formulas = [part for part in parsed if isinstance(part, sympy.Basic)]
   symbols = {s for part in formulas for s in part.atoms(sympy.Symbol)}
@@ -134,7 +134,7 @@ def _is_variable(symbol: sympy.Symbol, formulas: list) -> bool:
 def _with_letters(part: Any, letters: dict) -> Any:
   if not letters or not isinstance(part, sympy.Basic):
     return part
-  # `args` of these has lost the order.
+  # The `args` of such types have lost the order.
   unsorted = getattr(part, "_unsorted_args", None)
   if unsorted is not None:
     return part.func(*[_with_letters(arg, letters) for arg in unsorted])
@@ -152,7 +152,7 @@ def _with_letters(part: Any, letters: dict) -> Any:
 
 
 def _same_solutions(prediction: str, gold: str) -> bool:
-  """Whether an inequality has the same solutions as another one, or as an interval.
+  """Whether an inequality has the same solutions as another, or as an interval.
 
   math-verify has a looser comparison, but only if the gold answer is one inequality and
   the prediction a set: `(3,\\infty)` for `x>3`, and not the reverse.
@@ -172,7 +172,7 @@ def _same_solutions(prediction: str, gold: str) -> bool:
 
 
 def _solutions(text: str) -> tuple[set, sympy.Set] | None:
-  """Returns the variables and the values of a statement such as `x<1 or 2<x\\le 3`."""
+  """Returns a statement's variables and values, e.g. for `x<1 or 2<x\\le 3`."""
   variables = set()
   union = sympy.EmptySet
   # `and` binds closer than `or`: a union of intersections.
@@ -203,8 +203,8 @@ def _bounds(parsed: object) -> tuple[set, sympy.Set] | None:
   variables = set()
   values = sympy.S.Reals
   for relation in relations:
-    # The bare variable has to be alone on its side: `x^2>4` only repeats the question
-    # to which `x<-2 or x>2` is the answer.
+    # The bare variable must be alone on its side: `x^2>4` only repeats the question
+    # that `x<-2 or x>2` answers.
     if not isinstance(relation, Relational):
       return None
     left = relation.lhs

@@ -21,8 +21,8 @@ from sympy.functions.elementary.trigonometric import (
 
 from coa_jax.rewards import notation
 
-# Two exact numbers are equal if they agree to this many digits; digits are cheap, so
-# many, or 1 - 2^{-2005} would equal 1 - 2^{-2006}.
+# Two exact numbers are equal if they agree to this many digits, or to more if digits
+# are cheap: with too few, 1 - 2^{-2005} would equal 1 - 2^{-2006}.
 _DIGITS = 300
 _CHEAP_DIGITS = 2500
 _CHEAP = (
@@ -44,7 +44,7 @@ _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 
 
 def replace_comparison() -> None:
-  """Makes math-verify compare numbers by `_same_value` wherever it compares them."""
+  """Makes math-verify compare all numbers by `_same_value`."""
   for name, function in (("sympy_numeric_eq", _same_value), ("solve", _solve)):
     if not hasattr(grader, name):
       raise RuntimeError(f"this version of math-verify has no {name}")
@@ -52,7 +52,7 @@ def replace_comparison() -> None:
 
 
 def _solve(*args: object) -> list:
-  """sympy's solutions; no solution at all is an error, not an equal empty list."""
+  """Returns sympy's solutions; no solution is an error, not an equal empty list."""
   found = sympy.solve(*args)
   if not found:
     raise ValueError("no solution")
@@ -103,7 +103,7 @@ def _same_expression(one: sympy.Expr, other: sympy.Expr) -> bool:
     return True
   if not (one.free_symbols or other.free_symbols):
     return _same_number(one.doit(), other.doit(), has_decimal)
-  # Of a formula each coefficient is compared with its counterpart.
+  # Each coefficient in a formula is compared with its counterpart.
   ours = _terms(one)
   theirs = _terms(other)
   return ours.keys() == theirs.keys() and all(
@@ -118,7 +118,7 @@ def _exact(value: sympy.Expr) -> sympy.Expr:
 
 
 def _terms(value: sympy.Expr) -> dict[sympy.Expr, sympy.Expr]:
-  """Returns the parts with variables of a sum -> their coefficients."""
+  """Returns a sum's parts with variables -> their coefficients."""
   terms: dict[sympy.Expr, sympy.Expr] = {}
   for term in sympy.Add.make_args(value):
     coefficient, rest = term.as_independent(*value.free_symbols, as_Add=False)
@@ -136,13 +136,13 @@ def _same_number(one: sympy.Expr, other: sympy.Expr, has_decimal: bool) -> bool:
 
 
 def _fraction(value: sympy.Expr) -> Fraction:
-  """The value of a real number to 40 digits; TypeError for any other."""
+  """Returns a real number's value to 40 digits; raises TypeError for other values."""
   rational = sympy.Rational(value.evalf(40)) if not value.is_Rational else value
   return Fraction(int(rational.p), int(rational.q))
 
 
 def _is_zero(value: sympy.Expr) -> bool:
-  """Whether a number is 0, judged by `_DIGITS` digits of its terms."""
+  """Whether a number is 0; its parts decide how many digits are compared."""
   digits = _DIGITS
   if value.has(*_UNEVALUATED):
     digits = 15
@@ -151,5 +151,5 @@ def _is_zero(value: sympy.Expr) -> bool:
   try:
     # Twice: at few digits sympy takes the logarithm of 1 + 10^{-20} for 0.
     return all(value.evalf(n, maxn=digits, strict=True) == 0 for n in (2, digits))
-  except PrecisionExhausted:  # the terms cancel to the last of the digits
+  except PrecisionExhausted:  # the terms cancel to the last digit
     return True

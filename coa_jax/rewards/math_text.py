@@ -16,7 +16,7 @@ from coa_jax.rewards import notation
 _WORDS = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
 # Three letters may be a product: abc = cab.
 _LONG_WORD = re.compile(r"[A-Za-z]{4}")
-# Names of one unit on each line. There are endless units; only two known ones can
+# Each line has one unit's names. There are endless units; only two known units can
 # differ.
 _UNIT_NAMES = r"""
 mm millimeter millimeters millimetre millimetres
@@ -45,7 +45,7 @@ radian radians
 
 
 def _units_by_name() -> dict[str, str]:
-  """Every name of a unit -> the unit's first name."""
+  """Returns each unit name -> the unit's first name."""
   units: dict[str, str] = {}
   for line in _UNIT_NAMES.strip().splitlines():
     names = line.split()
@@ -101,7 +101,7 @@ def _unit(text: str) -> str | None:
 
 
 def verdict(prediction: str, gold: str) -> bool | None:
-  """Whether the two are the same text, time or ratio; None if math-verify decides."""
+  """Compares words, clocks, dates, ratios and bases; None if math-verify decides."""
   prediction = notation.unwrapped(prediction)
   gold = notation.unwrapped(gold)
   # The first rule that applies to both sides decides.
@@ -109,8 +109,8 @@ def verdict(prediction: str, gold: str) -> bool | None:
     same = rule(prediction, gold)
     if same is not None:
       return same
-  # `1 2` is neither 12 nor, as in math-verify, 3. Prose may contain it, a formula may
-  # not.
+  # `1 2` is neither 12 nor, as in math-verify, 3. Prose may contain such fields, a
+  # formula may not.
   loose = notation.has_loose_fields
   if loose(gold) or (loose(prediction) and not notation.is_prose(prediction)):
     return False
@@ -167,7 +167,7 @@ def _ratio(prediction: str, gold: str) -> bool | None:
 
 
 def _terms(text: str) -> list[fractions.Fraction] | None:
-  """The numbers of a ratio; None if a term is not a number."""
+  """Returns a ratio's numbers; None if a term is not a number."""
   numbers = [notation.number(term) for term in text.split(":")]
   known = [number for number in numbers if number is not None]
   return known if len(known) == len(numbers) else None
@@ -183,7 +183,7 @@ def _date(prediction: str, gold: str) -> bool | None:
 
 
 def _date_fields(text: str) -> list[int] | None:
-  """Returns a date's three numbers in their order, for either form of `_DATE`."""
+  """Returns a date's three numbers in order, for either form in `_DATE`."""
   match = _DATE.fullmatch(text)
   if match is None:
     return None
@@ -199,7 +199,7 @@ def _base(prediction: str, gold: str) -> bool | None:
   theirs = _in_base(gold)
   if ours is None or theirs is None or not (ours[1] or theirs[1]):
     return None
-  # The digits alone are compared: in which base is the question's business.
+  # If one side has no base, only the digits count: the question names the base.
   same_base = ours[1] == theirs[1] or not (ours[1] and theirs[1])
   return same_base and ours[0] == theirs[0]
 
@@ -220,8 +220,8 @@ def _in_base(text: str) -> tuple[str, int | None] | None:
 def without_false_units(text: str) -> str:
   r"""Braces a formula's last letters if math-verify would drop a variable as a unit.
 
-  `\pi r^2 h` is not `\pi r^2` measured in hours: a letter after a formula with another
-  variable is one more, and after a number the least likely units are variables too.
+  `\pi r^2 h` is not `\pi r^2` measured in hours: after a formula with a variable, a
+  letter is another variable; after a number, so are the least likely units.
   """
   match = _LAST_LETTERS.fullmatch(text)
   if match is None:

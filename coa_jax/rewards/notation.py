@@ -1,11 +1,11 @@
-r"""The many ways to write one number or formula, turned into one.
+r"""Turns the many ways to write a number or formula into one.
 
 math-verify reads LaTeX. Notations that it misreads are rewritten here first: `2 1/2`,
 `1 234`, `1e3`, `0.\overline{3}`, characters beyond ASCII. No computation here is long:
 an answer is hostile text, so every pattern is bounded, and an exponent has at most
 three digits.
 
-budget: tables of notations, most of it.
+budget: mostly notation tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
-# An honest final answer is short; a longer one is refused, not searched.
+# An honest final answer is short; a longer text is refused, not searched.
 MAX_CHARS = 1000
 
 # ---- characters ----------------------------------------------------------------------
@@ -92,12 +92,12 @@ _CJK_LABEL = re.compile(
 
 # ---- numbers inside a formula --------------------------------------------------------
 
-# Fields of digits are one number only as groups of three: `7 8` is not 78.
+# Digit fields are one number only in groups of three: `7 8` is not 78.
 _GROUPS = r"[1-9]\d{0,2}(?:\s\d{3})+"
 _GROUPED = re.compile(
   rf"(?<![\w.,^])(?<!\d\s)(?:{_GROUPS}|\d+\.\d{{3}}(?:\s\d{{3}})+)(?!\d|\s\d)"
 )
-# A blank of LaTeX between digits.
+# A LaTeX blank between digits.
 _BLANK = re.compile(r"(?<=\d)\\[,;: ]\s*(?=\d)")
 _MIXED = re.compile(
   rf"(?<![\w.,^/{{])(?<!\d\s)({_GROUPS}|\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.^/])"
@@ -223,7 +223,7 @@ def spelled_out(text: str) -> str:
   interval = _OUTWARD.fullmatch(text)
   if interval is not None:
     text = _interval(interval)
-  # The order matters: a blank of LaTeX (`1\,000`) is one for the patterns below it.
+  # The order matters: a LaTeX blank (`1\,000`) is a blank for the patterns below.
   text = _BARE_FRACTION.sub(_braced_fraction, text)
   text = _BLANK.sub(" ", text)
   text = _MIXED.sub(_mixed, text)
@@ -253,7 +253,7 @@ def _mixed(match: re.Match) -> str:
 
 
 def _repeating(match: re.Match) -> str:
-  # 0.1666...: before 0, once 1, block 6. Of the groups of a block one alone matched.
+  # 0.1666...: before 0, once 1, block 6. Only one block group matched.
   before, once, *blocks = match.groups(default="")
   block = "".join(blocks)
   digits = before + once
@@ -262,7 +262,7 @@ def _repeating(match: re.Match) -> str:
 
 
 def has_loose_fields(text: str) -> bool:
-  """Whether adjacent fields of digits are not one number."""
+  """Whether some adjacent digit fields are not one number."""
   return bool(_TWO_FIELDS.search(text))
 
 
@@ -284,17 +284,17 @@ _NUMBER = re.compile(
 
 
 def number(text: str) -> fractions.Fraction | None:
-  """The exact value of a plain number; None otherwise.
+  """Returns a plain number's exact value; None for other text.
 
-  Plain is an integer, decimal, fraction, mixed number, repeating decimal, or scientific
-  notation.
+  Plain numbers are integers, decimals, fractions, mixed numbers, repeating decimals and
+  scientific notation.
   """
   if len(text) > MAX_CHARS:
     return None
   text = text.strip().removeprefix("$")
   if _INTEGER.fullmatch(text):  # most answers
     return fractions.Fraction(int(text))
-  # Only text that does not match directly is rewritten: this takes many patterns.
+  # Only text without a direct match is rewritten: this takes many patterns.
   match = _NUMBER.fullmatch(text) or _NUMBER.fullmatch(spelled_out(text))
   if match is None:
     return None
@@ -327,10 +327,10 @@ def _size(match: re.Match) -> fractions.Fraction | None:
 
 
 def same_decimal(one: fractions.Fraction, other: fractions.Fraction) -> bool:
-  """Whether two numbers are equal up to a person's rounding of one of them.
+  """Whether two numbers are equal, allowing for a person's rounding.
 
-  Equal to six decimal places, as in math-verify. Below 0.01, where six places have few
-  digits, equal to a millionth of the larger one. Integers are exact.
+  They must agree to six decimal places, as in math-verify; below 0.01, where six places
+  have few digits, to a millionth of the larger number. Integers are exact.
   """
   if one == other:
     return True
@@ -362,8 +362,8 @@ _SCALED = re.compile(
   rf"(\S*[\d}}])((?:\s+{_SCALE})+)s?\b((?:\s+[A-Za-z]+)*)", re.IGNORECASE
 )
 # Words after a number that change its value. There are endless nouns, so these words
-# are listed and units are not; for a word missing here, the answer counts like the bare
-# number.
+# are listed and units are not; an answer with a word missing here counts as the
+# bare number.
 _NO_UNIT = re.compile(
   rf"""zero | one | two | three | four | five | six | seven | eight | nine | ten
   | eleven | twelve | (thir|four|fif|six|seven|eigh|nine)teen
@@ -387,7 +387,7 @@ _CJK_NO_UNIT = re.compile(
   "\u842c\u4ebf\u5104\u5146\u534a\u4e4b\u7684\u548c\u4e0e\u6216\u53c8\u70b9\u6210\u6298\u6253"
   "\u4f59\u591a\ub9cc\uc5b5\ucc9c\ubc31\uc2ed\ubc18]"
 )
-# Wrappers of the words after a number: `$5$ \text{ million}`.
+# Wrappers around the words after a number: `$5$ \text{ million}`.
 _WRAPPING = re.compile(
   r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|~|\\[ ,;:]|(?<!\\)\$"
 )
@@ -404,7 +404,7 @@ def without_words(text: str) -> str:
   if unit is None:
     return text
   if any(map(_NO_UNIT.fullmatch, unit[2].split())):
-    return plain  # wrapped, math-verify would pass over the words
+    return plain  # math-verify would skip wrapped words
   if number(unit[1]) is None:
     return text
   return unit[1]
@@ -423,7 +423,7 @@ def _written_out(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-  r"""The same without `$`, and with the content of `\text{}` in its place."""
+  r"""Removes `$`, and replaces each `\text{}` by its content."""
   return " ".join(_WRAPPING.sub(r" \1 ", text).split())
 
 
@@ -432,5 +432,5 @@ _INSIDE_PROSE = re.compile(r"\$|\\\(|\\\[|answer is", re.IGNORECASE)
 
 
 def is_prose(text: str) -> bool:
-  """True if a formula has to be searched for; False if the whole `text` is one."""
+  """True if a formula must be searched for; False if the whole `text` is a formula."""
   return bool(_INSIDE_PROSE.search(text))

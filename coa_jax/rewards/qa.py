@@ -1,16 +1,16 @@
 """Rewards for questions with short text answers.
 
 Normalisation, exact match and token F1 follow the SQuAD evaluation (Rajpurkar et al.
-2016, arXiv 1606.05250), after Unicode is normalised: NFC and NFKC, full-width and ASCII
-characters are the same, punctuation of any script and invisible characters are left
-out. Several answers are joined by `|` inside one `answer` span; the two readings are
-the released Chain-of-Agents ones (arXiv 2508.13167): training requires every part to be
-right, evaluation only the first. Either accepts a gold answer with its own `|` as a
-whole.
+2016, arXiv 1606.05250), after Unicode normalisation: NFC and NFKC, full-width and ASCII
+characters are the same; punctuation in any script and invisible characters are removed.
+Several answers are joined by `|` inside one `answer` span; the two rules are those
+released with Chain-of-Agents (arXiv 2508.13167): training requires every part to be
+right, evaluation only the first. Either rule accepts a gold answer with its own `|` as
+a whole.
 
-MuSiQue counts as SQuAD does. HotpotQA has one more rule, applied to all here, because
-the others have no yes/no questions: token F1 is 0 if only one side is yes, no or
-noanswer.
+MuSiQue scores like SQuAD. HotpotQA has one more rule, applied here to all data sets,
+because the others have no yes/no questions: token F1 is 0 if only one side is yes, no
+or noanswer.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ def _character(character: str) -> str:
 
 
 def match_key(text: str) -> str:
-  """The normalised text; matching answers have the same one.
+  """Returns the normalised text as a key; matching answers have the same key.
 
   If the normalised text is empty, the key is the articles ("A" may be a choice), or
-  else the characters ("%", "+"): SQuAD would call all of those equal.
+  else the characters ("%", "+"): SQuAD would call all such answers equal.
   """
   characters = unicodedata.normalize("NFKC", text).strip().lower()
   return normalize(text) or _plain(text) or characters
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:
-  """Whether the whole prediction is one of the answers after normalisation.
+  """Whether the whole prediction equals an answer after normalisation.
 
   Yes and no equal true and false if all answers are true or false.
   """
@@ -85,22 +85,22 @@ def exact_match(prediction: str, answers: Sequence[str]) -> bool:
 
 
 def parts(prediction: str) -> list[str]:
-  """The non-empty parts of a `|`-joined prediction, stripped."""
+  """Returns a `|`-joined prediction's non-empty parts, stripped."""
   stripped = map(str.strip, prediction.split(ANSWER_SEPARATOR))
   return [part for part in stripped if part]
 
 
 def every_part(prediction: str, answers: Sequence[str]) -> bool:
-  """The training form: there is a part, and each one is among the answers."""
+  """The training rule: there is a part, and each part is among the answers."""
   if exact_match(prediction, _joined(answers)):
     return True
-  # No part at all is not an answer, though `all` of none would be true.
+  # A text without parts is no answer, though `all` would be true.
   each = parts(prediction)
   return bool(each) and all(exact_match(part, answers) for part in each)
 
 
 def first_part(prediction: str, answers: Sequence[str]) -> bool:
-  """The evaluation form: the first part is among the answers."""
+  """The evaluation rule: the first part is among the answers."""
   if exact_match(prediction, _joined(answers)):
     return True
   each = parts(prediction)
@@ -108,7 +108,7 @@ def first_part(prediction: str, answers: Sequence[str]) -> bool:
 
 
 def every_part_f1(prediction: str, answers: Sequence[str]) -> float:
-  """The training form of token F1: the mean over the parts."""
+  """Token F1 for training: the mean over the parts."""
   whole = token_f1(prediction, _joined(answers))
   each = [token_f1(part, answers) for part in parts(prediction)]
   if not each:
@@ -131,7 +131,7 @@ def _joined(answers: Sequence[str]) -> list[str]:
 
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
-  """The best token F1 of the whole prediction against any answer, 0 to 1."""
+  """Returns the whole prediction's best token F1 against any answer, 0 to 1."""
   if exact_match(prediction, answers):
     return 1.0
   key = match_key(prediction)

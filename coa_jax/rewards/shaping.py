@@ -16,7 +16,7 @@ from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.runtime.fields import check_fields, choice
 
 FORMATS = ("product", "weighted", "none")
-# The largest cost of tool calls: below 1, a right answer is worth any number of them.
+# The maximum total tool cost: below 1, so a right answer is worth any number of calls.
 MAX_TOOL_COST = 0.5
 
 
@@ -25,8 +25,8 @@ class OverlongConfig:
   """Config section `reward.shaping.overlong`: DAPO's soft penalty, in tokens.
 
   Attributes:
-    limit: tokens after the prompt, observations included, at which it is -1.
-    buffer: tokens before the limit over which it grows from 0.
+    limit: tokens after the prompt (observations too) at which the penalty is -1.
+    buffer: tokens before the limit over which the penalty grows from 0.
   """
 
   limit: int
@@ -61,7 +61,7 @@ class ToolCostConfig:
   """Config section `reward.shaping.tool_cost`.
 
   Attributes:
-    per_call: penalty of one call, at most 0.5; all calls together cost at most 0.5.
+    per_call: penalty per call, at most 0.5; all calls together cost at most 0.5.
   """
 
   per_call: float
@@ -116,10 +116,10 @@ def _check_weight(value: float, name: str, field: str = "weight") -> None:
 
 
 def correctness(config: ShapingConfig, parts: dict[str, float]) -> float:
-  """How right an attempt is, from 0 to 1, by the parts of its reward.
+  """Returns how right an attempt is, from 0 to 1, given its reward parts.
 
   Penalties and a weighted format do not count. With format='product' an answer in a
-  broken format earns nothing, so it is not right.
+  broken format earns nothing, so the attempt is not right.
   """
   if config.format == "product":
     return parts["answer"] * parts["format"]
@@ -129,7 +129,7 @@ def correctness(config: ShapingConfig, parts: dict[str, float]) -> float:
 def shape(
   config: ShapingConfig, answer: float, trajectory: Trajectory, variant: Variant
 ) -> tuple[float, dict[str, float]]:
-  """Returns a trajectory's reward, and its parts; the answer's verdict is from 0 to 1.
+  """Returns a trajectory's reward and its parts; `answer` is the verdict, 0 to 1.
 
   The parts are `answer` and `format`, from 0 to 1, and the config's penalties
   `overlong`, `repetition` and `tool_cost`, each at most 0.
@@ -159,7 +159,7 @@ def overlong(config: OverlongConfig, trajectory: Trajectory) -> float:
 
   0 up to limit - buffer tokens, then linear down to -1 at the limit and beyond.
   """
-  # The prompt is not the policy's doing; observations of its calls are.
+  # The policy's calls cause the observations; the prompt is not the policy's doing.
   length = trajectory.usage.generated + trajectory.usage.observation
   over = (length - (config.limit - config.buffer)) / config.buffer
   return -min(max(over, 0.0), 1.0)
@@ -182,5 +182,5 @@ def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
 
 
 def tool_cost(config: ToolCostConfig, trajectory: Trajectory) -> float:
-  """The cost of the calls."""
+  """The tool-cost term; see `ToolCostConfig`."""
   return -min(config.per_call * len(trajectory.calls), MAX_TOOL_COST)

@@ -1,1 +1,1 @@
-"""Tokens out of the model, tools in between."""
+"""Rollouts: samples trajectories from the model and runs their tool calls."""

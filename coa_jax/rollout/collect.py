@@ -1,20 +1,20 @@
 """Collects each RL step's batch: on-policy, or ahead of the learner.
 
-Groups (attempts at one task) are numbered; a step takes them in the order of their
-numbers, so no short trajectory overtakes a long one.
+Groups (attempts at one task) are numbered, and each step takes them in number order, so
+short trajectories never overtake long ones.
 
-* `staleness=0`, on-policy: a step submits a round of groups under its own policy, and
-  waits for all of them; with dynamic sampling (DAPO, arXiv 2503.14476) it may take
-  several rounds.
-* `staleness=n`, asynchronous: groups are played while the learner learns. Running
-  trajectories switch to a newer policy, and every token records its sampling version
-  (PipelineRL, arXiv 2509.19128). A group is submitted only if it will be learnt in
-  time, however slow it is: no token is then older than n updates, and nothing played is
-  discarded.
+* `staleness=0`, on-policy: a step submits a round of groups under its own policy and
+  waits for all of them; dynamic sampling (DAPO, arXiv 2503.14476) may take several
+  rounds.
+* `staleness=n`, asynchronous: groups are played while the learner trains. Running
+  trajectories switch to each newer policy, and every token records the policy version
+  that sampled it (PipelineRL, arXiv 2509.19128). A group is submitted only if it is
+  certain to be learnt in time, however slow it is: no token is then older than n
+  updates, and no trajectory is discarded as too old.
 
-Of P processes each plays every P-th group; then all exchange their trajectories.
+Each of P processes plays every P-th group; then all exchange their trajectories.
 
-budget: start, take and resume of groups are one invariant.
+budget: starting, taking and resuming groups share one invariant.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Submitted:
 
 
 class RolloutCollector:
-  """Submits groups as far ahead as the config allows, and takes them in their order."""
+  """Submits groups as far ahead as the config allows, and takes them in order."""
 
   def __init__(
     self,
@@ -69,26 +69,26 @@ class RolloutCollector:
     cursor: dict[str, Any] | None = None,
     until_done: Callable[[Sequence[Future]], None] = lambda futures: None,
   ):
-    """Nothing is played before there is a policy.
+    """Prepares the collector; no group starts before there is a policy.
 
     budget: every argument is documented.
 
     Args:
-      worker: plays; nobody else may use it until this is closed.
+      worker: plays the groups; no one else may use it until `close`.
       task_sampler: chooses each group's task.
-      toolbox: answers the calls.
-      config: what a step takes.
-      has_reward_variance: keep_G of groups: whether the rewards, before penalties,
-        differ.
-      steps: the whole run's; no group beyond the last step starts.
-      seed: of all sampling.
+      toolbox: answers tool calls.
+      config: section `algo.sampling`.
+      has_reward_variance: returns keep_G for groups: whether a group's rewards, before
+        penalties, differ.
+      steps: steps in the whole run; no group for a later step starts.
+      seed: seed for all sampling.
       step: updates made so far.
-      cursor: of the last step's batch; empty at a run's beginning.
-      until_done: waits for this process's groups, or ends the run; all processes call
+      cursor: the last step's `RolloutBatch.cursor`; empty or None at a run's beginning.
+      until_done: waits for this process's groups or ends the run; every process calls
         it before each exchange.
 
     Raises:
-      ValueError: a task of the resumed run is missing.
+      ValueError: a task begun by the interrupted run is missing now.
     """
     self._worker = worker
     self._task_sampler = task_sampler
@@ -98,7 +98,7 @@ class RolloutCollector:
     self._has_reward_variance = has_reward_variance
     self._seed = seed
     self._until_done = until_done
-    # On-policy, groups are taken a round at a time.
+    # On-policy, a step takes groups one round at a time.
     self._round = config.round_prompts or config.prompts
     self._most = config.rounds * self._round
 
@@ -107,22 +107,22 @@ class RolloutCollector:
     gone = set(cursor["unfinished"]) - by_id.keys() - {None}
     if gone:
       raise ValueError(f"task {min(gone)!r} was begun and is not among the tasks now")
-    self._resumed: dict[int, Task] = {}  # what an earlier process had begun
+    self._resumed: dict[int, Task] = {}  # begun before the interruption
     for n, task_id in enumerate(cursor["unfinished"], cursor["group"]):
       if task_id is not None:
         self._resumed[n] = by_id[task_id]
     task_sampler.restore(cursor["draw"])
 
-    self._step = step  # which takes next, or takes now
+    self._step = step  # the current step, or the next one between steps
     self._num_kept = 0  # groups kept by this step so far
-    self._num_taken = 0  # groups taken
-    self._head = cursor["group"]  # the number of the group to be taken next
+    self._num_taken = 0  # groups taken by this step so far
+    self._head = cursor["group"]  # number of the next group to take
     self._processes = jax.process_count()
     self._process = jax.process_index()
-    # The number to be submitted next: of this process's own, every P-th.
+    # Number of this process's next group to submit: it submits every P-th.
     self._next = self._head + (self._process - self._head) % self._processes
-    self._groups: dict[int, _Submitted] = {}  # submitted, and not taken yet
-    self._version = -1  # the engine's policy version
+    self._groups: dict[int, _Submitted] = {}  # submitted, not taken yet
+    self._version = -1  # the engine's policy version; -1 for none
 
   def __enter__(self) -> RolloutCollector:
     return self
@@ -144,9 +144,10 @@ class RolloutCollector:
     return self._config.staleness > 0
 
   def set_policy(self, params: Any, version: int) -> None:
-    """Gives the engine the policy after `version` updates, and submits due groups.
+    """Gives the engine the policy after `version` updates.
 
-    Asynchronous rollouts get a copy, for the learner may donate its own.
+    If asynchronous, copies the parameters, because the learner may donate its own, and
+    submits due groups.
     """
     if version != self._version:
       if self.asynchronous:
@@ -169,7 +170,7 @@ class RolloutCollector:
 
     Raises:
       RuntimeError: a token is older than allowed (an internal error).
-      BaseException: a failure of the engine, a tool or a grader.
+      BaseException: the engine, a tool or a grader failed.
     """
     began = time.monotonic()
     before = self._worker.engine.timings
@@ -194,10 +195,10 @@ class RolloutCollector:
       batch.groups += groups
       self._num_kept += len(groups)
       self._num_taken = batch.num_groups
-    # On-policy the last round may have brought too many.
+    # On-policy, the last round may have brought too many groups.
     batch.groups = batch.groups[: config.prompts]
 
-    # --- The next step's groups may start, and the policy's memory may be freed.
+    # --- Start the next step's groups, or free the policy's memory.
     self._step = step + 1
     self._num_kept = 0
     self._num_taken = 0
@@ -224,7 +225,7 @@ class RolloutCollector:
   ) -> list[Trajectory]:
     """Returns a greedy attempt at each task, by the policy after `step` updates.
 
-    Asynchronous rollouts continue meanwhile; these attempts precede waiting ones.
+    Asynchronous rollouts continue meanwhile; these attempts precede waiting episodes.
     """
     self.set_policy(params, step)
     futures = {}
@@ -235,7 +236,7 @@ class RolloutCollector:
         futures[i] = self._worker.submit(episode, first=True, evaluation=True)
     self._until_done(list(futures.values()))
     played = [(i, future.result()) for i, future in futures.items()]
-    # Every P-th of each process: back into the order of the tasks.
+    # Each process has every P-th attempt: restore the task order.
     everywhere = dict(gather_trajectories(played))
     return [everywhere[i] for i in range(len(tasks))]
 
@@ -251,7 +252,7 @@ class RolloutCollector:
     # On-policy a round waits for its policy.
     if not self.asynchronous:
       return self._version == self._step and ahead < self._round
-    # The worst case: its last possible step, for any number kept until then.
+    # The worst case: the latest step that may take it, however many groups are kept.
     step = self._step + steps_until(
       ahead,
       kept_left=self._config.prompts - self._num_kept,
@@ -266,7 +267,7 @@ class RolloutCollector:
     task = self._resumed.pop(number, None)
     if task is None:
       task = self._task_sampler.task(number, self._step)
-    # --- The keys of its randomness: on-policy a seed a round, else one for all.
+    # --- Randomness keys: on-policy one seed per round, else one seed for all groups.
     seed = self._seed
     first = number * config.samples
     if not self.asynchronous:
@@ -274,13 +275,13 @@ class RolloutCollector:
       mixed = np.random.SeedSequence((self._seed, number_of_round))
       seed = int(mixed.generate_state(1)[0])
       first = number_in_round * config.samples
-    # --- The attempts: made first, so that the engine gets them consecutively.
+    # --- The attempts: all made first, so that the engine gets them consecutively.
     episodes = []
     for k in range(config.samples):
       attempt = Attempt(
         task, k, seed, first + k, config.temperature, version=self._version
       )
-      # An interrupted run may have submitted it under another version.
+      # An interrupted run may have submitted the attempt under another version.
       within = config.staleness
       episode = self._worker.episode(attempt, self._toolbox, (number, k), within)
       episodes.append(episode)
@@ -288,10 +289,10 @@ class RolloutCollector:
     self._groups[number] = _Submitted(episodes, futures)
 
   def _take(self) -> tuple[list[Group], list[Trajectory]]:
-    """Waits for the next groups, a round or one of each process.
+    """Waits for the next groups: on-policy a round, else at most one per process.
 
     Returns:
-      The groups; and this process's trajectories in them.
+      The groups, and this process's trajectories in them.
     """
     if self.asynchronous:
       left = min(self._config.prompts - self._num_kept, self._most - self._num_taken)
@@ -303,7 +304,7 @@ class RolloutCollector:
     mine = [n for n in numbers if n % self._processes == self._process]
     self._until_done([future for n in mine for future in self._groups[n].futures])
     for n in mine:
-      # Results first: a group that fails stays, for `close` to drop.
+      # Results first: a failed group stays, so that `close` drops it.
       own += [(n, future.result()) for future in self._groups[n].futures]
       del self._groups[n]
     self._head += count
@@ -314,12 +315,12 @@ class RolloutCollector:
 
   def _cursor(self) -> dict[str, Any]:
     """Returns the next step's cursor; see `RolloutBatch`."""
-    # --- Begun here: running groups, and those begun by an earlier process.
+    # --- Known here: running groups, and resumed groups not submitted yet.
     task_ids = [(n, group.episodes[0].task.id) for n, group in self._groups.items()]
     for n, task in self._resumed.items():
       if n >= self._head:  # else another process has played it since
         task_ids.append((n, task.id))
-    # --- Begun anywhere.
+    # --- All processes' unfinished groups.
     everywhere: dict[int, str] = {}
     for part in gather_json(task_ids):
       everywhere.update(part)
@@ -331,7 +332,7 @@ class RolloutCollector:
     }
 
   def _off_policy_figures(self, groups: list[Group], step: int) -> dict[str, float]:
-    """Returns metrics of the tokens' age in a step, in updates."""
+    """Returns metrics of a step's token ages, in updates."""
     tokens_by_age = ages(groups, step) or {0: 1}
     oldest = max(tokens_by_age)
     if oldest > self._config.staleness:
@@ -347,30 +348,30 @@ class RolloutCollector:
 def steps_until(
   ahead: int, kept_left: int, taken_left: int, config: SamplingConfig
 ) -> int:
-  """Returns how many steps from now a group is taken, at the latest.
+  """Returns the maximum number of steps until a group is taken; 0: in this step.
 
-  Later events never increase it: a step that drops groups only brings the others
-  forward.
+  Later events never increase this number: a step that drops groups only brings the
+  others forward.
 
   Args:
-    ahead: groups taken before it.
-    kept_left: groups still to be kept by this step.
-    taken_left: groups it may still take.
-    config: what a step takes.
+    ahead: groups taken before this one.
+    kept_left: groups this step still has to keep.
+    taken_left: groups this step may still take.
+    config: section `algo.sampling`.
   """
   left = min(kept_left, taken_left)
   if ahead < left:
     return 0
-  # A later step takes at least this many: it ends with `prompts` kept or `most` taken.
+  # A later step takes at least this many: it ends at `prompts` kept or `most` taken.
   most = config.rounds * (config.round_prompts or config.prompts)
   return 1 + (ahead - left) // min(config.prompts, most)
 
 
 def ages(groups: Sequence[Group], step: int) -> dict[int, int]:
-  """Counts sampled tokens of graded trajectories by updates since, at this step."""
+  """Counts graded trajectories' sampled tokens by their age, in updates, at a step."""
   out: collections.Counter[int] = collections.Counter()
   for t in itertools.chain.from_iterable(groups):
-    if t.reward is None:  # it has left its group: not trained on
+    if t.reward is None:  # has left its group: not trained on
       continue
     for version, count in t.versions:
       out[step - version] += count

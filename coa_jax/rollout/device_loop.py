@@ -1,8 +1,8 @@
-"""The device loop of one replica: prefill and windows, dispatched and read.
+"""One replica's device loop: dispatches prefills and windows, and reads windows.
 
-An accelerator gets the next window before the last one is read, so that it never waits
-for Python. Continuing slots need no host; slots stopped in the last window miss the one
-in flight. The scheduler chooses a window's slots.
+An accelerator gets its next window before the host reads the last one, so it never
+waits for Python. Continuing slots need nothing from the host; slots stopped in the last
+window miss the window in flight. The scheduler chooses each window's slots.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Window:
   """A dispatched window, until its episodes are updated.
 
   Attributes:
-    slots: slots that may sample in it, as far as the host knows.
-    version: of the policy.
+    slots: slots that may sample in the window, as far as the host knows.
+    version: the policy's version.
     dispatched: time of dispatch, monotonic seconds.
-    state: of all slots after it; on the device until it is read.
-    out: the sampled tokens; likewise.
-    is_read: whether the device has finished it, and `DeviceLoop.state` includes it.
+    state: all slots' state after the window; on the device until read.
+    out: the sampled tokens; on the device until read.
+    is_read: whether the device has finished and `DeviceLoop.state` has the result.
   """
 
   slots: set[int]
@@ -48,13 +48,13 @@ class Window:
 
 
 class DeviceLoop:
-  """A replica's device state, and its programs.
+  """A replica's device state and programs.
 
   Attributes:
     cache: the slots' cache; None until there is a policy.
     state: the slots' state as known to the host: after the last read window.
     windows: windows not yet delivered to their episodes, the oldest first.
-    timings: its seconds by phase.
+    timings: the replica's seconds by phase.
     compiles_ahead: whether all programs are compiled before the first episode.
   """
 
@@ -67,15 +67,15 @@ class DeviceLoop:
     constraint: Constraint | None = None,
     own_top_p: bool = False,
   ):
-    """Puts the tables on the device; the cache is allocated with the first policy.
+    """Puts the automaton on the device; the first policy allocates the cache.
 
     Args:
       model: the decoding architecture, with unrolled layers.
       automaton: the stop conditions.
       config: slots, window and limits.
-      partitioner: the replica's, one of `Partitioner.replicas`.
+      partitioner: the replica's; one of `Partitioner.replicas`.
       constraint: the allowed tokens; all if None.
-      own_top_p: whether episodes may have their own top_p, in other programs.
+      own_top_p: whether episodes may have their own top_p, which needs other programs.
     """
     self.model = model
     self.config = config
@@ -83,11 +83,11 @@ class DeviceLoop:
     self._partitioner = partitioner
     self._on = partitioner.platform
     on_cpu = self._on == "cpu"
-    # Windows dispatched before the first is read: with 2 the device need not wait for
-    # the host, but a stopped slot misses a window. A CPU computes on Python's own cores
-    # and gains nothing.
+    # Maximum windows dispatched before the first is read: with 2 the device need not
+    # wait for the host, but a stopped slot misses a window. A CPU computes on Python's
+    # own cores and gains nothing.
     self._most_in_flight = 1 if on_cpu else 2
-    # A CPU's cache grows: few of the programs for all its sizes are used.
+    # A CPU's cache grows, and few programs for its possible sizes are ever used.
     self.compiles_ahead = not on_cpu
     self._page_counts: list[int] = []
     self._own_top_p = own_top_p
@@ -100,7 +100,7 @@ class DeviceLoop:
       automaton.stop_SC,
       constraint=TokenMask.of(constraint),
     )
-    # Small, and read at every token: replicated on the replica's devices.
+    # Small and read at every token, so replicated on all the replica's devices.
     self._whole = partitioner.sharding("")
     self._tables = jax.device_put(tables, self._whole)
     self._join = jax.jit(sampler.join, out_shardings=self._whole)
@@ -125,8 +125,8 @@ class DeviceLoop:
     )
     self._params: Any = None
     self._version = 0
-    self._window_seconds = 0.0  # of the last read window
-    self._window_ended = 0.0  # its end
+    self._window_seconds = 0.0  # the last read window's duration
+    self._window_ended = 0.0  # the last read window's end
     self._waited_until = 0.0  # end of the last wait for tools
     # Start of the device's known idle time.
     self._idle_since: float | None = None
@@ -137,19 +137,19 @@ class DeviceLoop:
       self._make_cache(policy)
     if policy is not self._params:
       self._params = policy
-      # The older policy filled the cache: running episodes continue with it, but no new
-      # one starts with it.
+      # The older policy filled the cache: running episodes continue with this cache,
+      # but no new episode starts from it.
       self.cache.forget_prompts()
     self._version = version
 
   def _make_cache(self, policy: Any) -> None:
-    """Allocates the pages; compiles their programs before the first time."""
+    """Allocates the cache; compiles programs ahead for a new number of pages."""
     config = self.config
     counts = slot_cache.page_counts(
       self.model, config.slots, config.max_len, config.memory, self._partitioner
     )
-    # Another number of pages needs other programs. A device's free memory varies a
-    # little from step to step: the number is kept if there is room.
+    # A new number of pages needs new programs, and a device's free memory varies a
+    # little from step to step: the old number is kept if there is room.
     if self._page_counts and self._page_counts[-1] <= counts[-1]:
       counts = self._page_counts
     self.cache = SlotCache(
@@ -162,7 +162,7 @@ class DeviceLoop:
     self._page_counts = counts
 
   def _lower(self, call: programs.DeviceCall, policy: Any) -> jax.stages.Lowered:
-    """Traces a program with its later arguments."""
+    """Lowers a program with arguments like those of later calls."""
     table_BC = np.full((call.rows, call.blocks), -1, np.int32)
     token_BT = np.zeros((call.rows, call.tokens), np.int32)
     model = (self.model, policy, self.cache.kv)
@@ -182,16 +182,16 @@ class DeviceLoop:
     )
 
   def free(self, slot: int) -> None:
-    """Takes a slot out of all windows, and its pages away."""
+    """Removes a slot from all windows, and releases its pages."""
     self.state.active_B[slot] = False
     for window in self.windows:
       window.slots.discard(slot)
     self.cache.release(slot)
 
   def prefill(self, rows: list[Prefill]) -> None:
-    """Runs tokens, as many rows at once as there are, in pieces."""
+    """Prefills rows in pieces, as many rows per call as fit."""
     began = time.monotonic()
-    # Pieces of one length bucket run together; a slot's later ones after its first.
+    # Pieces in one length bucket run together; a slot's pieces run in order.
     turns: dict[int, dict[int, list[Prefill]]] = {}
     most = paging.PIECE
     for row in rows:
@@ -210,12 +210,12 @@ class DeviceLoop:
     self.timings.decode += time.monotonic() - began
 
   def _prefill_batch(self, pieces: list[Prefill], length: int, rows: int) -> None:
-    """Runs pieces, padded to a length, as rows of one call, padded with unused rows."""
+    """Prefills pieces in one call, padded to `length` tokens and to a row bucket."""
     R = programs.row_bucket(len(pieces), rows, self._on)
     end = max(piece.start + len(piece.ids) for piece in pieces)
     blocks = programs.block_bucket(end, self.config.max_len, self._on)
     table_BC = self.cache.table_BC[:, :blocks]
-    # Unused rows have no pages: they are not written.
+    # Unused rows have no pages, so they write nothing.
     table_RC = np.full((R, table_BC.shape[1]), -1, np.int32)
     token_RT = np.zeros((R, length), np.int32)
     start_R = np.zeros(R, np.int32)
@@ -241,10 +241,10 @@ class DeviceLoop:
     )
 
   def dispatch(self, slots: set[int], forced_BW: np.ndarray) -> None:
-    """Gives the device a window.
+    """Dispatches a window to the device.
 
     Args:
-      slots: its sampling slots; they have pages for all of it.
+      slots: the window's sampling slots; they have pages for all its tokens.
       forced_BW: ids taken instead of sampling; -1 to sample.
     """
     self._count_idle()
@@ -265,10 +265,10 @@ class DeviceLoop:
     self.timings.decode += time.monotonic() - began
 
   def _after_last(self) -> sampler.SamplerState:
-    """Returns the slots for the device: as left by the last window, for those in it."""
+    """Returns the slots' state for the device: an unread window's, else the host's."""
     if self._most_in_flight == 1:
       return self.state
-    # A copy: the host continues while the device reads it.
+    # A copy: the host goes on while the device reads it.
     host = jax.device_put(jax.tree.map(np.copy, self.state), self._whole)
     last = host
     goes_on_B = np.zeros(self.config.slots, bool)
@@ -282,8 +282,8 @@ class DeviceLoop:
     now = time.monotonic()
     last = self.windows[-1] if self.windows else None
     if last and not last.is_read and last.out.count_B.is_ready():
-      # It ended unobserved: the previous one took about as long. Then came waits for
-      # tools.
+      # The window ended unobserved: the previous one took about as long. Waits for
+      # tools are counted as the tools'.
       self._idle_since = max(
         self._window_ended + self._window_seconds, self._waited_until
       )
@@ -296,7 +296,7 @@ class DeviceLoop:
     return sum(not w.is_read and slot in w.slots for w in self.windows)
 
   def read(self, most: int | None = None) -> None:
-    """Waits for windows in flight; their slots have the state after the last."""
+    """Waits for the oldest `most` windows, all if None, and updates `state`."""
     for i, window in enumerate(self.windows[:most]):
       if window.is_read:
         continue
@@ -330,14 +330,14 @@ class DeviceLoop:
     return self.windows[0].is_read or not sampling or enough
 
   def take(self) -> Window:
-    """Returns the oldest window, read."""
+    """Reads, removes and returns the oldest window."""
     self.read(1)
     return self.windows.pop(0)
 
   def patience(self) -> float:
-    """Returns a round's maximum wait for tools with active slots, in seconds."""
+    """Returns how many seconds a round may wait for tools while slots are active."""
     # Most tools answer in far less than a window's time, and a slot that just misses
-    # one idles through it: a short wait pays.
+    # a window idles through it: a short wait pays.
     if self.windows:  # the device is busy meanwhile
       until = self._window_ended + self._window_seconds / 2
       return max(0.0, until - time.monotonic())

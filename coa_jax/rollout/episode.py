@@ -1,7 +1,7 @@
 """A running trajectory: prompt, sampled spans, tool calls, observations.
 
-An episode converts sampled tokens to protocol objects and back; only here tokens meet
-tools.
+An episode converts sampled tokens to segments and tool calls, and observations back to
+tokens; only this module connects tokens with tools.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EpisodeConfig:
     max_calls: maximum tool calls per trajectory.
     tool_seconds: maximum tool time per trajectory, seconds.
     observation_tokens: maximum tokens per observation, tags included.
-    context: several contexts for trajectories longer than one.
+    context: splits trajectories longer than one context into several.
   """
 
   variant: Variant
@@ -58,8 +58,8 @@ class CoAEpisode(Episode):
   """One attempt at one task, driven by an engine.
 
   Attributes:
-    continues: whether it ended in the engine to be submitted again: `start` then
-      returns the next context.
+    continues: whether to submit the episode again: `start` then returns the next
+      context.
   """
 
   continues = False
@@ -74,9 +74,9 @@ class CoAEpisode(Episode):
     """Renders the prompt.
 
     Args:
-      attempt: the task, and the key of the sampling.
+      attempt: the task and its sampling key.
       tokenizer: the model's.
-      toolbox: answers the calls.
+      toolbox: answers tool calls.
       config: the episodes' common settings.
     """
     self.task = task = attempt.task
@@ -86,13 +86,13 @@ class CoAEpisode(Episode):
     self.tokenizer = tokenizer
     self.toolbox = toolbox
     self.config = config
-    self._versions: list[int] = []  # sampled in this turn
+    self._versions: list[int] = []  # one per id sampled in this turn
     self._turn = ""  # policy text since the last observation
     self._marker = tokenizer.encode_observation(REMOVED)
     self._began = time.monotonic()
     self._tool_seconds = 0.0
     self._code_session = toolbox.code_session()
-    if self._code_session is not None:  # of an episode dropped midway
+    if self._code_session is not None:  # closed even if the episode is dropped
       weakref.finalize(self, self._code_session.close).atexit = False
     # The task's fields for readers of trajectories.
     meta = {
@@ -105,9 +105,9 @@ class CoAEpisode(Episode):
     self.trajectory = Trajectory(task.id, prompt, sample=attempt.sample, meta=meta)
 
   def start(self) -> list[int]:
-    """Returns the ids of the prompt, chat template included, or of the next context.
+    """Returns the prompt's ids, chat template included, or the next context's.
 
-    The trajectory's seconds count from the first call on.
+    The trajectory's time starts with the first call.
     """
     if self.opening:
       return _ids(self.trajectory.split()[-1].segments)
@@ -157,7 +157,7 @@ class CoAEpisode(Episode):
     return self.toolbox.submit(name, content, left, self._code_session)
 
   def observed(self, result: ToolCall) -> list[int] | None:
-    """Appends the observation of a finished call. See `Episode`."""
+    """Appends a finished call's observation. See `Episode`."""
     t = self.trajectory
     text = self.tokenizer.cut_observation(result.result, self.config.observation_tokens)
     result = dataclasses.replace(result, result=text)  # the record has the text as read
@@ -165,13 +165,13 @@ class CoAEpisode(Episode):
     t.usage.tool_calls += 1
     # All calls count, failed ones too: the limit bounds a slot's idle time.
     self._tool_seconds += result.seconds
-    # Not the policy's fault: the attempt is not evidence about it.
+    # Not the policy's fault, so the attempt is no evidence about the policy.
     if result.status == CallStatus.INFRASTRUCTURE:
       return self._finish(Status.INFRASTRUCTURE)
     if self._tool_seconds >= self.config.tool_seconds:
       return self._finish(Status.TOOL_FAILED)
-    # A tool's words become tokens only here; their author is the tool, so that they are
-    # never trained on and never end the episode.
+    # Tool text becomes tokens only here, with the tool as author, so it is never
+    # trained on and never ends the episode.
     segment = self.tokenizer.encode_observation(text)
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)
@@ -179,12 +179,12 @@ class CoAEpisode(Episode):
     following = leave_context(t, self.config.context, self._marker)
     if following is None:
       return segment.ids
-    # --- The next context, which the engine takes as another episode.
+    # --- The next context, which the engine plays like another episode.
     t.usage.prompt += len(_ids(following[:-1]))
     t.usage.model_calls += 1
     self.opening = grammar_parts(following)
     self.continues = True
-    # Another seed: a place of the next context must not draw what this one's drew.
+    # Another seed: the next context's positions must not repeat this one's draws.
     self.seed = (self.seed + _SEEDS_APART) % 2**32
     return None
 
@@ -195,7 +195,7 @@ class CoAEpisode(Episode):
     self._finish(Status.TRUNCATED)
 
   def lost(self) -> None:
-    """Ends the episode after an engine failure; it leaves its group."""
+    """Ends the episode after an engine failure; its trajectory leaves its group."""
     self._finish(Status.INFRASTRUCTURE)
 
   def _finish(self, status: Status) -> None:
@@ -214,7 +214,7 @@ def _ids(segments: Iterable[Segment]) -> list[int]:
 def _refused(
   name: str, arguments: str, reason: str
 ) -> concurrent.futures.Future[ToolCall]:
-  """A call answered without a tool."""
+  """Answers an invalid call with an error, without a tool."""
   call = ToolCall(name, arguments, f"error: {reason}", CallStatus.MODEL)
   future: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
   future.set_result(call)
@@ -222,10 +222,10 @@ def _refused(
 
 
 class Replay(Episode):
-  """A context run again over its own tokens, for their log-probs; see `Episode`."""
+  """Replays a context's own tokens for their log-probs; see `Episode`."""
 
   def __init__(self, trajectory: Trajectory, sequence: int, temperature: float):
-    """Args: a trajectory of one context, its place among all, the sampling's."""
+    """Takes a one-context trajectory, its number among all, and the temperature."""
     self.task_id = trajectory.task_id
     self.seed = 0  # every token is forced
     self.sequence = sequence
@@ -234,7 +234,7 @@ class Replay(Episode):
     self.opening = grammar_parts(
       itertools.takewhile(lambda s: s.author != Author.POLICY, trajectory.segments)
     )
-    # Prefilled and sampled tokens, interleaved.
+    # Each turn's prefilled ids and sampled ids.
     self._turns: list[tuple[list[int], list[int]]] = []
     for s in trajectory.segments:
       sampled = s.author == Author.POLICY
@@ -243,11 +243,11 @@ class Replay(Episode):
       self._turns[-1][sampled].extend(s.ids)  # 0 prefilled, 1 sampled
 
   def start(self) -> list[int]:
-    """The prompt's ids."""
+    """Returns the prompt's ids."""
     return self._turns[0][0]
 
   def forced(self) -> list[int]:
-    """Returns the ids sampled in this turn."""
+    """Returns the ids originally sampled in this turn."""
     return self._turns[0][1]
 
   def sampled(
@@ -256,7 +256,7 @@ class Replay(Episode):
     """Keeps the log-probs.
 
     Raises:
-      ValueError: the tokens differ from the trajectory's: it stops elsewhere.
+      ValueError: decoding stops at another token than the trajectory did.
     """
     if ids != self._turns.pop(0)[1]:
       raise self._elsewhere()
@@ -273,11 +273,11 @@ class Replay(Episode):
     return result
 
   def out_of_room(self) -> None:
-    """Under a shorter `max_len` than then."""
+    """Refuses a `max_len` shorter than when the trajectory was sampled."""
     raise self._elsewhere()
 
   def lost(self) -> None:
-    """Our own sampler loses nothing, and only it replays."""
+    """Is never called: only our own sampler replays, and it loses no episode."""
     raise self._elsewhere()
 
   def _elsewhere(self) -> ValueError:

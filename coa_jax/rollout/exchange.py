@@ -12,17 +12,17 @@ import numpy as np
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.runtime.processes import gather_bytes
 
-# A segment's lists sent as arrays, and their types; log-probs stay bit-identical.
+# Segment lists sent as arrays, with their dtypes; log-probs stay bit-identical.
 _LISTS = {"ids": np.int32, "versions": np.int32, "logps": np.float64}
 
 Numbered = list[tuple[int, Trajectory]]
 
 
 def gather_trajectories(own: Sequence[tuple[int, Trajectory]]) -> Numbered:
-  """Returns the trajectories of all processes, by process; all have to call this.
+  """Returns all processes' trajectories, in process order; all must call this.
 
   Args:
-    own: played by this process: (a number, a trajectory). These are returned uncopied.
+    own: this process's (number, trajectory) pairs; returned uncopied.
   """
   if jax.process_count() == 1:
     return list(own)
@@ -33,7 +33,7 @@ def gather_trajectories(own: Sequence[tuple[int, Trajectory]]) -> Numbered:
 
 
 def to_bytes(numbered: Sequence[tuple[int, Trajectory]]) -> bytes:
-  """Serializes trajectories: JSON, and compact arrays of per-token values."""
+  """Serializes trajectories as JSON, with per-token values in compact arrays."""
   rows = []
   lengths = []
   values: dict[str, list[int | float]] = {name: [] for name in _LISTS}

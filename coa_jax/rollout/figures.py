@@ -1,6 +1,6 @@
 """Metrics of an RL step's trajectories.
 
-Each is a sum over trajectories, or the ratio of two.
+Each metric is a sum over trajectories, or a ratio of two sums.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory
 from coa_jax.rewards import shaping
 from coa_jax.rollout.types import RolloutBatch
 
-# A tool call, think or plan written twice.
+# Detects a tool call, think or plan written twice.
 _TWICE = shaping.RepetitionConfig(weight=1.0)
-# Sums over the tokens of a role, before its name.
+# Prefixes of sums' names; the role follows, or the failed calls' status.
 _LOGP = "logp_"
 _SAMPLED = "sampled_"
 _FAILED = "failed_calls_"
 
 
 def _sums_of(t: Trajectory) -> dict[str, float]:
-  """Returns a trajectory's summands of the metrics, by name."""
+  """Returns a trajectory's terms in the metrics' sums, by name."""
   sums = {
     "generated": t.usage.generated,
     "total": t.usage.total,
@@ -42,7 +42,7 @@ def _sums_of(t: Trajectory) -> dict[str, float]:
   logps = collections.defaultdict(list)
   for segment in t.segments:
     role = segment.role or "text"
-    # One curve for all tools: of each alone there are few tokens in a step.
+    # One curve for all tools: each tool alone has few tokens in a step.
     if segment.role in roles.TOOLS:
       role = "tool"
     logps[role] += segment.logps
@@ -54,7 +54,7 @@ def _sums_of(t: Trajectory) -> dict[str, float]:
 
 
 def describe(rollouts: RolloutBatch) -> dict[str, float]:
-  """Returns the metrics of one step's rollouts, kept or not."""
+  """Returns the metrics of a step's rollouts, kept or not."""
   played = rollouts.played
   count = len(played)
 
@@ -89,20 +89,20 @@ def describe(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def mean_graded(values: Iterable[float | None]) -> float:
-  """Returns the mean of graded values: an infrastructure failure is not a 0."""
+  """Averages graded values, NaN if none: an infrastructure failure is not a 0."""
   graded = [value for value in values if value is not None]
   return float(np.mean(graded)) if graded else float("nan")
 
 
 def _contexts(mean: float) -> dict[str, float]:
-  """Nothing unless a trajectory had several."""
+  """Returns the metric only if a trajectory had several contexts."""
   return {"contexts_per_trajectory": mean} if mean > 1 else {}
 
 
 def _entropies(sums: dict[str, float]) -> dict[str, float]:
-  """`entropy_ROLE`: nats per token, estimated by -log p of sampled tokens.
+  """Returns `entropy_ROLE` in nats per token, estimated by sampled tokens' -log p.
 
-  Collapse shows in one role first, and the mean over all tokens hides it.
+  Entropy collapse shows in one role first, and the mean over all tokens hides it.
   """
   out = {}
   for name, logp in sums.items():
@@ -113,7 +113,7 @@ def _entropies(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _failures(sums: dict[str, float]) -> dict[str, float]:
-  """`failed_calls_OWNER`: the share of all tool calls failed by its fault."""
+  """Returns `failed_calls_OWNER`: the share of tool calls that OWNER made fail."""
   if not sums["calls"]:
     return {}
   out = {}

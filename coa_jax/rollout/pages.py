@@ -1,7 +1,7 @@
-"""Ownership of pages and states in a replica's cache; on the host, numbers only.
+"""Page and state ownership in a replica's cache: bookkeeping on the host, no tensors.
 
 A page belongs to all rows that read it, and is free once they have ended. Its prefilled
-tokens stay registered until the page is allocated again: rows with the same first
+tokens stay registered until the page is allocated again, so rows with the same first
 tokens read the same pages.
 """
 
@@ -13,18 +13,18 @@ from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
-# Maximum tokens per slot in one prefill: its activations grow with them, and each
+# Maximum tokens per slot in one prefill: activations grow with the tokens, and each
 # length is a separate program.
 PIECE = 512
 
 
 class PagePool:
-  """Counts each page's readers, and registers pages' contents."""
+  """Counts each page's readers, and registers page contents."""
 
   def __init__(self, pages: int):
     """Starts with N pages, all free."""
     self._readers: list[int] = []
-    # In allocation order: empty pages first, then those with the longest ended row.
+    # In allocation order: unregistered pages first, then the pages free the longest.
     self._free: collections.OrderedDict[int, None] = collections.OrderedDict()
     self._pages_of: dict[bytes, list[int]] = {}
     self._key_of: dict[int, bytes] = {}
@@ -61,7 +61,7 @@ class PagePool:
     return out
 
   def find(self, key: bytes) -> list[int] | None:
-    """Returns the pages registered under these keys, with one more reader each."""
+    """Returns the pages registered under a key, or None; adds a reader to each."""
     pages = self._pages_of.get(key)
     if pages is None:
       return None
@@ -71,7 +71,7 @@ class PagePool:
     return list(pages)
 
   def remember(self, key: bytes, pages: Iterable[int]) -> None:
-    """Registers pages' contents; earlier keys are forgotten."""
+    """Registers pages under a key; their earlier keys are forgotten."""
     pages = list(pages)
     for page in pages:
       self._forget_key(self._key_of.get(page))
@@ -82,7 +82,7 @@ class PagePool:
 
   def release(self, pages: Sequence[int]) -> None:
     """Removes one reader from each of a row's pages."""
-    # The last first: more prompts share a beginning, so it is kept longest.
+    # Last page first: more prompts share the first pages, so these are kept longest.
     for page in reversed(pages):
       self._readers[page] -= 1
       if self._readers[page] == 0:
@@ -91,7 +91,7 @@ class PagePool:
           self._free.move_to_end(page, last=False)
 
   def forget(self) -> None:
-    """Forgets pages' contents: another policy wrote them."""
+    """Forgets all pages' contents: another policy wrote them."""
     self._pages_of.clear()
     self._key_of.clear()
 
@@ -101,11 +101,11 @@ class PagePool:
 
 
 class Snapshots:
-  """Rows of states, each registered under the prefix that it is the state after."""
+  """State rows, each registered under the prefix that led to its state."""
 
   def __init__(self, rows: Iterable[int]):
     """Starts with these rows, all free."""
-    # The one used longest ago comes first; free rows have no key.
+    # Least recently used first; free rows have no key.
     self._key_of: collections.OrderedDict[int, bytes | None] = collections.OrderedDict(
       dict.fromkeys(rows)
     )
@@ -121,7 +121,7 @@ class Snapshots:
     return row
 
   def take(self, key: bytes, pending: Container[int]) -> int | None:
-    """Registers a row under a key; None if all are pending: still to be copied."""
+    """Registers the least recently used row under a key; None if all are pending."""
     row = next((row for row in self._key_of if row not in pending), None)
     if row is None:
       return None
@@ -138,11 +138,11 @@ class Snapshots:
 
 
 def prefix_keys(ids: Sequence[int], piece: int) -> list[bytes]:
-  """Returns a key for each piece of a prompt: all tokens up to its end, in 16 bytes.
+  """Returns a 16-byte key per prompt piece: a hash of all tokens up to its end.
 
-  Pieces, not pages, since one call prefills a piece: equal pieces after equal tokens
-  are computed by one program in one shape, so reading them is bit-identical to
-  prefilling.
+  Keys are per piece, not per page, because one call prefills a piece: equal pieces
+  after equal tokens are computed by one program in one shape, so reading their pages is
+  bit-identical to prefilling.
 
   Args:
     ids: tokens to prefill.
@@ -158,13 +158,13 @@ def prefix_keys(ids: Sequence[int], piece: int) -> list[bytes]:
 
 
 def pool_sizes(slots: int, blocks: int) -> list[int]:
-  """Lists the sizes of a pool that grows with its rows, in pages.
+  """Lists a growing pool's sizes, in pages.
 
-  Powers of two times the slots, and one in between: few sizes are compiled, and at most
-  a third of the pages is wasted.
+  The sizes are the slots times powers of two, with one size between each two: few sizes
+  are compiled, and at most a third of the pages is wasted.
 
   Args:
-    slots: rows at once; a pool has a page for each at least.
+    slots: concurrent rows; a pool has at least one page per row.
     blocks: maximum pages per row.
   """
   most = slots * blocks

@@ -1,8 +1,8 @@
 """Threads for playing episodes: one per replica, each with its own queue.
 
-`ReplicaThreads` is what the JAX engine (`replicas.ReplicaPool`) and the vLLM engine
-share: queues, futures, cancelling, and the life of the threads. A replica plays a few
-episodes at once, round by round. Its thread is the only one that touches its device; it
+`ReplicaThreads` is the common part of the JAX engine (`replicas.ReplicaPool`) and the
+vLLM engine: queues, futures, cancellation, and the threads' lifetime. A replica plays a
+few episodes at once, round by round. Only its own thread touches its device; the thread
 starts with the first episode and ends with the last.
 """
 
@@ -26,8 +26,8 @@ class Replica(Protocol):
 
   Attributes:
     slots: episodes played at once.
-    counters: its work so far.
-    timings: its seconds by phase.
+    counters: work so far.
+    timings: seconds by phase.
   """
 
   slots: int
@@ -37,12 +37,12 @@ class Replica(Protocol):
   def round(
     self, policy: Any, version: int, new: Sequence[Episode]
   ) -> Sequence[Episode]:
-    """Starts new episodes, samples once for all running ones, handles stopped ones.
+    """Starts new episodes, samples once for all running ones, and handles stops.
 
     Args:
       policy: this replica's entry from `ReplicaThreads.publish`.
-      version: of the policy.
-      new: at most as many as free slots.
+      version: the policy's version.
+      new: new episodes, at most one per free slot.
 
     Returns:
       The ended episodes.
@@ -71,8 +71,8 @@ class _Lane:
   Attributes:
     replica: the thread's replica.
     queue: waiting jobs, in order.
-    running: jobs by their episodes.
-    dropped: episodes to be freed before the thread's next round.
+    running: running jobs by episode.
+    dropped: episodes to drop before the thread's next round.
     thread: None while the replica rests.
     rested: end of the last thread, monotonic seconds; None before the first.
   """
@@ -91,12 +91,12 @@ class _Lane:
 
   @property
   def is_full(self) -> bool:
-    """Whether all its slots have an episode, or will have one."""
+    """Whether every slot has an episode, or will get a waiting one."""
     return self.load >= self.replica.slots
 
 
 class ReplicaThreads:
-  """Queues for replicas, and the replicas' threads: `types.Engine`."""
+  """Replicas' queues and threads; subclasses complete `types.Engine`."""
 
   def __init__(self, config: RolloutConfig, replicas: Sequence[Replica], name: str):
     """Starts no thread yet.
@@ -114,9 +114,9 @@ class ReplicaThreads:
     self._version = 0
     self._sync_seconds = 0.0
     self._submitted = 0
-    self._batches = 0  # open blocks of `batch`
+    self._batches = 0  # open `batch` blocks
     self._last_group: int | None = None
-    self._last_lane = self._lanes[0]  # the last group's
+    self._last_lane = self._lanes[0]  # the last group's lane
     self._closed = False
 
   @property
@@ -126,7 +126,7 @@ class ReplicaThreads:
 
   @property
   def counters(self) -> Counters:
-    """Returns all devices' work so far."""
+    """Returns all replicas' work so far."""
     return Counters.total(lane.replica.counters for lane in self._lanes)
 
   @property
@@ -137,7 +137,7 @@ class ReplicaThreads:
     return mean
 
   def publish(self, policies: list[Any] | None, version: int) -> None:
-    """Makes a policy the newest: its form for each replica; None for no policy.
+    """Publishes the newest policy, in one form per replica; None for no policy.
 
     Raises:
       RuntimeError: None is published while episodes are left.
@@ -168,7 +168,7 @@ class ReplicaThreads:
 
   @contextlib.contextmanager
   def batch(self) -> Iterator[None]:
-    """Delays idle replicas until the block has submitted; see `types.Engine`."""
+    """Delays idle replicas until the block ends; see `types.Engine`."""
     with self._lock:
       self._batches += 1
     try:
@@ -182,8 +182,8 @@ class ReplicaThreads:
     """Drops an episode; no effect if it is over or was never submitted."""
     job = None
     with self._lock:
-      # Running, its replica's thread drops it before the next round, for only that
-      # thread may touch the slots; waiting, it is forgotten here.
+      # A running episode is dropped by its replica's thread before the next round,
+      # because only that thread may touch the slots. A waiting one is dropped here.
       for lane in self._lanes:
         if episode in lane.running:
           job = lane.running.pop(episode)
@@ -206,7 +206,7 @@ class ReplicaThreads:
         jobs += lane.queue
         lane.queue.clear()
     self._join_threads()
-    # Only now: until its thread has ended, a round may still finish an episode.
+    # Only now: until the threads have ended, a round may still finish an episode.
     for lane in self._lanes:
       jobs += lane.running.values()
       lane.running.clear()
@@ -231,13 +231,13 @@ class ReplicaThreads:
     return self._last_lane
 
   def _start_threads(self) -> None:
-    """Starts idle replicas with jobs, holding the lock; not within a batch."""
+    """Starts idle replicas that have jobs, unless in a `batch`; needs the lock."""
     if self._batches or self._closed:
       return
     for lane in self._lanes:
       if lane.thread is not None or not lane.queue:
         continue
-      # Idle time ends here; before the first episode there was none to count.
+      # Idle time ends here; time before the first episode does not count.
       if lane.rested is not None:
         lane.replica.timings.idle += time.monotonic() - lane.rested
       lane.thread = threading.Thread(
@@ -246,8 +246,8 @@ class ReplicaThreads:
       lane.thread.start()
 
   def _work(self, lane: _Lane) -> None:
-    """The thread of a replica: plays until it has no episode, or the pool is closed."""
-    place = self._lanes.index(lane)  # of its policy among all
+    """Runs a replica's thread until it has no episodes or the pool is closed."""
+    place = self._lanes.index(lane)  # its policy's index
     finished: list[tuple[_Job, Episode]] = []  # in the last round
     try:
       while True:
@@ -262,18 +262,18 @@ class ReplicaThreads:
           over = self._closed or not lane.running
           if over:
             self._rest(lane)
-          # Read after the episodes were taken: none starts under a policy older than
-          # the newest at its submission.
+          # Read after the episodes were taken, so that none starts under a policy older
+          # than the newest at its submission.
           policy = self._policies[place] if not over else None
           version = self._version
-        # --- Without it: waiters are notified only now, so that the last episode's
-        # waiter finds the device memory free.
+        # --- Without the lock: waiters are notified only now, so that the last
+        # episode's waiter finds the device memory free.
         for job, episode in finished:
           job.future.set_result(episode)
         finished = []
         if over:
           return
-        # --- The device's time.
+        # --- Play a round on the device.
         heartbeat.beat()
         for episode in dropped:
           lane.replica.drop(episode)
@@ -293,22 +293,22 @@ class ReplicaThreads:
         job.future.set_exception(error)
 
   def _rest(self, lane: _Lane) -> None:
-    """Ends a thread's work, with the lock: the next `submit` starts another thread."""
+    """Ends a thread's work, holding the lock; the next `submit` starts a new thread."""
     lane.replica.clear()
     lane.dropped.clear()
     lane.thread = None
     lane.rested = time.monotonic()
 
   def _take(self, lane: _Lane) -> list[_Job]:
-    """Jobs for the free slots: the replica's own, else others' surplus."""
+    """Takes jobs for the free slots: the replica's own, else others' surplus."""
     out: list[_Job] = []
     free = lane.replica.slots - len(lane.running)
     while len(out) < free:
       if lane.queue:
         out.append(lane.queue.pop(0))
         continue
-      # Its own queue is empty: take from overfull replicas, from the queue's end, so
-      # that the longest waiting jobs stay with their group.
+      # The replica's own queue is empty: take from the end of an overfull replica's
+      # queue, so that the longest waiting jobs stay with their group.
       other = max(self._lanes, key=lambda lane: lane.load)
       if other.load <= other.replica.slots or not other.queue:
         break

@@ -1,9 +1,9 @@
 """A replica's compiled programs, determined by the config alone.
 
-Every shape passed by the scheduler to a device function is a separate program, minutes
-to compile for a large model. Rounding up keeps them few: prefill tokens to a power of
-two, prefill rows to a power of four (on a CPU to one number per number of tokens), and
-a growing cache's pages to two sizes per doubling.
+Every shape of a device function's arguments needs a separate program, which takes
+minutes to compile for a large model. Rounding up keeps the programs few: prefill tokens
+to a power of two, prefill rows to a power of four (on a CPU to the maximum for that
+many tokens), and a growing cache's pages to two sizes per doubling.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
 from coa_jax.rollout import pages as paging
 
-# Prefill tokens per call over all rows, if no row has more. On a GPU a call for a 7B
-# model then stays under half a gigabyte.
+# Maximum prefill tokens per call over all rows, unless a single row has more. On a GPU,
+# a call for a 7B model then stays under half a gigabyte.
 _CPU_TOKENS = 256
 _GPU_TOKENS = 4096
 
@@ -29,9 +29,9 @@ class DeviceCall:
   Attributes:
     function: window or prefill.
     pages: the cache's pages.
-    blocks: maximum pages read by a row.
-    rows: its slots.
-    tokens: maximum sampled (window) or prefilled per row (prefill).
+    blocks: maximum pages read per row.
+    rows: slots in the call.
+    tokens: maximum tokens per row, sampled (window) or prefilled (prefill).
   """
 
   function: str
@@ -41,13 +41,13 @@ class DeviceCall:
   tokens: int
 
   def __str__(self) -> str:
-    """E.g. `prefill 16 x 512, 128 of 4096 pages`: rows, tokens, of a row, of all."""
+    """E.g. `prefill 16 x 512, 128 of 4096 pages`: rows x tokens, blocks of pages."""
     shape = f"{self.function} {self.rows} x {self.tokens}"
     return f"{shape}, {self.blocks} of {self.pages} pages"
 
 
 class Sizes(Protocol):
-  """Returns the shapes from `RolloutConfig`."""
+  """The `RolloutConfig` fields that determine the shapes."""
 
   slots: int
   prefill_rows: int
@@ -58,19 +58,19 @@ class Sizes(Protocol):
 def device_calls(
   config: Sizes, on: str, page_counts: Sequence[int]
 ) -> list[DeviceCall]:
-  """Lists every program for decoding, the smallest cache's first.
+  """Lists every decoding program, the smallest cache's first.
 
   Copies within the cache or into a larger one are left out: they compile quickly.
 
   Args:
     config: section `rollout`.
-    on: the kind of device: cpu, gpu or tpu.
-    page_counts: the cache's possible pages (`slot_cache.page_counts`).
+    on: the device kind: cpu, gpu or tpu.
+    page_counts: the cache's possible numbers of pages (`slot_cache.page_counts`).
   """
-  # --- Possible rows, tokens and pages of a prefill. A text's last token stays pending,
-  # and one more place is left to sample.
+  # --- A prefill's possible tokens and pages. A text's last token stays pending, and
+  # one more place is left to sample.
   most = config.max_len - 2
-  fewest: dict[int, int] = {}  # the fewest tokens of each length bucket
+  fewest: dict[int, int] = {}  # the fewest tokens in each length bucket
   for given in range(1, min(most, paging.PIECE) + 1):
     fewest.setdefault(token_bucket(given), given)
   shapes: set[tuple[int, int, int]] = set()
@@ -94,7 +94,7 @@ def device_calls(
 
 
 def token_bucket(length: int) -> int:
-  """Rounds a prefill's length up: a power of two, at least 16."""
+  """Rounds a prefill's length up to a power of two, at least 16."""
   bucket = 16
   while bucket < length:
     bucket *= 2
@@ -102,14 +102,14 @@ def token_bucket(length: int) -> int:
 
 
 def block_bucket(places: int, max_len: int, on: str) -> int:
-  """Rounds up a row's pages read by a call: on a CPU to a power of two.
+  """Rounds up the pages per row read by a call: on a CPU to a power of two.
 
-  Long rows, and other devices' rows, are read page by page: they have one program.
+  On other devices, and in long rows, pages are read one by one: one program suffices.
 
   Args:
     places: places read by the call.
     max_len: a row's maximum length.
-    on: the kind of device: cpu, gpu or tpu.
+    on: the device kind: cpu, gpu or tpu.
   """
   blocks = num_blocks(max_len, max_len)
   if on != "cpu" or max_len > SHORT:
@@ -121,31 +121,31 @@ def block_bucket(places: int, max_len: int, on: str) -> int:
 
 
 def most_rows(tokens: int, prefill_rows: int, on: str) -> int:
-  """Returns the maximum rows of a prefill with N tokens per row.
+  """Returns a prefill's maximum rows for N tokens per row.
 
   Args:
     tokens: prefill tokens per row, rounded by `token_bucket`.
     prefill_rows: the config's, or slots if fewer.
-    on: the kind of device: cpu, gpu or tpu.
+    on: the device kind: cpu, gpu or tpu.
   """
   if on == "tpu":
     return prefill_rows
-  # On a CPU all of them are computed, used or not (`row_bucket`), and with this many
-  # tokens the products are as fast as with more.
+  # A CPU computes all rows, used or not (`row_bucket`), and its matrix products are as
+  # fast with this many tokens as with more.
   most = _CPU_TOKENS if on == "cpu" else _GPU_TOKENS
   return max(1, min(prefill_rows, most // tokens))
 
 
 def row_bucket(rows: int, most: int, on: str) -> int:
-  """Rounds a call's rows up: a power of four, or the limit.
+  """Rounds a call's rows up to a power of four, or to the limit.
 
-  On a CPU always to the limit: products with other numbers of rows round differently
-  there, and a slot's may not depend on its neighbours.
+  On a CPU, always to the limit: matrix products with other row counts round differently
+  there, and a slot's results must not depend on its neighbours.
 
   Args:
     rows: rows to prefill.
     most: from `most_rows`.
-    on: the kind of device: cpu, gpu or tpu.
+    on: the device kind: cpu, gpu or tpu.
   """
   if on == "cpu":
     return most

@@ -1,6 +1,6 @@
-"""The JAX engine: all of a process's model replicas, behind one queue.
+"""The JAX engine: a process's model replicas behind one `submit`.
 
-Each replica (`rollout.tensor` devices) decodes in its own thread: none waits for
+Each replica (`rollout.tensor` devices) decodes in its own thread: no replica waits for
 another's windows or tools. An episode's samples do not depend on its replica.
 """
 
@@ -39,14 +39,14 @@ class ReplicaPool(ReplicaThreads):
     constraint: Constraint | None = None,
     own_top_p: bool = False,
   ):
-    """Prepares the slots of every replica.
+    """Prepares every replica's slots.
 
     Args:
       model: the architecture; `decode_params.architecture` makes the decoder's.
       automaton: the stop conditions.
-      config: slots of a replica, window and limits.
-      partitioner: the decoding devices', the learner's or others. Each process decodes
-        on its own devices.
+      config: slots per replica, window and limits.
+      partitioner: the decoding devices', which may be the learner's. Each process
+        decodes on its own devices.
       constraint: the allowed tokens; all if None.
       own_top_p: whether episodes may have their own top_p.
 
@@ -69,18 +69,18 @@ class ReplicaPool(ReplicaThreads):
   def set_policy(self, params: Any, version: int) -> None:
     """Samples with these parameters from now on; see `types.Engine`.
 
-    They must not be donated while episodes run: decoding reads them in place if
+    Do not donate the parameters while episodes run: decoding reads them in place if
     possible (`decode_params.decoding_views`).
     """
     views = None
     if params is not None:
       began = time.monotonic()
       views = decode_params.decoding_views(self.model, params, self._partitioner)
-      # Wait here, so that the seconds are the copy's and not the first window's.
+      # Wait here, so that the copy's seconds do not count as the first window's.
       jax.block_until_ready(views)
       self._sync_seconds += time.monotonic() - began
     self.publish(views, version)
     if views is None:
-      # An episode's future is done a moment before its replica's thread has ended, and
-      # has freed the cache.
+      # After `cancel` no episode is left, but a replica's thread may still run a round:
+      # the thread frees the cache when it ends.
       self._join_threads()

@@ -1,12 +1,12 @@
 """Decoding on the device: prefill, and a window that samples.
 
-`prefill` runs tokens of slots at their own lengths: prompts and observations alike.
-`window` samples until every slot needs Python (a closing tag that stops it, or its
-token limit) or the window is over. Neither knows text or tools.
+`prefill` runs given tokens, prompts or observations, from each slot's own position.
+`window` samples until every slot needs Python (a closing tag stopped the slot, or its
+token limit is reached) or the window is over. Neither knows text or tools.
 
-Invariant: a slot's pages hold its first `length` tokens; `pending` is the next one,
-sampled or prefilled but not yet run. Randomness is keyed by (seed, sequence id,
-position), so slots, neighbours and tool latency can not change a trajectory.
+Invariant: a slot's pages hold its first `length` tokens; `pending` is the next token,
+sampled or given but not yet run. Randomness is keyed by (seed, sequence id, position),
+so slots, neighbours and tool latency cannot change a trajectory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coa_jax.model.transformer import Transformer
 class Tables:
   """The automaton's tables on the device: see `protocol.grammar.automaton.Automaton`.
 
-  With a `constraint` only its grammar's tokens are sampled.
+  With a `constraint`, only tokens allowed by its grammar are sampled.
   """
 
   class_V: jax.Array
@@ -42,13 +42,13 @@ class Tables:
 
 @flax.struct.dataclass
 class SamplerState:
-  """One slot per live trajectory, B slots.
+  """The state of B slots, one live trajectory each.
 
   Attributes:
     length_B: tokens with keys and values in the cache.
-    pending_B: the token after those.
+    pending_B: the token after the cached ones.
     limit_B: maximum tokens per sequence, `pending` included.
-    seed_B: uint32; with `sequence` it keys the slot's randomness.
+    seed_B: uint32; keys the slot's randomness, with `sequence`.
     sequence_B: uint32.
     temperature_B: 0 is greedy.
     automaton_B: the automaton's state.
@@ -71,11 +71,11 @@ class SamplerState:
 
 @flax.struct.dataclass
 class Sampled:
-  """A window's samples: slot b's first count_B[b] of W places.
+  """A window's samples: row b is valid in the first count_B[b] of W places.
 
   Attributes:
     token_BW: ids.
-    logp_BW: log p of each under its sampling distribution.
+    logp_BW: each token's log p under its sampling distribution.
     count_B: tokens sampled.
     stop_B: 0, or 1 + the index of the closing tag that stopped the slot.
   """
@@ -105,14 +105,14 @@ def prefill(
   Args:
     cfg: the model, unrolled (`scan=False`).
     params: its parameters, one of `decoding_views`.
-    cache: of all slots; donated.
+    cache: all slots' cache; donated.
     table_RC: each row's pages; -1 for none.
     token_RT: tokens, padded on the right.
     start_R: position of each row's first token.
     count_R: valid tokens per row.
-    partitioner: of the sampler.
-    slot_R: each row's slot, past the last one for unused rows; None if the rows are
-      the slots in their order.
+    partitioner: the sampler's.
+    slot_R: each row's slot, past the last slot for unused rows; None if the rows are
+      the slots in order.
 
   Returns:
     The cache. No logits: the first sampled token comes from running `pending`.
@@ -155,16 +155,16 @@ def window(
   Args:
     cfg: the model, unrolled.
     params: the policy, one of `decoding_views`.
-    cache: of all slots; donated.
+    cache: all slots' cache; donated.
     table_BC: each slot's pages, for all its possible samples; -1 for none.
-    state: the slots.
+    state: the slots' state.
     tables: the stop tables.
     forced_BW: ids taken instead of draws; -1 draws.
-    partitioner: of the sampler.
-    truncation: leaves out unlikely tokens.
+    partitioner: the sampler's.
+    truncation: excludes unlikely tokens.
 
   Returns:
-    The cache, the slots and the samples.
+    The cache, the slots' state and the samples.
   """
   model = Transformer(cfg, partitioner, decode=True)
   B, steps = forced_BW.shape
@@ -178,7 +178,7 @@ def window(
 
   def sample_one(carry):
     i, cache, s, out = carry
-    # --- Run the pending token: the distribution of the one after it.
+    # --- Run the pending token, for the next token's distribution.
     hidden_B1D, cache = model.apply(
       {"params": params},
       s.pending_B[:, None],
@@ -189,13 +189,13 @@ def window(
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
     logp_BV = _distribution(logits_B1V[:, 0], s, tables, truncation)
-    # --- Draw it, or take the forced one. Idle slots draw too, without effect. The key
-    # belongs to the token's position.
+    # --- Draw the next token, or take the forced one. Idle slots draw too, without
+    # effect. The key belongs to the token's position.
     keys_B = _keys(s.seed_B, s.sequence_B, s.length_B + 1)
     drawn_B = distribution.sample(logp_BV, keys_B, s.temperature_B)
     token_B = jnp.where(forced_BW[:, i] < 0, drawn_B, forced_BW[:, i])
     logp_B = jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
-    # --- Record it, and stop slots.
+    # --- Record the token, and stop slots.
     after, stop_B = _advance(s, tables, token_B)
     out = Sampled(
       token_BW=out.token_BW.at[:, i].set(token_B),
@@ -216,9 +216,9 @@ def window(
 
 
 def join(last: SamplerState, host: SamplerState, goes_on_B: jax.Array) -> SamplerState:
-  """Returns continuing slots as left by a window, the others from the host.
+  """Returns continuing slots' state after the last window, the others' from the host.
 
-  A limit is always the host's.
+  Limits are always the host's.
   """
   after = jax.tree.map(functools.partial(jnp.where, goes_on_B), last, host)
   return after.replace(limit_B=host.limit_B)
@@ -227,7 +227,7 @@ def join(last: SamplerState, host: SamplerState, goes_on_B: jax.Array) -> Sample
 def _advance(
   s: SamplerState, tables: Tables, token_B: jax.Array
 ) -> tuple[SamplerState, jax.Array]:
-  """Advances active slots by these tokens; returns them and the tags that stopped."""
+  """Advances active slots by a token; returns their state and the stopping tags."""
   # Idle slots are computed too; the masks by `active` leave them unchanged.
   class_B = tables.class_V[token_B]
   stop_B = jnp.where(s.active_B, tables.stop_SC[s.automaton_B, class_B], 0)
@@ -251,7 +251,7 @@ def _distribution(
   tables: Tables,
   truncation: Truncation,
 ) -> jax.Array:
-  """Log-probs of every slot's next token."""
+  """Returns the log-probs for every slot's next token."""
   constraint = tables.constraint
   allowed_BV = constraint.allowed(state.grammar_B) if constraint else None
   return distribution.log_probs(
@@ -268,9 +268,9 @@ def _grammar_after(state: SamplerState, tables: Tables, token_B: jax.Array) -> A
 
 
 def _keys(seed_B: jax.Array, sequence_B: jax.Array, position_B: jax.Array) -> jax.Array:
-  """PRNG keys of every slot's next token: functions of (seed, sequence, position)."""
+  """Returns the next tokens' PRNG keys: functions of (seed, sequence, position)."""
 
-  # Folded in one after the other: in a sum, two slots could meet in one key.
+  # Folded in one by one: from a sum, two slots could get the same key.
   def key(seed, sequence, position):
     sequence_key = jax.random.fold_in(jax.random.key(seed), sequence)
     return jax.random.fold_in(sequence_key, position)

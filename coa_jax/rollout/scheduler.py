@@ -1,10 +1,10 @@
 """Continuous batching: assigns episodes to slots, and schedules their work.
 
 Host code only: it moves token ids between episodes and the device loop, and never
-touches a tensor of the model. A slot waiting for a tool keeps its pages and stays idle;
-the others continue decoding. Prompts with a common prefix share pages, and the prefix
-is prefilled once. If pages run out, the youngest trajectory is paused: its cache waits
-on the host, and it resumes bit-identical.
+touches the model's tensors. A slot waiting for a tool keeps its pages and stays idle;
+the other slots continue decoding. Prompts with a common prefix share pages, and the
+prefix is prefilled once. If pages run out, the youngest trajectory is paused: its cache
+waits on the host, and the trajectory resumes bit-identical.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coa_jax.rollout import pages as paging
 from coa_jax.rollout.slot_cache import OnHost, Prefill
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 
-_POLL_S = 0.05  # between two looks for new episodes while all others wait for tools
+_POLL_S = 0.05  # between two polls for new episodes while all others wait for tools
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,17 +30,17 @@ class _Slot:
   """A slot with an episode.
 
   Attributes:
-    index: the slot's.
-    episode: the running one.
-    age: number of episodes started before it.
+    index: the slot's index.
+    episode: the running episode.
+    age: number of episodes started before this one.
     ids: ids sampled since the last stop.
-    logps: of `ids`.
+    logps: log-probs of `ids`.
     forced: ids to take instead of sampling.
-    forced_from: position of the first of them.
-    call: its running tool call.
+    forced_from: position of the first forced id.
+    call: the running tool call.
     observation: ids to append once there is room.
-    held: its pages' contents while paused.
-    was_active: whether it was sampling when paused.
+    held: the pages' contents while paused.
+    was_active: whether the slot was sampling when paused.
   """
 
   index: int
@@ -57,7 +57,7 @@ class _Slot:
 
 
 class Scheduler:
-  """A fixed number of slots on one replica of the model, one running episode each."""
+  """A fixed number of slots on one model replica, each with one running episode."""
 
   def __init__(
     self,
@@ -99,7 +99,7 @@ class Scheduler:
     self._new_calls: list[concurrent.futures.Future] = []
 
   def drop(self, episode: Episode) -> None:
-    """Frees the slot of an episode, if it has one; its tool call is abandoned."""
+    """Forgets an episode and frees its slot, if any; abandons its tool call."""
     self._waiting = [each for each in self._waiting if each[0] is not episode]
     for slot in self._taken():
       if slot.episode is episode:
@@ -110,21 +110,21 @@ class Scheduler:
   ) -> Sequence[Episode]:
     """Starts new episodes, takes finished calls, samples a window, handles stops.
 
-    The stops are the previous window's if another may be in flight.
+    The stops are the previous window's if two windows may be in flight.
 
     Args:
-      policy: one of `decoding_views`. Running episodes continue with a newer one from
-        this window; the cache stays, as in PipelineRL's in-flight updates (arXiv
+      policy: one of `decoding_views`. Running episodes switch to a newer policy with
+        this window and keep their cache, as in PipelineRL's in-flight updates (arXiv
         2509.19128).
-      version: of the policy.
+      version: the policy's version.
       new: episodes for free slots.
 
     Returns:
       The episodes that ended.
 
     Raises:
-      ValueError: a prompt leaves no room in `rollout.max_len`, or the device none for a
-        trajectory of that length.
+      ValueError: a prompt leaves no room in `rollout.max_len`, or the device has no
+        room for a trajectory of that length.
     """
     self.device.set_policy(policy, version)
     for episode in new:
@@ -178,7 +178,7 @@ class Scheduler:
       self._set_state(slot)
       started.append((slot, ids))
       if known < len(prompt):
-        # Another slot may be prefilling its prefix now: run after that.
+        # Another slot may be prefilling the prefix now: run after it.
         prefills.append(Prefill(i, prompt[known:], known, known // paging.PIECE))
         self.counters.copied_tokens += known
         self.counters.prefilled_tokens += len(ids) - known
@@ -205,17 +205,17 @@ class Scheduler:
       state.grammar_B[slot.index] = self._constraint.after(episode.opening)
 
   def _length(self, slot: _Slot) -> int:
-    """Tokens of a slot in the cache, as far as the host knows."""
+    """Returns how many tokens of a slot are cached, as far as the host knows."""
     return int(self.device.state.length_B[slot.index])
 
   def _make_room(self, slot: _Slot, places: int) -> bool:
-    """Gives a slot pages for its first places; younger episodes pause for it.
+    """Gives a slot pages for its first `places`, and pauses younger ones if needed.
 
     Returns:
-      Whether it has them; if not, it is the youngest itself, and paused.
+      Whether the slot has the pages; if not, it is the youngest, and now paused.
     """
     while not self.device.cache.reach(slot.index, places):
-      self.device.read()  # held pages can only be taken in their current state
+      self.device.read()  # the host's state must match the pages to be held
       youngest = self._live()[-1]
       self._pause(youngest)
       if youngest is slot:
@@ -223,14 +223,14 @@ class Scheduler:
     return True
 
   def _pause(self, slot: _Slot) -> None:
-    """Takes an episode's pages; their contents wait on the host."""
+    """Pauses an episode: takes its pages and keeps their contents on the host."""
     slot.held = self.device.cache.to_host(slot.index, self._length(slot))
     slot.was_active = bool(self.device.state.active_B[slot.index])
     self.device.state.active_B[slot.index] = False
     self.counters.pauses += 1
 
   def _resume(self) -> None:
-    """Resumes paused episodes, the oldest first, as far as there is room."""
+    """Resumes paused episodes, the oldest first, while there is room."""
     paused = [slot for slot in self._taken() if slot.held]
     for slot in sorted(paused, key=lambda slot: slot.age):
       if not self.device.cache.from_host(slot.index, slot.held):
@@ -241,10 +241,10 @@ class Scheduler:
   def _wait_for_tools(self) -> None:
     began = time.monotonic()
     if self.device.state.active_B.any():
-      # Once only, or one hanging tool would delay all others' windows.
+      # Wait for each call only once: a hanging tool would delay all others' windows.
       concurrent.futures.wait(self._new_calls, timeout=self.device.patience())
       self._new_calls = []
-    elif not self.device.windows:  # one in flight shows the stopped slots
+    elif not self.device.windows:  # a window in flight would show the stopped slots
       # Not until the tool ends: there may be new episodes for free slots.
       calls = [slot.call for slot in self._live() if slot.call]
       concurrent.futures.wait(
@@ -253,7 +253,7 @@ class Scheduler:
     self.device.waited_for_tools(began)
 
   def _observe(self) -> list[Episode]:
-    """Appends finished calls' observations; returns the episodes ended by them."""
+    """Appends finished calls' observations; returns the episodes that ended."""
     # --- The episodes' observations.
     ended: list[Episode] = []
     for slot in self._taken():
@@ -270,7 +270,7 @@ class Scheduler:
       else:
         slot.observation = ids
 
-    # --- Their pages; a paused episode keeps its observation for later.
+    # --- The observations' pages; a paused episode keeps its observation for later.
     rows: list[Prefill] = []
     appended: list[tuple[_Slot, list[int]]] = []
     state = self.device.state
@@ -307,12 +307,12 @@ class Scheduler:
     slot.forced_from = self._length(slot)
 
   def _sample(self) -> None:
-    """Gives the device a window for all active slots."""
+    """Dispatches a window for all active slots."""
     state = self.device.state
     W = self.config.window
-    # --- Pages for all possible writes of unread windows and this one.
+    # --- Pages for all possible tokens in unread windows and this one.
     for slot in self._live():
-      # A younger one may have been paused for an older one's pages by now.
+      # A younger slot may have been paused by now, to give an older slot its pages.
       if state.active_B[slot.index]:
         end = self._length(slot) + W * (1 + self.device.unread(slot.index))
         self._make_room(slot, min(end, self.config.max_len))

@@ -35,7 +35,7 @@ def make_worker(
   policy_changes: bool = False,
   own_top_p: bool = False,
 ) -> RolloutWorker:
-  """Compiles the dialect and allocates the slots, or meets the vLLM server.
+  """Compiles the dialect, then prepares our engine or connects to a vLLM server.
 
   budget: every argument is documented; the rest is three steps.
 
@@ -48,17 +48,17 @@ def make_worker(
     vllm: the sampling server; None for our own engine.
     grader: see `RolloutWorker`.
     journal: see `RolloutWorker`.
-    policy_changes: whether newer policies come while episodes run (for vLLM).
+    policy_changes: whether newer policies arrive while episodes run (for vLLM).
     own_top_p: whether episodes may have their own top_p, with our own engine.
 
   Raises:
     ValueError: the tokenizer does not fit the model, the variant lacks a tool, the
       model does not fit the device, or vLLM does not support `config`.
-    VllmError: there is no server at `vllm.url`, or not a usable one.
+    VllmError: there is no usable server at `vllm.url`.
   """
   # --- The dialect.
   variant = roles.get_variant(config.variant).with_tools(tools)
-  # Before anything large is allocated, compiling included.
+  # Checked before anything large is allocated, also by compiling.
   if vllm is None:
     memory.check_rollouts(model, config, partitioner)
   elif config.tensor:
@@ -101,7 +101,7 @@ def make_worker(
 
 
 def _probe(variant: roles.Variant, tokenizer: Tokenizer, style: str) -> list[int]:
-  """Returns a text for comparing vLLM's log-probs with ours; any will do."""
+  """Returns a prompt's ids, for comparing vLLM's log-probs with ours; any will do."""
   segments = prompts.prompt_segments(variant, "What is asked here?", style)
   tokenizer.encode_prompt(segments)
   ids: list[int] = []

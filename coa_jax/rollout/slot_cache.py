@@ -1,6 +1,6 @@
-"""A replica's cache by slots: each has pages, some of them shared, and states.
+"""A replica's cache by slot: each slot has pages, some of them shared, and states.
 
-It joins the device's pages (`model.cache.KVCache`) and their ownership
+`SlotCache` joins the device's pages (`model.cache.KVCache`) and their ownership
 (`rollout.pages`), so that both change together.
 """
 
@@ -31,7 +31,7 @@ class OnHost:
   """A slot's page contents, in host memory.
 
   Attributes:
-    pages: their number.
+    pages: number of pages.
     contents: for `KVCache.from_host`.
   """
 
@@ -40,13 +40,13 @@ class OnHost:
 
 
 class Prefill(NamedTuple):
-  """Tokens to append to a slot with pages for them.
+  """Tokens to append to a slot, which has pages for them.
 
   Attributes:
-    slot: their slot.
+    slot: the slot's index.
     ids: the tokens.
-    start: position of the first.
-    turn: order among prompts' pieces; lower ones run first.
+    start: position of the first token.
+    turn: order among prompt pieces; lower turns run first.
   """
 
   slot: int
@@ -56,7 +56,7 @@ class Prefill(NamedTuple):
 
 
 class _StateCopy(NamedTuple):
-  """A copy of a row of states, due once `end` places of its prompt are prefilled."""
+  """A state row's copy, due once `end` places of its prompt are prefilled."""
 
   end: int
   from_row: int
@@ -64,11 +64,11 @@ class _StateCopy(NamedTuple):
 
 
 class SlotCache:
-  """Keys, values and states of a fixed number of slots.
+  """Keys, values and states for a fixed number of slots.
 
   Attributes:
     kv: on the device; a caller passing it to a program stores the result back.
-    table_BC: the page of each block of every slot; -1 for none.
+    table_BC: each slot's page per block; -1 for none.
   """
 
   def __init__(
@@ -83,10 +83,10 @@ class SlotCache:
 
     Args:
       model: the architecture as it decodes.
-      slots: trajectories at once.
-      max_len: tokens that one may have.
-      page_counts: its possible numbers of pages, rising.
-      partitioner: of the replica.
+      slots: concurrent trajectories.
+      max_len: maximum tokens per trajectory.
+      page_counts: the cache's possible numbers of pages, ascending.
+      partitioner: the replica's.
     """
     self._max_len = max_len
     self._partitioner = partitioner
@@ -97,9 +97,9 @@ class SlotCache:
     self.table_BC = np.full((slots, blocks), -1, np.int32)
     self._pool = PagePool(self._sizes[0])
     self._pages: list[list[int]] = [[] for _ in range(slots)]
-    # Pending copies: the end of their places in the prompt, from, to.
+    # Pending page copies: (end of the page's places in the prompt, from, to).
     self._copies: list[tuple[int, int, int]] = []
-    # Linear attention: a slot's states are in its own row, and snapshots in the rest.
+    # Linear attention: each slot's states have a row; the other rows hold snapshots.
     self.state_rows = caching.state_rows(model, slots)
     self._snapshots = Snapshots(range(slots, self.state_rows))
     self._to_snapshots: list[_StateCopy] = []
@@ -111,17 +111,17 @@ class SlotCache:
     self._snapshots.forget()
 
   def place(self, slot: int, given: list[int]) -> int | None:
-    """Gives an empty slot pages for a prompt, sharing those of equal prefixes.
+    """Gives an empty slot pages for a prompt; equal prefixes share pages.
 
     Args:
-      slot: one without pages.
+      slot: a slot without pages.
       given: the prompt's tokens to prefill.
 
     Returns:
-      The number of tokens that need no prefill, once others are prefilled up to there
-      and `copy` has run; None if there is no room, and the slot has no pages.
+      The number of leading tokens that need no prefill, once other slots are prefilled
+      up to there and `copy` has run; None, and no pages, if there is no room.
     """
-    # --- Pages with the prompt's prefix, or all of it.
+    # --- Pages holding the prompt's prefix, or the whole prompt.
     piece = paging.PIECE
     if piece % self._page_size:
       piece = max(1, len(given))
@@ -138,13 +138,13 @@ class SlotCache:
     pages = list(itertools.chain(*found))
     known = min(len(found) * piece, len(given))
 
-    # --- Pages of its own. Another reader's are copied if a page may have only one, and
-    # so is the last one, because it will be written.
+    # --- The slot's own pages. Pages with other readers are copied if they cannot be
+    # shared; so is the last one, if partly filled, because it will be written.
     shared = known // self._page_size if self.kv.shared else 0
     copied = [page for page in pages[shared:] if self._pool.readers(page) > 1]
     blocks = caching.num_blocks(len(given), self._max_len)
     needed = blocks - len(pages) + len(copied)
-    # Pages soon needed by others are left; a pool able to grow does so then.
+    # Leave pages that other slots need soon; a pool able to grow does so then.
     room = self._pool.free + self._sizes[-1] - self._pool.size
     if room < needed + self._spare() or not self._make_room(needed):
       self._pool.release(pages)
@@ -156,7 +156,7 @@ class SlotCache:
       pages[pages.index(page)] = onto
     self._give(slot, pages + own)
 
-    # --- Later prompts find these prefilled pages.
+    # --- Register the pages for later prompts.
     per_piece = -(-piece // self._page_size)
     for i in range(-(-known // piece), len(keys)):
       self._pool.remember(keys[i], self._pages[slot][i * per_piece :][:per_piece])
@@ -164,14 +164,14 @@ class SlotCache:
       if found:
         row = self._snapshots.row(keys[len(found) - 1])
         self._to_slots.append(_StateCopy(known, row, slot))
-      # The whole prompt, for its group; then a prefix met again, for other prompts.
+      # Snapshots: the whole prompt, for its group; a prefix met again, for others.
       for count in dict.fromkeys((len(keys), seen)):
         if count > len(found):
           self._take_snapshot(slot, keys[count - 1], min(count * piece, len(given)))
     return known
 
   def _take_snapshot(self, slot: int, key: bytes, end: int) -> None:
-    """Registers the slot's states after N places, if a row is free to hold them."""
+    """Registers a snapshot of a slot's states after `end` places, if a row is free."""
     pending = {copy.to_row for copy in self._to_snapshots}
     pending |= {copy.from_row for copy in self._to_slots}
     row = self._snapshots.take(key, pending)
@@ -179,10 +179,10 @@ class SlotCache:
       self._to_snapshots.append(_StateCopy(end, slot, row))
 
   def copy(self, prefilled: int) -> None:
-    """Makes `place`'s copies: of unsharable pages, and of states.
+    """Makes the copies registered by `place`: unsharable pages, and states.
 
     Args:
-      prefilled: places of all prompts now in the cache; copies beyond them come later.
+      prefilled: places prefilled in every prompt; copies beyond them stay pending.
     """
     self._to_snapshots = self._copy_states(self._to_snapshots, prefilled)
     self._to_slots = self._copy_states(self._to_slots, prefilled)
@@ -198,7 +198,7 @@ class SlotCache:
     self._pool.release([page for _, page, _ in due])
 
   def _copy_states(self, copies: list[_StateCopy], prefilled: int) -> list[_StateCopy]:
-    """Makes the due copies, and returns the others."""
+    """Makes the due copies, and returns the pending ones."""
     due = [copy for copy in copies if copy.end <= prefilled]
     for i in range(0, len(due), _COPIED):
       from_X = np.zeros(_COPIED, np.int32)
@@ -210,7 +210,7 @@ class SlotCache:
     return [copy for copy in copies if copy.end > prefilled]
 
   def reach(self, slot: int, places: int) -> bool:
-    """Gives a slot pages for its first places; False if there are too few."""
+    """Gives a slot pages for its first `places`; False if too few are free."""
     more = caching.num_blocks(places, self._max_len) - len(self._pages[slot])
     if more > 0:
       if not self._make_room(more):
@@ -219,20 +219,20 @@ class SlotCache:
     return True
 
   def release(self, slot: int) -> None:
-    """Takes all pages of a slot away."""
+    """Releases a slot's pages."""
     self._pool.release(self._pages[slot])
     self._pages[slot] = []
     self.table_BC[slot] = -1
 
   def to_host(self, slot: int, places: int) -> OnHost:
-    """Takes all pages of a slot away; returns the contents of its first places."""
+    """Releases a slot's pages, and returns the contents of its first `places`."""
     pages = self._pages[slot][: caching.num_blocks(places, self._max_len)]
     contents = self.kv.to_host(pages)
     self.release(slot)
     return OnHost(len(pages), contents)
 
   def from_host(self, slot: int, held: OnHost) -> bool:
-    """Restores a slot's contents; False if that leaves too few free pages."""
+    """Restores a slot's contents; False if too few pages would stay free."""
     if not self._make_room(held.pages + self._spare()):
       return False
     self._give(slot, self._pool.take(held.pages))
@@ -245,7 +245,7 @@ class SlotCache:
     return sum(0 < len(pages) < most for pages in self._pages)
 
   def _make_room(self, pages: int) -> bool:
-    """Grows within its limit, until N pages are free."""
+    """Grows the cache within its limit; returns whether N pages are free."""
     for size in self._sizes:
       if self._pool.free >= pages:
         break
@@ -267,14 +267,14 @@ def page_counts(
   gigabytes: float,
   partitioner: Partitioner,
 ) -> list[int]:
-  """Lists the possible numbers of pages in a replica's cache: one if fixed.
+  """Lists a replica cache's possible numbers of pages: one if fixed.
 
   Args:
     model: the architecture as it decodes.
-    slots: trajectories at once.
-    max_len: tokens that one may have.
-    gigabytes: maximum of a device for pages; see `RolloutConfig.memory`.
-    partitioner: of the replica.
+    slots: concurrent trajectories.
+    max_len: maximum tokens per trajectory.
+    gigabytes: maximum GB per device for pages; see `RolloutConfig.memory`.
+    partitioner: the replica's.
 
   Raises:
     ValueError: there is no room for one trajectory of `rollout.max_len`.
@@ -283,7 +283,7 @@ def page_counts(
   blocks = caching.num_blocks(max_len, max_len)
   sizes = pool_sizes(slots, blocks)
   if not gigabytes and partitioner.platform == "cpu":
-    return sizes  # its memory is shared: none is taken before it is needed
+    return sizes  # host memory is shared: none is taken before it is needed
 
   # --- Pages that fit.
   page = caching.page_bytes(model, caching.page_size(max_len), partitioner)

@@ -1,6 +1,6 @@
-"""Serves concurrent questions: text is streamed as it is sampled.
+"""Serves concurrent questions, and streams text as it is sampled.
 
-Every question is an engine episode; the engine plays one per slot at once. Its sender
+Every question is an engine episode; the engine plays one per slot at once. The sender
 gets every window's text, every observation, and the end.
 
 budget: streams (spans, an episode), and admission of questions.
@@ -45,9 +45,9 @@ class TextDelta:
   is_tag: bool = False
 
 
-# Called in the engine's thread, so it must be quick and not raise: with text as it is
-# sampled, then the finished trajectory, or None if there is none. Text in transit when
-# the episode was cancelled may come after None.
+# Called in the engine's thread, so it must be quick and not raise. Gets text as it is
+# sampled, then the finished trajectory, or None if there is none. If the episode was
+# cancelled, text in transit may come after None.
 OnEvent = Callable[[TextDelta | Trajectory | None], None]
 
 
@@ -58,10 +58,10 @@ class InferenceRequest:
   Attributes:
     question: the text put to the model.
     temperature: 0 is greedy.
-    seed: of this attempt's sampling; any integer.
+    seed: the attempt's sampling seed; any integer.
     sample: the attempt's number under one seed.
-    max_tokens: maximum tokens written by the model; None for all that fit.
-    top_p: of the sampling; None for the config's.
+    max_tokens: maximum tokens to sample; None for all that fit.
+    top_p: the attempt's own top_p; None for the config's.
   """
 
   question: str
@@ -73,12 +73,12 @@ class InferenceRequest:
 
   @property
   def sequence(self) -> int:
-    """Returns the key of the randomness, a uint32.
+    """Returns the randomness key, a uint32.
 
-    Two concurrent questions may have the same one: it names no slot; both then draw
+    Two concurrent questions may share a key, because it names no slot: both then draw
     with the same random numbers.
     """
-    # Not Python's own hash, which differs in every process.
+    # Not Python's own hash, which differs between processes.
     key = hashlib.blake2b(f"{self.seed}/{self.sample}".encode(), digest_size=4)
     return int.from_bytes(key.digest(), "little")
 
@@ -92,10 +92,10 @@ class Stopped(RuntimeError):
 
 
 class Spans:
-  """Cuts one author's incremental text into pieces."""
+  """Cuts one author's incremental text into `TextDelta`s."""
 
   def __init__(self, tags: Sequence[str]):
-    """Args: the names of the recognised tags."""
+    """Takes the names of the tags to recognise."""
     self._tag = re.compile(rf"<(/?)({'|'.join(tags)})>")
     self._whole = [roles.open_tag(tag) for tag in tags]
     self._whole += map(roles.close_tag, tags)
@@ -104,7 +104,7 @@ class Spans:
     self._unread = ""  # text that may begin a tag
 
   def read(self, data: bytes, final: bool = False) -> Iterator[TextDelta]:
-    """Returns the certain pieces after these bytes; all if they are the last.
+    """Yields the pieces known for certain after these bytes; all if `final`.
 
     A possible beginning of a tag or character is held back.
     """
@@ -130,7 +130,7 @@ class Spans:
 
 
 class StreamingEpisode(CoAEpisode):
-  """An attempt with streamed text, which can be cancelled."""
+  """An attempt that streams its text and can be cancelled."""
 
   def __init__(
     self,
@@ -144,8 +144,8 @@ class StreamingEpisode(CoAEpisode):
     Args:
       request: the question, and how to sample.
       on_event: gets the text.
-      worker: plays it.
-      toolbox: answers its calls.
+      worker: plays the episode.
+      toolbox: answers tool calls.
     """
     attempt = Attempt(
       Task("live", request.question, ()),
@@ -154,7 +154,7 @@ class StreamingEpisode(CoAEpisode):
       sequence=request.sequence,
       temperature=request.temperature,
     )
-    # One context: `max_tokens` is a limit of it.
+    # A single context, which `max_tokens` limits.
     config = dataclasses.replace(worker.episode_config, context=ContextConfig())
     super().__init__(attempt, worker.tokenizer, toolbox, config)
     self.on_event = on_event
@@ -166,12 +166,12 @@ class StreamingEpisode(CoAEpisode):
     if request.max_tokens is not None:
       self._max_tokens = min(request.max_tokens, most)
     self._spans = Spans(worker.episode_config.variant.tags)
-    self._streamed = 0  # ids of this turn
-    self._observation = ""  # appended, and not streamed yet
+    self._streamed = 0  # ids streamed in this turn
+    self._observation = ""  # appended, not streamed yet
 
   @property
   def limit(self) -> int:
-    """Its current token limit; 0 once it is cancelled or finished."""
+    """Returns the current token limit; 0 once cancelled or finished."""
     if self.cancelled or self.finished:
       return 0
     usage = self.trajectory.usage
@@ -210,7 +210,7 @@ class StreamingEpisode(CoAEpisode):
   def _stream(self, ids: list[int], final: bool) -> None:
     if self.cancelled:
       return
-    # Late, so that an unfitting observation is never streamed.
+    # Streamed late: an observation without room must never be streamed.
     if self._observation:
       role = roles.OBSERVATION
       text = self._observation
@@ -220,7 +220,7 @@ class StreamingEpisode(CoAEpisode):
       self.on_event(TextDelta(role, opening, is_tag=True))
       self.on_event(TextDelta(role, text[len(opening) : -len(closing)]))
       self.on_event(TextDelta(role, closing, is_tag=True))
-    # Bytes: a character may be spread over tokens of two windows.
+    # Bytes: a character's tokens may be in two windows.
     new = self.tokenizer.raw(ids[self._streamed :])
     self._streamed = len(ids)
     for delta in self._spans.read(new, final):
@@ -235,7 +235,7 @@ def _too_long(question: str, limit: int) -> ValueError:
 
 
 class InferenceServer:
-  """A policy and its tools, open for questions; close it, or use `with`."""
+  """Answers questions with a policy and its tools; close it, or use `with`."""
 
   def __init__(
     self,
@@ -247,9 +247,9 @@ class InferenceServer:
     """Gives the engine the policy.
 
     Args:
-      worker: the model with its slots; it is not closed with the server.
+      worker: the model with its slots; the server does not close it.
       params: the policy.
-      toolbox: answers the calls; it is not closed either.
+      toolbox: answers tool calls; not closed either.
       max_waiting: maximum questions waiting for a slot.
 
     Raises:
@@ -259,7 +259,7 @@ class InferenceServer:
       raise ValueError(f"max_waiting must be at least 1, got {max_waiting}")
     self.worker = worker
     self.max_waiting = max_waiting
-    # No question of more characters fits: no token has more bytes than the longest.
+    # A question with more characters never fits: a token has at most `longest` bytes.
     longest = max(map(len, worker.tokenizer.bytes_of))
     self._most_chars = worker.engine.config.max_len * longest
     self._toolbox = toolbox
@@ -278,7 +278,7 @@ class InferenceServer:
     """Cancels all questions."""
     with self._lock:
       self._closed = True
-      left = list(self._open)  # a copy: each ended one leaves the set
+      left = list(self._open)  # a copy: ended episodes leave the set
     for episode in left:
       self.cancel(episode)
 
@@ -289,8 +289,8 @@ class InferenceServer:
 
   @property
   def counts(self) -> tuple[int, int]:
-    """(questions with a slot, questions waiting for one)."""
-    # The engine leaves no slot idle while a question waits, so this need not ask it.
+    """Returns (questions with a slot, questions waiting for one)."""
+    # Counted without the engine, which leaves no slot idle while a question waits.
     with self._lock:
       running = min(len(self._open), self.worker.engine.capacity)
       return running, len(self._open) - running
@@ -308,12 +308,12 @@ class InferenceServer:
     Raises:
       ValueError: the question leaves no room to answer, or the worker has one top_p
         for all.
-      Busy: too many wait.
+      Busy: too many questions are waiting.
       Stopped: the server is closed, or its engine has failed.
     """
     if request.top_p is not None and not self.worker.engine.own_top_p:
       raise ValueError("the worker was made without own_top_p")
-    # --- Is there room? Refused here, for the engine would fail for everybody.
+    # --- Is there room? Refused here, because the engine would fail for everybody.
     limit = self.worker.engine.config.max_len
     chars = len(request.question)
     if chars > self._most_chars:  # encoding it would delay its sender
@@ -326,11 +326,11 @@ class InferenceServer:
     with self._lock:
       if self._closed:
         raise Stopped("the server has stopped")
-      # Counted here, not asked of the engine: two senders must not take one place.
+      # Counted here, not by the engine: two senders must not take one place.
       if len(self._open) >= self.worker.engine.capacity + self.max_waiting:
         raise Busy(f"{self.max_waiting} questions wait already")
       self._open.add(episode)
-    # --- Without the lock: the callback takes it, and may come at once.
+    # --- Without the lock: the callback takes the lock, and may run at once.
     try:
       future = self.worker.engine.submit(episode)
     except RuntimeError as error:  # closed in between
@@ -343,8 +343,8 @@ class InferenceServer:
   def cancel(self, episode: StreamingEpisode) -> None:
     """Cancels a question; no effect once it is over.
 
-    A waiting one is forgotten. A running one frees its slot after the current window;
-    its running tool call is abandoned.
+    A waiting question is forgotten. A running one frees its slot after the current
+    window; its running tool call is abandoned.
     """
     # The flag first: tokens sampled meanwhile must not start another call.
     episode.cancelled = True
@@ -355,7 +355,7 @@ class InferenceServer:
     episode.finished = True
 
   def warm_up(self) -> None:
-    """Has the sampler compiled before the first question is sent.
+    """Compiles the sampler with a short question, before the first real one.
 
     Raises:
       ValueError, Stopped: not even a short question can be answered.

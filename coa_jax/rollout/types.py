@@ -1,4 +1,4 @@
-"""Types of rollouts: config, the engine's contract, episodes, counters.
+"""Rollout types: configs, the engine and episode contracts, batches, counters.
 
 budget: the contracts of engines, workers and episodes are read together.
 """
@@ -31,9 +31,8 @@ class RolloutConfig:
   Attributes:
     variant: the protocol's dialect; its tools are section `tools`'. A hyphen removes an
       agent: unified-plan is unified without plans.
-    style: the prompt's: full, or brief for models trained from scratch.
-    slots: trajectories decoded together on each replica of the model (`tensor`
-      devices).
+    style: the prompt's style: full, or brief for models trained from scratch.
+    slots: trajectories decoded together on each model replica (`tensor` devices).
     tensor: devices splitting one replica's matrices, within one process; training may
       split them otherwise. 0 for mesh.tensor.
     window: tokens sampled between two checks of the tools.
@@ -44,18 +43,18 @@ class RolloutConfig:
     max_calls: tool calls a trajectory may make.
     tool_seconds: maximum tool time per trajectory, seconds; a call gets at most the
       rest, and with none left the trajectory ends as `tool_failed`.
-    memory: maximum GB of a device for keys and values. 0 is for all memory left when
-      the first trajectory starts, on a CPU for the slots' needs as they grow. A
+    memory: maximum GB per device for keys and values. 0 takes all memory left when the
+      first trajectory starts; on a CPU the cache grows with the slots' needs. A
       trajectory without room waits, or is paused and resumes later.
     observation_tokens: maximum tokens per observation, tags included; longer ones keep
       head and tail.
     context: several contexts for trajectories longer than max_len.
-    prefill_rows: maximum slots prefilled in one device call; with fewer, it has 1, 4 or
-      16 rows, and so on. On a CPU it always has the maximum, up to 256 tokens.
+    prefill_rows: maximum slots prefilled in one device call. With fewer, the call has
+      1, 4 or 16 rows, and so on; on a CPU always the maximum, up to 256 tokens.
     constrain: sample only within the variant's grammar.
-    top_k: sample from the most likely tokens; 0 for all.
-    top_p: sample from the most likely tokens of this probability in all; 1 for all.
-    seed: of all sampling; below 2**32, the limit of JAX's keys.
+    top_k: sample from this many most likely tokens; 0 for all.
+    top_p: sample from the most likely tokens with this total probability; 1 for all.
+    seed: seed for all sampling; below 2**32, the limit of JAX's keys.
   """
 
   variant: str = "unified"
@@ -101,12 +100,12 @@ class SamplingConfig:
   Attributes:
     prompts: maximum groups in one step's batch.
     samples: trajectories per group.
-    rounds: rollouts of one step, at most, to fill its batch; with `filter_groups` and
+    rounds: maximum rounds of rollouts to fill a step's batch; with `filter_groups` and
       more than 1, DAPO's dynamic sampling. Groups found by then are learnt from.
     round_prompts: groups rolled out in a round (verl: gen_batch_size); 0 for `prompts`.
     filter_groups: learn only from groups neither all right nor all wrong (DAPO); graded
       answers (f1, a share of tests) must differ. Penalties do not count.
-    temperature: of the rollouts.
+    temperature: the rollouts' sampling temperature.
     staleness: maximum age of a sampled token when learnt, in updates. 0 is on-policy:
       rollouts and learning alternate. Above, rollouts continue meanwhile and switch to
       a new policy midway; this needs a `loss.is_clip`.
@@ -134,14 +133,14 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
   """Refuses trajectories that may exceed the model's positions.
 
   Args:
-    config: their length limits.
+    config: the length limits.
     model: the architecture in the folder.
     folder: a model folder; one whose config.json names no positions sets no limit.
 
   Raises:
-    ValueError: naming both.
+    ValueError: `max_len` is above the positions; the message names both.
   """
-  # From the file: rotary positions have no end, so `ModelConfig` has none either.
+  # From the file: rotary positions have no limit, so `ModelConfig` has none either.
   file = os.path.join(folder, "config.json")
   most = read_object(file).get("max_position_embeddings")
   if most and model.yarn:  # published folders name the positions before stretching
@@ -155,15 +154,15 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-  """One attempt at a task: all inputs of its tokens except policy and tools.
+  """One attempt at a task: all inputs to its sampling except policy and tools.
 
   Attributes:
-    task: the policy answers it.
-    sample: number of the attempt among the task's.
-    seed: with `sequence` keys the sampling; from 0 to 2**32 - 1.
+    task: the task to answer.
+    sample: the attempt's number within the task.
+    seed: keys the sampling, with `sequence`; from 0 to 2**32 - 1.
     sequence: unique under a seed.
-    temperature: of the sampling; 0 is greedy.
-    version: of the policy when the attempt is submitted.
+    temperature: sampling temperature; 0 is greedy.
+    version: the policy's version when the attempt is submitted.
   """
 
   task: Task
@@ -182,9 +181,9 @@ class Engine(Protocol):
   Attributes:
     config: slots, limits and the sampling distribution.
     capacity: episodes that can run at once.
-    counters: its work so far.
-    timings: its seconds by phase.
-    takes_tokens: whether it obeys `Episode.forced`: takes tokens instead of sampling.
+    counters: work so far.
+    timings: seconds by phase.
+    takes_tokens: whether `Episode.forced` works: taking tokens instead of sampling.
   """
 
   config: RolloutConfig
@@ -206,7 +205,7 @@ class Engine(Protocol):
     """Samples with these parameters from now on, running episodes too.
 
     Args:
-      params: the policy, stacked or not; None forgets it, so that its memory is free.
+      params: the policy, stacked or not; None drops the policy and frees its memory.
       version: recorded on every sampled token.
     """
 
@@ -216,27 +215,27 @@ class Engine(Protocol):
     """Queues an episode; returns at once.
 
     Args:
-      episode: not running yet.
+      episode: an episode not running yet.
       group: a group's consecutively submitted episodes share their prompt's cache.
       first: whether it precedes all waiting episodes without `first`.
 
     Returns:
-      A future of the finished episode. It holds the engine's failure, if any, and is
-      cancelled by `cancel` and `close`.
+      A future for the finished episode, or for the engine's failure; `cancel` and
+      `close` cancel the future.
 
     Raises:
       RuntimeError: the engine is closed or has no policy.
     """
 
   def batch(self) -> contextlib.AbstractContextManager[None]:
-    """Delays idle replicas until the block's end, for all its episodes.
+    """Delays idle replicas until the block ends, so that its episodes start together.
 
-    Without it the first episode submitted would be sampled alone, and all others would
-    wait for its window.
+    Otherwise the first episode would be sampled alone, and all others would wait for
+    its window.
     """
 
   def cancel(self, episode: Episode) -> None:
-    """Drops an episode: at once where it waits, after a window where it runs."""
+    """Drops an episode: a waiting one at once, a running one after a window."""
 
   def close(self) -> None:
     """Drops all episodes and waits for the threads, for a window at most."""
@@ -245,16 +244,15 @@ class Engine(Protocol):
 class Episode(Protocol):
   """An engine's interface to one trajectory; tokens in, tokens out.
 
-  A class that derives from it inherits `top_p`, `limit`, `version`, `opening`, `forced`
-  and `progress`.
+  Subclasses inherit `top_p`, `limit`, `version`, `opening`, `forced` and `progress`.
 
   Attributes:
-    seed: with `sequence` keys its randomness; from 0 to 2**32 - 1.
+    seed: keys the randomness, with `sequence`; from 0 to 2**32 - 1.
     sequence: unique under a seed.
-    temperature: of its sampling; 0 is greedy.
-    top_p: of its sampling, if the engine supports one each; None for the config's.
-    limit: its maximum tokens, if below max_len; may change while it runs.
-    version: the next sampling policy's; the engine sets it.
+    temperature: sampling temperature; 0 is greedy.
+    top_p: the episode's own top_p, if the engine allows one; None for the config's.
+    limit: maximum tokens, if below max_len; may change while the episode runs.
+    version: the version of the sampling policy; set by the engine.
     opening: parts of `start`'s ids that the grammar reads: an earlier context's.
   """
 
@@ -267,14 +265,14 @@ class Episode(Protocol):
   opening: Sequence[tuple[Sequence[int], bool]] = ()
 
   def start(self) -> list[int]:
-    """The prompt's ids."""
+    """Returns the prompt's ids."""
 
   def forced(self) -> list[int]:
     """Returns the next ids to force instead of sampling; called after each prefill."""
     return []
 
   def progress(self, ids: list[int]) -> None:
-    """Receives ids sampled since `sampled`, after a window without a stop."""
+    """Receives ids sampled since the last `sampled`, after a window without a stop."""
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
@@ -286,13 +284,13 @@ class Episode(Protocol):
     """
 
   def observed(self, result: Any) -> list[int] | None:
-    """Takes the future's result; returns ids to append, or None when it is over."""
+    """Takes a result; returns ids to append, or None once the episode is over."""
 
   def out_of_room(self) -> None:
-    """Called if the ids to append would exceed the token limit; it is over."""
+    """Ends the episode: the ids to append would exceed the token limit."""
 
   def lost(self) -> None:
-    """Called if the engine can no longer sample for it; it is over."""
+    """Ends the episode: the engine can no longer sample for it."""
 
 
 Group = list[Trajectory]
@@ -303,17 +301,17 @@ class RolloutBatch:
   """One step's batch.
 
   Attributes:
-    groups: the kept ones; a trajectory without a reward has left its group.
+    groups: kept groups; a trajectory without a reward has left its group.
     played: every trajectory rolled out, by any process, kept or not.
     own: this process's trajectories among them.
     num_groups: groups rolled out.
-    num_varied: number of them neither all right nor all wrong.
-    cursor: JSON values for resuming the next step's rollouts: the next group; the tasks
-      of it and of later groups already submitted (None for an unsubmitted one), which a
-      resumed run plays again with the same random numbers; and the task sampler's
+    num_varied: groups rolled out, neither all right nor all wrong.
+    cursor: JSON values for resuming the next step's rollouts: the next group's number;
+      the tasks of groups submitted from there on (None for an unsubmitted group), which
+      a resumed run plays again with the same random numbers; and the task sampler's
       state.
-    figures: more to log, by name.
-    spent: seconds of the wait for them, by phase (`report/timers.py`).
+    figures: further metrics, by name.
+    spent: seconds waited for the batch, by phase (`report/timers.py`).
   """
 
   groups: list[Group] = dataclasses.field(default_factory=list)
@@ -331,10 +329,10 @@ class Counters:
   """The device's work since the engine was created."""
 
   prefilled_tokens: int = 0
-  copied_tokens: int = 0  # of prompts, in already filled pages
+  copied_tokens: int = 0  # prompt tokens in already filled pages
   sampled_tokens: int = 0
   windows: int = 0
-  pauses: int = 0  # of trajectories without room for their pages
+  pauses: int = 0  # a trajectory's, for lack of pages
   slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
 
   def since(self, before: Counters) -> Counters:
@@ -355,7 +353,7 @@ class Counters:
 class Timings:
   """An engine's wall seconds by phase; the mean over several replicas.
 
-  The rest of a run's time is the host's beside a busy device.
+  In the rest of a run's time the host works while the device is busy.
   """
 
   sync: float = 0.0  # giving the decoder the parameters
@@ -376,6 +374,6 @@ class Timings:
 
 
 def _differences(after: Any, before: Any) -> dict[str, Any]:
-  """Field by field, of two values of one dataclass of numbers."""
+  """Subtracts two instances of a numeric dataclass, field by field."""
   earlier = vars(before)
   return {name: value - earlier[name] for name, value in vars(after).items()}

@@ -1,6 +1,6 @@
 """A policy that plays tasks: engine, tokenizer and grader behind one call.
 
-budget: one worker, whether it plays one attempt, all of many tasks, or old ones again.
+budget: one worker plays single attempts, attempts at many tasks, and old ones again.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class RolloutWorker:
     journal: ToolJournal | None = None,
     constraint: Constraint | None = None,
   ):
-    """Takes the engine, which it closes; `setup.make_worker` makes both.
+    """Takes over the engine, and closes it; `setup.make_worker` makes both.
 
     Args:
       engine: samples the episodes.
-      tokenizer: of the model.
+      tokenizer: the model's.
       episode_config: the episodes' common settings.
-      grader: of the trajectories, which the caller closes; None for one with the
+      grader: grades the trajectories; the caller closes it. None for a grader with the
         default rewards.
       journal: if given, no tool call is made twice, even across interruptions.
       constraint: the engine's sampling grammar; None for none.
@@ -59,10 +59,10 @@ class RolloutWorker:
     self.constraint = constraint
 
   def admit(self, tasks: Sequence[Task], name: str = "tasks") -> list[Task]:
-    """Returns the tasks without too long prompts, and logs the number of others.
+    """Drops tasks with too long prompts, logs their number, and returns the others.
 
     Args:
-      tasks: to be played.
+      tasks: tasks to play.
       name: the tasks' name in messages.
 
     Raises:
@@ -95,7 +95,7 @@ class RolloutWorker:
     return sum(len(s.ids) for s in prompt)
 
   def check(self, tasks: Sequence[Task]) -> None:
-    """Refuses, before any decoding, tasks with ungradable answers.
+    """Refuses tasks with ungradable answers, before any decoding.
 
     Raises:
       ValueError: the message names the task.
@@ -122,13 +122,13 @@ class RolloutWorker:
     """Returns an attempt's episode, for `submit`.
 
     Args:
-      attempt: the task, the key of the sampling, and the policy's version now.
-      toolbox: answers the calls.
-      key: the attempt's key in the journal of tool calls; unique within its version,
-        and within `within` versions before and after it.
+      attempt: the task, its sampling key, and the policy's current version.
+      toolbox: answers tool calls.
+      key: the attempt's key in the tool-call journal; unique within the attempt's
+        version, and within `within` versions before and after.
       within: see `key`.
     """
-    if self.journal:  # it counts this attempt's calls, so each has its own tools
+    if self.journal:  # counts an attempt's calls, so each attempt has its own tools
       toolbox = self.journal.tools(toolbox, attempt.version, key, within)
     return CoAEpisode(attempt, self.tokenizer, toolbox, self.episode_config)
 
@@ -143,18 +143,17 @@ class RolloutWorker:
 
     Args:
       episode: made by `episode`.
-      group: of episodes with equal prompts.
-      first: whether it precedes other waiting ones.
-      evaluation: whether its answer is graded as in evaluation.
+      group: number of a group of episodes with equal prompts.
+      first: whether the episode precedes other waiting ones.
+      evaluation: whether the answer is graded as in evaluation.
 
     Returns:
-      A future of the graded trajectory; it holds the failure of the engine or of the
-      grader, if there is one.
+      A future for the graded trajectory, or for the engine's or grader's failure.
     """
     out: concurrent.futures.Future[Trajectory] = concurrent.futures.Future()
 
-    # Two callbacks, so that no thread waits: the engine's continues decoding while the
-    # grader's runs an answer's tests.
+    # Two callbacks, so that no thread waits: the engine's thread continues decoding
+    # while the grader's runs an answer's tests.
     def graded(future: concurrent.futures.Future[None]) -> None:
       _forward(future, out, episode.trajectory)
 
@@ -197,26 +196,26 @@ class RolloutWorker:
     evaluation: bool = False,
     shard: Shard | None = None,
   ) -> Iterator[tuple[int, Trajectory]]:
-    """Plays every task `samples` times; of n processes each plays every n-th task.
+    """Plays every task `samples` times; each of n processes plays every n-th task.
 
     budget: one loop, and its arguments.
 
     Args:
       params: the policy.
       tasks: tasks to play; a task's index and the sample number key the randomness.
-      toolbox: answers the calls.
+      toolbox: answers tool calls.
       samples: attempts per task.
       temperature: 0 is greedy.
-      seed: of the sampling.
-      version: of the policy, recorded on every token.
-      skip: (task index, sample) of unplayed attempts; the others do not change.
+      seed: sampling seed.
+      version: the policy's version, recorded on every token.
+      skip: (task index, sample) of attempts to skip; the others do not change.
       evaluation: whether answers are graded as in evaluation.
       shard: the tasks played here; this process's part if None.
 
     Yields:
       (task index, graded trajectory), in order of completion.
     """
-    # --- The attempts, in order: a task's are adjacent, because they share its prompt.
+    # --- The attempts, in order: a task's attempts are adjacent, to share its prompt.
     self.engine.set_policy(params, version)
     shard = shard or Shard(jax.process_index(), jax.process_count())
     pairs = itertools.product(shard.of(range(len(tasks))), range(samples))
@@ -224,8 +223,8 @@ class RolloutWorker:
     running: dict[concurrent.futures.Future[Trajectory], CoAEpisode] = {}
     try:
       while True:
-        # --- As many wait as run, so that no slot is idle, and memory is independent of
-        # the number of tasks.
+        # --- As many episodes wait as run, so that no slot is idle, and memory does not
+        # grow with the number of tasks.
         free = 2 * self.engine.capacity - len(running)
         with self.engine.batch():
           for place, sample in itertools.islice(attempts, free):
@@ -265,7 +264,7 @@ class RolloutWorker:
     version: int = 0,
     evaluation: bool = False,
   ) -> list[list[Trajectory]]:
-    """Returns for each task its trajectories by sample number; args as of `generate`.
+    """Returns each task's trajectories by sample number; args as in `generate`.
 
     Each process gets only its own tasks' trajectories.
     """
@@ -288,11 +287,11 @@ class RolloutWorker:
   def rescore(
     self, params: Any, trajectories: Sequence[Trajectory], temperature: float
   ) -> list[list[float]]:
-    """Log-probs of what each trajectory's policy wrote, by the sampler's own program.
+    """Returns the sampler's log-probs for each trajectory's sampled tokens.
 
-    With a trajectory's own parameters, slots and windows they are bit-identical to the
-    recorded ones, in half precision too; otherwise they are the log-probs of that
-    policy's sampler.
+    Under the original parameters, slots and windows they are bit-identical to the
+    recorded ones, in half precision too; otherwise they are the log-probs under the
+    given policy's sampler.
 
     Raises:
       ValueError: a trajectory was sampled under another variant or `max_len`, or the
@@ -322,7 +321,7 @@ def _forward(
   out: concurrent.futures.Future[Trajectory],
   trajectory: Trajectory,
 ) -> None:
-  """Delivers a grading's end: the graded trajectory, or its failure."""
+  """Delivers a grading's end: the graded trajectory, or the failure."""
   # Cancelled first: such a future has no exception to ask for.
   if future.cancelled():
     out.set_exception(concurrent.futures.CancelledError())

@@ -1,13 +1,13 @@
-"""The code session of one trajectory: its programs share variables, call by call.
+"""One trajectory's code session: its programs share variables across calls.
 
-The sandbox's session opens with the trajectory's first program. It may end before the
-trajectory does: a program uses up its time or memory, or the sandbox loses it. The next
-call then opens another one.
+The sandbox session opens with the trajectory's first program. It may end before the
+trajectory: a program uses up its time or memory, or the sandbox loses the session. The
+next call then opens a new session.
 
-A session keeps the time limit of its start. A later program with a shorter limit does
-not end it: `Toolbox` answers for the program, which continues at most to the session's
-limit. Only a trajectory out of tool time has a shorter limit, and it ends with this
-call.
+A session keeps its initial time limit. A later program with a shorter limit does not
+end the session: `Toolbox` answers for the program, which continues at most to the
+session's limit. Only a trajectory out of tool time has a shorter limit, and the
+trajectory ends with this call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class SandboxSession(Protocol):
     ...
 
   def run(self, program: str, stdin: str = "") -> Result:
-    """Runs a program with the variables of earlier ones."""
+    """Runs a program with earlier programs' variables."""
     ...
 
   def close(self) -> None:
-    """Ends it."""
+    """Ends the session."""
     ...
 
 
@@ -42,7 +42,7 @@ class CodeSession:
 
   Attributes:
     lost: True once a session ended early, because of a program or the sandbox.
-    seconds: the limit of a program in the session, or in the last one.
+    seconds: a program's time limit in the current or last session.
   """
 
   def __init__(self, ended: Callable[[CodeSession], None]):
@@ -73,11 +73,11 @@ class CodeSession:
     """Opens a session.
 
     Args:
-      open_session: opens a session with this limit, in seconds, for each program.
+      open_session: opens a session with a time limit per program, in seconds.
       seconds: this limit.
 
     Raises:
-      TimeoutError, RuntimeError: no session can be had now, or this is closed.
+      TimeoutError, RuntimeError: no session is available now, or `close` was called.
     """
     if self._closed:
       raise RuntimeError("the trajectory has ended")
@@ -87,12 +87,12 @@ class CodeSession:
       self.seconds = seconds
       self.lost = False
       closed = self._closed
-    if closed:  # by another thread, while it was opened
+    if closed:  # by another thread, during the opening
       session.close()
       raise RuntimeError("the trajectory has ended")
 
   def run(self, program: str, stdin: str) -> Result | None:
-    """Runs a program in the session; None if none is open, or it has ended."""
+    """Runs a program in the session; returns None if no session is open or it ended."""
     # Without the lock: `close` must not wait for a program.
     session = self._session
     if session is None:
@@ -101,7 +101,7 @@ class CodeSession:
       result = session.run(program, stdin)
     except SessionEnded:
       result = None
-    # The program itself may have ended it: it has a result, and its variables are gone.
+    # The program may have ended the session: its result stands, its variables are gone.
     if not session.alive:
       self.lost = True
       with self._lock:
@@ -110,7 +110,7 @@ class CodeSession:
 
   def close(self) -> None:
     """Ends the session in the background; does not wait for a running program."""
-    # Once: an ended episode is dropped afterwards.
+    # Only once: an ended episode calls it, and so does its finalizer.
     with self._lock:
       if self._closed:
         return
@@ -120,7 +120,7 @@ class CodeSession:
     if session is None:
       self._ended(self)
       return
-    # A daemon: it may wait for a program, until the program's own limits.
+    # A daemon thread: it may wait for a program, until the program's own limits.
     threading.Thread(
       target=self._end, args=(session,), name="end of session", daemon=True
     ).start()

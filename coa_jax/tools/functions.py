@@ -40,20 +40,20 @@ class FunctionTool:
 
 
 class _Function:
-  """A Python function as a tool; its content is a JSON object of its arguments."""
+  """A Python function as a tool; a call's content is a JSON object of arguments."""
 
   def __init__(self, path: str):
     module, _, name = path.partition(":")
     try:
       self._function = getattr(importlib.import_module(module), name)
-    except Exception as e:  # whatever a user's module fails with
+    except Exception as e:  # a user's module may raise anything
       raise ValueError(f"function {path!r}: {type(e).__name__}: {e}") from e
     if not callable(self._function):
       raise ValueError(f"function {path!r} is no function")
     self._signature = inspect.signature(self._function)
 
   def __call__(self, content: str, seconds: float) -> str:
-    del seconds  # whoever calls gives it up in time
+    del seconds  # the caller abandons a late call
     arguments = json.loads(content)
     # Bound first: a TypeError of the function itself is not the model's fault.
     try:
@@ -64,17 +64,17 @@ class _Function:
     return str(self._function(**arguments))
 
   def close(self) -> None:
-    """Nothing."""
+    """Does nothing."""
 
 
 class Functions:
-  """All functions of a config, opened."""
+  """A config's functions, opened."""
 
   def __init__(self, functions: Mapping[str, FunctionTool]):
-    """Opens each.
+    """Opens every function.
 
     Raises:
-      ValueError: a function, package, server or tool is not there.
+      ValueError: a function, package, server or tool is missing.
     """
     self._tools: dict[str, McpTool | _Function] = {}
     for name, tool in functions.items():

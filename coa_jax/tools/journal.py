@@ -9,13 +9,13 @@ repeated.
 Asynchronous rollouts promise less. There, timing decides which policy samples a token,
 and a group not yet learnt from is sampled again by the newest policy, with the same
 random numbers. An identical call at the same place is answered from the journal; any
-other call is made, and the side effects of its predecessor stay. With the quickstart's
-model 90 % of the calls are the same after one more update, 78 % after two and 73 %
+other call is made, and its predecessor's side effects stay. With the quickstart's
+model 90 % of calls are the same after one more update, 78 % after two and 73 %
 after three.
 
-Infrastructure failures are not stored: they deserve a second attempt, and tools being
-closed fail like this. A line goes to the kernel at once and survives the process; a
-power cut may lose the last ones.
+Infrastructure failures, e.g. from tools being closed, are not stored: they deserve a
+second attempt. A line goes to the kernel at once and survives the process; a power cut
+may lose the last lines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
 class ToolJournal:
-  """A folder with a file of JSON lines for every step; threads may share it."""
+  """A folder with one JSON-lines file per step. Thread-safe."""
 
   def __init__(self, folder: str, others: Sequence[str] = ()):
     """Changes nothing yet; the folder is made with the first result.
@@ -47,15 +47,15 @@ class ToolJournal:
     Args:
       folder: this process's folder.
       others: folders of the run's other processes, earlier starts included. Their
-        present content is read too: if the number of processes changes, another process
-        plays a trajectory.
+        present content is read too: if the number of processes changes, a trajectory
+        may move to another process.
     """
     self._folder = folder
     self._lock = threading.Lock()
-    # By step: its file, and the results in it when it was opened. One process makes no
-    # call twice, so it need not look up later ones.
+    # Step -> its file, and the file's results when opened. A process makes no call
+    # twice, so later results need no look-up.
     self._steps: dict[int, tuple[JsonLog, dict[str, ToolCall]]] = {}
-    # The other processes' files, by step. Their later writes are only for them.
+    # Step -> the other processes' files. Only those processes need later writes.
     self._others: dict[int, list[str]] = {}
     for other in others:
       for step, path in _files(other):
@@ -69,19 +69,19 @@ class ToolJournal:
     Args:
       tools: answer new calls.
       step: the trajectory's step.
-      trajectory: identifies it within the step; JSON values.
-      within: the number of earlier or later steps to search; `trajectory` must be
+      trajectory: JSON values that identify the trajectory within the step.
+      within: the number of earlier and of later steps to search; `trajectory` must be
         unique in all of them.
     """
     return _JournalledTools(self, tools, step, trajectory, within)
 
   def forget(self, before: int) -> None:
-    """Deletes the steps before this one: they are never repeated."""
+    """Deletes the files of steps before `before`, which are never repeated."""
     with self._lock:
       for step in sorted(self._steps):
         if step < before:
           del self._steps[step]
-    # Files of earlier processes too, which this one has not opened.
+    # Earlier processes' files too, which this process has not opened.
     old = [path for step, path in _files(self._folder) if step < before]
     for step in sorted(self._others):
       if step < before:
@@ -91,7 +91,7 @@ class ToolJournal:
         os.remove(path)
 
   def find(self, steps: Iterable[int], key: str) -> ToolCall | None:
-    """Finds the result of an earlier process's call in one of the steps."""
+    """Finds an earlier process's result of a call in one of the steps."""
     with self._lock:
       for step in steps:
         _, calls = self._open(step)
@@ -132,7 +132,7 @@ class ToolJournal:
 
 
 def _files(folder: str) -> list[tuple[int, str]]:
-  """Lists the files of a journal: (step, path)."""
+  """Lists a journal's files: (step, path)."""
   if not os.path.isdir(folder):
     return []
   matches = map(_FILE.fullmatch, os.listdir(folder))
@@ -140,7 +140,7 @@ def _files(folder: str) -> list[tuple[int, str]]:
 
 
 class _JournalledTools(Tools):
-  """The tools of one trajectory; its calls come one after the other."""
+  """One trajectory's tools; its calls come one after the other."""
 
   def __init__(
     self,
@@ -163,11 +163,11 @@ class _JournalledTools(Tools):
   def start(self, request: CallRequest) -> CallFuture:
     self._calls += 1
     if request.session is not None and request.name == "code":
-      # Run again, in their order: the next program needs the variables of this one,
-      # which no journal holds.
+      # Run programs again, in order: the next program needs this one's variables, which
+      # no journal holds.
       return self._tools.start(request)
     # The same words at the same place in the same trajectory are the same call. The
-    # step is not included: another policy version must find it too.
+    # step is not included: another policy version must find the call too.
     identity = [self._trajectory, self._calls, request.name, request.arguments]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     known = self._journal.find(self._steps, key)

@@ -1,12 +1,12 @@
 """All tools of one run behind one `submit`, with permits and deadlines.
 
-A `Toolbox` turns the content of a tool span into a `ToolCall`: it refuses malformed
-calls with a message for the model, runs the others, and classifies failures. Calls run
-concurrently; results do not depend on the order.
+A `Toolbox` turns a tool span's content into a `ToolCall`: it refuses malformed calls
+with a message for the model, runs the others, and classifies failures. Calls run
+concurrently; results do not depend on their order.
 
 Each running call has its own thread and a deadline. A call without an answer at its
-deadline gets one (a tool failure) and is abandoned: its thread cannot be stopped, and
-keeps no permit from others. Waiting for a permit does not count as a call's time. A
+deadline gets a tool failure and is abandoned: its thread cannot be stopped, but its
+permit is free for others. Waiting for a permit does not count as a call's time. A
 tool's unexpected exception is an infrastructure failure. `tools` lists the tools and
 their requirements.
 
@@ -31,7 +31,7 @@ from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import NoJail
 from tools_sandbox.mcp_client import McpTool
 
-MAX_HUNG = 64  # abandoned calls still running at which the tools count as down
+MAX_HUNG = 64  # with this many abandoned calls still running, the tools count as down
 _CODE = "code"  # the tool that uses cores: its calls need permits
 _CLOSE_S = 2.0  # seconds that `close` waits for calls the sandbox does not end
 _log = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-  """A call on its way; times are `time.monotonic()` seconds."""
+  """A waiting or running call; times are `time.monotonic()` seconds."""
 
   name: str
   arguments: str
-  seconds: float  # it may take
-  session: CodeSession | None = None  # if it is a program's call
+  seconds: float  # time limit
+  session: CodeSession | None = None  # only for programs
   began: float = 0.0
   deadline: float = math.inf
   future: CallFuture = dataclasses.field(default_factory=CallFuture)
@@ -61,7 +61,7 @@ class Toolbox(Tools):
   """Runs tool calls; use as a context manager, or call `close`. Thread-safe."""
 
   def __init__(self, config: ToolsConfig):
-    """Opens the sandbox, the corpus's index if a tool searches it, and the tools.
+    """Opens the sandbox, the corpus index if a tool searches the corpus, and the tools.
 
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or malformed; the message
@@ -86,7 +86,7 @@ class Toolbox(Tools):
       self._close_tools()
       raise
 
-    # --- The calls; only who holds the lock of `_changed` changes them.
+    # --- The calls, changed only under the lock of `_changed`.
     self._changed = threading.Condition()
     self._waiting: list[_Call] = []
     self._running: set[_Call] = set()
@@ -96,7 +96,7 @@ class Toolbox(Tools):
     self._closed = False
 
     # --- Start the thread that watches deadlines.
-    self._wake = math.inf  # when the watch looks at deadlines next
+    self._wake = math.inf  # when the watcher next checks deadlines
     self._watcher = threading.Thread(target=self._watch, name="tools", daemon=True)
     self._watcher.start()
 
@@ -131,7 +131,7 @@ class Toolbox(Tools):
 
   @property
   def session_owners(self) -> int:
-    """Trajectories with a session, or with a first program about to open it."""
+    """The number of trajectories with a session, or about to open one."""
     return len(self._session_owners)
 
   def code_session(self) -> CodeSession | None:
@@ -143,13 +143,13 @@ class Toolbox(Tools):
     return CodeSession(self._session_ended)
 
   def _session_ended(self, session: CodeSession) -> None:
-    # Its slot of the sandbox is free: who waits for one may have it.
+    # Its sandbox slot is free for a waiting call.
     with self._changed:
       self._session_owners.discard(session)
       self._start_waiting()
 
   def start(self, request: CallRequest) -> CallFuture:
-    """Starts a call, or has it wait for a permit."""
+    """Starts a call, or queues it until a permit is free."""
     call = _Call(
       request.name,
       request.arguments,
@@ -157,10 +157,10 @@ class Toolbox(Tools):
     )
     if request.name == _CODE:
       call.session = request.session
-    # As if it ran already: nobody can cancel it.
+    # Marked as running, so that nobody can cancel it.
     call.future.set_running_or_notify_cancel()
     refusal = self._refusal(request.name, request.arguments)
-    if refusal is not None:  # it takes no permit and no thread
+    if refusal is not None:  # takes no permit and no thread
       call.finish(*refusal)
       return call.future
     with self._changed:
@@ -169,23 +169,22 @@ class Toolbox(Tools):
     return call.future
 
   def _limit(self, name: str) -> float:
-    """The time limit of a tool's calls, in seconds."""
+    """Returns a tool's time limit per call, in seconds."""
     return self.config.timeouts.get(name, self.config.timeout_s)
 
   def call(self, name: str, arguments: str) -> ToolCall:
-    """Runs one call to its end, as `submit` does, and waits for it."""
+    """Submits one call and waits for its result."""
     return self.submit(name, arguments).result()
 
   def answer(self, name: str, arguments: str, seconds: float) -> tuple[CallStatus, str]:
-    """Answers a well-formed call; a subclass may answer in another way.
+    """Answers a well-formed call in the call's own thread; subclasses may override.
 
-    It runs in a thread of the call's own. An exception ends the call as
-    `infrastructure`.
+    An exception ends the call as `infrastructure`.
 
     Args:
       name: one of `config.tags`.
-      arguments: the well-formed content of its span.
-      seconds: its time limit; after `grace_s` more it is abandoned.
+      arguments: the call's well-formed span content.
+      seconds: the time limit; the call is abandoned `grace_s` later.
     """
     return run_tool(self._tools[name], arguments, seconds)
 
@@ -194,17 +193,17 @@ class Toolbox(Tools):
       return CallStatus.TOOL, "tools are off"
     if name not in self.config.tags:
       return CallStatus.MODEL, f"error: no tool {name}"
-    role = name
-    if name in self.config.mcp:  # an MCP server sets its own limit
-      role = ""
-    fault = content_fault(role, arguments)
+    if name not in self.config.mcp:
+      fault = content_fault(name, arguments)
+    else:  # its server checks the rest
+      fault = None if arguments.strip() else f"<{name}> is empty"
     if fault is None:
       return None
     return CallStatus.MODEL, f"error: {fault}"
 
   def _start_waiting(self) -> None:
-    """Starts the calls with a permit. The caller holds the lock."""
-    # In order, but a call does not wait behind one that cannot start yet.
+    """Starts the waiting calls that get a permit. The caller holds the lock."""
+    # In order, but calls do not wait behind a call without a permit.
     waiting = self._waiting
     self._waiting = []
     for call in waiting:
@@ -219,14 +218,14 @@ class Toolbox(Tools):
 
   def _get_permit(self, call: _Call) -> bool:
     """Takes a permit if a program may run now; its trajectory then owns a session."""
-    # Programs only: they use the machine's cores, other tools wait for somebody.
+    # Only programs need permits: they use the machine's cores, while other tools wait.
     programs = [c for c in self._running if c.name == _CODE]
     if len(programs) >= self.config.workers:
       return False
     session = call.session
     if session is None or session in self._session_owners:
       return True
-    if session.closed:  # it opens no session, so it would never give one back
+    if session.closed:  # opens no session, so it would never free one
       return True
     if len(self._session_owners) >= self.config.max_sessions:
       return False
@@ -234,15 +233,15 @@ class Toolbox(Tools):
     return True
 
   def _run(self, call: _Call) -> None:
-    """Starts the thread of a call. The caller holds the lock."""
+    """Starts a call's thread. The caller holds the lock."""
     call.began = time.monotonic()
     call.deadline = call.began + call.seconds
     if call.session is None or not call.session.allows_more_than(call.seconds):
       # An open session needs no grace to start; if its own limit is higher, the grace
-      # would give the program more seconds.
+      # would only give the program more time.
       call.deadline += self.config.grace_s
     try:
-      # A daemon: a hung tool must not keep the program from ending.
+      # A daemon thread: a hung tool must not keep the process alive.
       threading.Thread(
         target=self._work, args=(call,), name="tool", daemon=True
       ).start()
@@ -254,7 +253,7 @@ class Toolbox(Tools):
       self._changed.notify_all()
 
   def _work(self, call: _Call) -> None:
-    """The thread of one call."""
+    """Runs one call in its thread."""
     # --- The answer, without the lock.
     try:
       if call.session is None:
@@ -263,12 +262,12 @@ class Toolbox(Tools):
         code = self._tools[call.name]
         assert isinstance(code, CodeTool)  # no other tool has sessions
         status, result = code.in_session(call.session, call.arguments, call.seconds)
-      # Half a surrogate pair (JSON can hold one) is not a character.
+      # Half a surrogate pair, which JSON can hold, is not a character.
       result = result.encode("utf-8", "replace").decode()
       result = _cut(result, self.config.max_chars)
     except BaseException:
-      # A failure caused by a model is a result. An exception means that the tool is
-      # broken, which must not be scored as a wrong answer.
+      # A failure caused by a model is a result. An exception means a broken tool, which
+      # must not be scored as a wrong answer.
       if not self._closed:  # otherwise it failed because its sandbox was closed
         _log.exception("tool %s failed on %.200r", call.name, call.arguments)
       status = CallStatus.INFRASTRUCTURE
@@ -276,7 +275,7 @@ class Toolbox(Tools):
     if status == CallStatus.INFRASTRUCTURE and self._out_of_budget(call):
       status = CallStatus.TOOL
       result = _no_answer(call)
-    # --- Deliver it, unless the watch has already answered.
+    # --- Deliver the answer, unless the watcher has already answered.
     with self._changed:
       if call in self._running:
         self._running.remove(call)
@@ -288,19 +287,19 @@ class Toolbox(Tools):
         self._changed.notify_all()
 
   def _out_of_budget(self, call: _Call) -> bool:
-    """Whether a call had less time than the tool's limit, and used it up.
+    """Whether a call had less time than the tool's limit, and used all of it.
 
-    Not for programs: the sandbox itself distinguishes a slow program from its own
-    failures.
+    Always False for programs: the sandbox itself distinguishes slow programs from its
+    own failures.
     """
     short = call.name != _CODE and call.seconds < self._limit(call.name)
     return short and time.monotonic() - call.began >= call.seconds
 
   def _watch(self) -> None:
-    """Gives up calls at their deadlines, until the toolbox is closed."""
+    """Abandons calls at their deadlines, until the toolbox is closed and none runs."""
     with self._changed:
       while self._running or not self._closed:
-        # --- Answer for the late ones; their threads run on and count as hung.
+        # --- Answer late calls; their threads run on and count as hung.
         now = time.monotonic()
         late = [c for c in self._running if c.deadline <= now]
         for call in late:
@@ -311,7 +310,7 @@ class Toolbox(Tools):
         if late:
           self._start_waiting()
           self._changed.notify_all()
-        # --- Sleep until the next deadline; `_run` wakes the watch for an earlier one.
+        # --- Sleep until the next deadline; `_run` wakes the watcher if needed.
         self._wake = math.inf
         for call in self._running:
           self._wake = min(self._wake, call.deadline)
@@ -322,7 +321,7 @@ class Toolbox(Tools):
 
 
 def _open_sandbox(config: ToolsConfig) -> Sandbox:
-  """Opens a toolbox's sandbox; raises as its `__init__`."""
+  """Opens a toolbox's sandbox; raises the errors of `Toolbox.__init__`."""
   # --- Open only the parts needed by the config's tools.
   own_tags = set(config.tags) - set(config.mcp)
   corpus = backend = remote = None
@@ -331,7 +330,7 @@ def _open_sandbox(config: ToolsConfig) -> Sandbox:
   if config.enabled and _CODE in own_tags:
     backend = config.sandbox
     remote = config.remote
-  # A slot starts its process on first use; slots for hung calls cost nothing.
+  # A slot starts its process on first use, so slots for hung calls cost nothing.
   slots = config.workers + MAX_HUNG
   if config.session:
     slots += config.max_sessions

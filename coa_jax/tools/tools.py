@@ -1,8 +1,8 @@
-"""The tools a policy may call: their config, and one class each.
+"""The tools a policy may call: their config, and one class per tool.
 
-To add a tool: an entry of `tools.functions`, no code (the policy calls it by name, in
-the tag `tool`); or a new tag: a row of `protocol.tools.SPECS`, a class here, and its
-line in `TOOLS`. See docs/extending.md.
+There are two ways to add a tool. An entry of `tools.functions` needs no code here; the
+policy calls it by name in the tag `tool`. A new tag needs a row of
+`protocol.tools.SPECS`, a class here, and a line in `TOOLS`. See docs/extending.md.
 
 budget: config and classes refer to each other.
 """
@@ -59,13 +59,13 @@ class ToolsConfig:
       slots. Its `wait_s` must be below `grace_s`.
     session: True gives each trajectory's `code` calls one session: variables live from
       call to call, until it ends. Not with sandbox='subprocess'.
-    max_sessions: trajectories with a session at once; another one's first program
-      waits, outside its time limit. Each is a sandbox process (or a slot of the
-      services).
+    max_sessions: trajectories with a session at once; another trajectory's first
+      program waits, outside its time limit. Each session is a sandbox process (or a
+      service slot).
     memory_mb: memory one program may use, in MiB.
     workers: programs running at once; other tools run without a limit. A sleeping
       program keeps its place, so use more than the number of cores.
-    max_chars: the maximum of characters of a result (head and tail are kept);
+    max_chars: the maximum length of a result, in characters (head and tail are kept);
       `rollout.observation_tokens` limits the part read by the policy.
     enabled: False answers every call with "tools are off", to measure the model alone.
     blocked: domains never shown or read, against leaked benchmarks.
@@ -114,7 +114,7 @@ class ToolsConfig:
       if not text.strip() or "\n" in text or roles.find_tag(text):
         raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
 
-    # --- Each tool's requirements, unless an MCP server replaces it.
+    # --- Each tool's requirements, unless an MCP server replaces the tool.
     for tag in self.tags:
       if tag not in self.mcp:
         TOOLS[tag].check(self)
@@ -132,16 +132,16 @@ class ToolsConfig:
         f"remote.wait_s={self.remote.wait_s:g} must be below grace_s={self.grace_s:g}"
       )
 
-    # --- Values of the table, which no field's bound reaches.
+    # --- Values of `timeouts`, which no field bound covers.
     for tag, seconds in self.timeouts.items():
       if seconds <= 0:
         raise ValueError(f"timeouts.{tag} is {seconds}; it must be above 0")
 
   @property
   def tool_descriptions(self) -> dict[str, str]:
-    """Tag -> its description, "" for the protocol's; in order.
+    """Tag -> description, in order, for `Variant.with_tools`; "" means the protocol's.
 
-    With `tool:NAME` for each function, as `Variant.with_tools` takes them.
+    Each function has the key `tool:NAME`.
     """
     out = {}
     for tag in self.tags:
@@ -160,11 +160,11 @@ class ToolsConfig:
 
 
 class Tool:
-  """Answers the calls of one tag, from several threads at once."""
+  """Answers one tag's calls, from several threads at once."""
 
   @classmethod
   def reads_corpus(cls, config: ToolsConfig) -> bool:
-    """Whether it searches the corpus: the sandbox then opens its index."""
+    """Whether the tool searches the corpus; if so, the sandbox opens the index."""
     del config
     return False
 
@@ -173,30 +173,30 @@ class Tool:
     """Refuses a config without the tool's requirements.
 
     Raises:
-      ValueError: names the field.
+      ValueError: a requirement is missing; the message names the field.
     """
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
     """Opens the tool's resources.
 
     Raises:
-      ValueError, Unavailable: a key, a folder, a package or a server is not there.
+      ValueError, Unavailable: a key, folder, package or server is missing.
     """
 
   def __call__(self, content: str, seconds: float) -> str | tuple[CallStatus, str]:
     """Answers a call.
 
     Args:
-      content: its span's content, already checked by `ToolSpec.find_fault`.
-      seconds: its time limit.
+      content: the span's content, already checked by `ToolSpec.find_fault`.
+      seconds: the time limit.
 
     Raises:
-      BadCall, ToolFault, Unavailable: a failure, by its cause.
+      BadCall, ToolFault, Unavailable: a failure of model, tool or infrastructure.
     """
     raise NotImplementedError
 
   def close(self) -> None:
-    """Frees its resources."""
+    """Frees the tool's resources."""
 
 
 class WikiSearchTool(Tool):
@@ -204,12 +204,12 @@ class WikiSearchTool(Tool):
 
   @classmethod
   def reads_corpus(cls, config: ToolsConfig) -> bool:
-    """Unless it asks the retriever."""
+    """True without a retriever."""
     return config.retriever is None
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
-    """Wants a corpus or a retriever, not both."""
+    """Requires a corpus or a retriever, not both."""
     if config.corpus is not None and config.retriever is not None:
       raise ValueError("wiki_search asks either a corpus or a retriever, not both")
     if config.corpus is None and config.retriever is None:
@@ -222,7 +222,7 @@ class WikiSearchTool(Tool):
 
   def __call__(self, content: str, seconds: float) -> str:
     query = content.strip()
-    if self._remote is None:  # it computes for less than milliseconds
+    if self._remote is None:  # takes less than milliseconds
       return self._text(self._sandbox.search(query, self._k))
     return self._text(self._remote.search(query, self._k, seconds))
 
@@ -267,14 +267,14 @@ class CodeTool(Tool):
   def in_session(
     self, session: CodeSession, content: str, seconds: float
   ) -> tuple[CallStatus, str]:
-    """Runs a call in its trajectory's session; opens one if there is none.
+    """Runs a call in its trajectory's session; opens a session if needed.
 
     If an earlier session was lost, the observation says so in one line.
     """
     call = parse_code(content)
     assert call is not None
     note = ""
-    # --- The program in the session; if none is open, in a new one.
+    # --- Run the program in the open session, or in a new one.
     try:
       result = session.run(call.program, call.stdin)
       if result is None:  # the first call, or the last session has ended
@@ -287,7 +287,7 @@ class CodeTool(Tool):
       return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
     if result is None:
       return CallStatus.INFRASTRUCTURE, "error: the session has gone"
-    # --- The model's observation: it must learn about lost variables.
+    # --- The observation, which must tell the model about lost variables.
     status, text = self._read(result, session.seconds)
     if session.lost and status != CallStatus.INFRASTRUCTURE:
       text += _LOST
@@ -295,7 +295,7 @@ class CodeTool(Tool):
 
   def _open(self, seconds: float) -> SandboxSession:
     options: dict[str, Any] = {"timeout_s": seconds, "memory_mb": self._memory_mb}
-    if self._local:  # services have a time of their own for it
+    if self._local:  # services have their own `wait_s`
       options["wait_s"] = seconds
     return self._sandbox.session(**options)
 
@@ -309,7 +309,7 @@ class CodeTool(Tool):
       return CallStatus.TOOL, f"{out}\nerror: stopped after {seconds:.3g} s".strip()
     if result.verdict == Verdict.MEMORY:
       return CallStatus.TOOL, f"{out}\nerror: more than {self._memory_mb} MB".strip()
-    # The program itself failed: the model reads its traceback, and can correct it.
+    # The program itself failed: the model reads the traceback and can fix the program.
     return CallStatus.MODEL, f"{out}\nerror: {result.stderr.strip()}".strip()
 
 
@@ -330,12 +330,12 @@ class WebSearchTool(_Delegating):
 
   @classmethod
   def reads_corpus(cls, config: ToolsConfig) -> bool:
-    """Unless it asks an endpoint."""
+    """True without an endpoint."""
     return config.web.endpoint is None
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
-    """Wants an endpoint or a corpus."""
+    """Requires an endpoint or a corpus."""
     if config.corpus is None and config.web.endpoint is None:
       raise ValueError("web: web_search needs web.endpoint, or a corpus to be offline")
 
@@ -356,18 +356,18 @@ class VisualInspectorTool(_Delegating):
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
-    """Wants a model's endpoint."""
+    """Requires a model's endpoint."""
     if config.vision is None:
       raise ValueError("vision: visual_inspector needs vision.chat, an endpoint")
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
     del sandbox
-    assert config.vision is not None  # `check` has refused it
+    assert config.vision is not None  # refused by `check`
     self._inner = Inspector(config.vision, config.blocked)
 
 
 class FunctionsTool(_Delegating):
-  """Calls the functions of a config by their names."""
+  """Calls a config's functions by name."""
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
@@ -383,7 +383,7 @@ class FunctionsTool(_Delegating):
     self._inner = Functions(config.functions)
 
 
-# Tag in `protocol.tools.SPECS` -> the class for its calls.
+# Tag in `protocol.tools.SPECS` -> class.
 TOOLS: dict[str, type[Tool]] = {
   "wiki_search": WikiSearchTool,
   "web_search": WebSearchTool,
@@ -398,13 +398,13 @@ def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool | McpToo
   """Opens the tool behind a tag; close it after use.
 
   Raises:
-    ValueError: a requirement is missing: a key, a folder, a package, a server.
+    ValueError: a key, folder, package or server is missing.
   """
   try:
     if name in config.mcp:
       return McpTool(config.mcp[name])
     return TOOLS[name](config, sandbox)
-  # Their messages name the missing requirement, but not the tool.
+  # The messages name the missing requirement, but not the tool.
   except (ValueError, Unavailable) as e:
     raise ValueError(f"tool {name}: {e}") from e
 
@@ -412,12 +412,12 @@ def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool | McpToo
 def run_tool(
   tool: Tool | McpTool, content: str, seconds: float
 ) -> tuple[CallStatus, str]:
-  """Makes a call, and classifies failures.
+  """Makes a call and classifies failures.
 
   Args:
     tool: an open tool.
     content: the call's content, well-formed by the protocol.
-    seconds: its time limit.
+    seconds: the time limit.
   """
   # A tool's three exceptions give the cause; any other is left to the toolbox.
   try:
@@ -429,6 +429,6 @@ def run_tool(
   except Unavailable as e:
     _log.warning("a tool is down: %s", e)
     return CallStatus.INFRASTRUCTURE, "error: the tool is unavailable"
-  if isinstance(result, tuple):  # it classifies failures itself
+  if isinstance(result, tuple):  # the tool classifies failures itself
     return result
   return CallStatus.OK, result

@@ -20,8 +20,8 @@ class CallRequest:
 
   Attributes:
     name: the tool's tag.
-    arguments: its span's content, verbatim.
-    seconds: a limit below `timeout_s`. An infrastructure failure after such a shorter
+    arguments: the span's content, verbatim.
+    seconds: a limit below the tool's own. An infrastructure failure after this shorter
       limit counts as the tool's, because the call may only have been slow.
     session: the trajectory's session, from `Tools.code_session`.
   """
@@ -33,7 +33,7 @@ class CallRequest:
 
 
 class Tools(abc.ABC):
-  """Answers the calls of trajectories: a `Toolbox`, or something before one."""
+  """Answers trajectories' calls: a `Toolbox`, or a layer in front of a `Toolbox`."""
 
   def submit(
     self,
@@ -42,12 +42,12 @@ class Tools(abc.ABC):
     seconds: float = math.inf,
     session: CodeSession | None = None,
   ) -> CallFuture:
-    """Starts a call in the background; see `CallRequest` for its fields.
+    """Starts a call in the background; see `CallRequest` for the arguments.
 
     Returns:
       A future with the call's result. Failures are results with a status: the
       future never raises, cannot be cancelled, and is done by the call's deadline.
-      `seconds` of the call counts from when it began to run.
+      `ToolCall.seconds` excludes the wait before the call begins to run.
     """
     return self.start(CallRequest(name, arguments, seconds, session))
 
@@ -59,25 +59,24 @@ class Tools(abc.ABC):
   def code_session(self) -> CodeSession | None:
     """Returns a session for one trajectory's programs, or None if they share none.
 
-    Whoever has it closes it, at whatever end of the trajectory.
+    The caller closes the session when the trajectory ends, however it ends.
     """
 
 
 def done_call(call: ToolCall) -> CallFuture:
-  """Makes a future of a call with a known result."""
+  """Returns a finished future of a call with a known result."""
   future = CallFuture()
   future.set_result(call)
   return future
 
 
 def then(future: CallFuture, change: Callable[[ToolCall], ToolCall]) -> CallFuture:
-  """Makes a future of the changed call; it raises the error of `change` or of the
-  call."""
+  """Returns a future of the changed call, or of the call's or `change`'s error."""
   changed = CallFuture()
   changed.set_running_or_notify_cancel()  # nobody can cancel it
 
   def finish(answered: CallFuture) -> None:
-    # Whatever `change` does, the future is done: somebody waits for it.
+    # Whatever `change` does, the future must be done: somebody waits for it.
     try:
       changed.set_result(change(answered.result()))
     except BaseException as e:

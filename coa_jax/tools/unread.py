@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from coa_jax.tools.tools import TOOLS, ToolsConfig
 
 _log = logging.getLogger(__name__)
-# Field -> tags of its readers; for `corpus` the tools themselves are asked.
+# Field -> tags of its readers; for `corpus`, `Tool.reads_corpus` decides.
 _READERS = {
   "retriever": ("wiki_search",),
   "session": ("code",),

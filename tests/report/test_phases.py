@@ -66,6 +66,12 @@ def test_a_table_weighs_rates_by_their_time():
   assert any("decode" in x and "75.0%" in x and "200.0" in x for x in lines)
 
 
+def test_phases_of_other_versions_come_last():
+  rows = [{"seconds_ancient": 3.0, "seconds_learn": 1.0}]
+  table = timers.PhaseTotals(rows).table("time")
+  assert [row["phase"] for row in table.rows] == ["learn", "ancient"]
+
+
 def test_metrics_show_the_phases_at_the_end(tmp_path, capsys):
   with Metrics(str(tmp_path), "rl", total=3) as log:
     for row in ROWS:

@@ -167,6 +167,7 @@ def test_an_mcp_server_answers_a_tag(config):
   with toolbox(config, tools=("web_search",), mcp=dict(web_search=entry)) as box:
     assert box.call("web_search", "Ur").result == "fine\nfine"
     assert box.call("web_search", '{"q": NaN}').status == MODEL
+    assert box.call("web_search", " ").result == "error: <web_search> is empty"
   with pytest.raises(ConfigError, match=r"no field 'comand'.*'command'"):
     toolbox(config, mcp=dict(web_search=dict(tool="x", comand=["y"])))
 

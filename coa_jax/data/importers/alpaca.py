@@ -1,10 +1,10 @@
-"""Released Chain-of-Agents trajectories, as this project's own.
+"""Reads released Chain-of-Agents trajectories as this project's trajectories.
 
 The released Chain-of-Agents SFT data (arXiv 2508.13167) are alpaca records: a JSON list
-of objects with `instruction`, `input` and `output`, with a whole trajectory,
-observations included, as one string in `output`. Observations are not escaped there, so
-this module must infer authorship from text. It does so strictly: an ambiguous record is
-dropped, with the reason.
+of objects with `instruction`, `input` and `output`. `output` has the whole trajectory,
+including observations, as one string. Observations are not escaped there, so this
+module infers authorship from text, strictly: an ambiguous record is dropped, with the
+reason.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _OPENING = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>")
 def read_alpaca(
   row: Mapping[str, Any], task_id: str, variant: Variant, keep_illegal: bool = False
 ) -> Trajectory:
-  """One alpaca record.
+  """Reads one alpaca record as a trajectory.
 
-  Observation segments are the tool's: both tags and the white space after them too. The
-  rest is the policy's, one segment per span with its trailing white space. White space
-  is verbatim: the segments' texts join to the record's `output`, except for escaped
-  tags inside observations.
+  The tool is the author of observation segments, including both tags and trailing white
+  space. The policy is the author of the rest: one segment per span, with trailing white
+  space. White space is verbatim: the segments' texts join to the record's `output`,
+  except for escaped tags inside observations.
 
   Args:
-    row: `instruction`, `output`, and perhaps `input`, `system` and `history`, earlier
-      turns as pairs of question and reply, put before its question; and its task's
-      fields, e.g. `answer`. `meta["lost"]` names all other fields.
+    row: `instruction`, `output`, and perhaps `input`, `system`, `history` (earlier
+      question-reply pairs, put before the question) and task fields, e.g. `answer`.
+      `meta["lost"]` names all other fields.
     task_id: the task's id.
-    variant: the dialect of the record's tags.
+    variant: the record's dialect.
     keep_illegal: True keeps a record with separable spans that break the variant's
       rules (order, content), with the fault in `meta["fault"]`.
 
@@ -65,7 +65,7 @@ def read_alpaca(
     The trajectory: status ended, or truncated if there is no answer; ungraded.
 
   Raises:
-    RowRefused: it has no single reading, or (without `keep_illegal`) breaks a rule.
+    RowRefused: the record is ambiguous, or (without `keep_illegal`) breaks a rule.
   """
   row = {"input": "", **row}
   for field in ("instruction", "input", "output"):
@@ -73,8 +73,8 @@ def read_alpaca(
     if not isinstance(value, str):
       raise RowRefused("bad_field", f"{field!r} must be a string, got {value!r:.80}")
   trajectory = _trajectory(row, task_id, variant)
-  # The spans are separated by now; their order is another question: records written by
-  # a model often violate it.
+  # The spans are separated by now. Their order comes next: model-written records often
+  # violate it.
   fault = parse(trajectory.text, variant)
   if not fault.ok and not keep_illegal:
     raise RowRefused(fault.verdict.value, fault.detail)
@@ -84,21 +84,20 @@ def read_alpaca(
 
 
 def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Trajectory:
-  # The records' own loader joins the two with a line break.
+  # The records' own loader joins these fields with a line break.
   prompt = "\n".join(filter(None, (row["instruction"], row["input"])))
   asked = question_below(prompt) or prompt
-  # Earlier turns go to the same place as in a chat: before the question, after the
-  # prompt's head.
+  # As in a chat, earlier turns go between the prompt's head and the question.
   before = _before(row.get("history"), variant)
   at = prompt.rindex(asked)
   prompt = prompt[:at] + before + prompt[at:]
-  # Not even the prompt's head is trusted: it comes from a file like the rest.
+  # The prompt's head, too, comes from the file, so no part is trusted.
   segments = [Segment(Author.PROMPT, "question", prompt)]
   segments += _segments(row["output"], variant)
   calls = _calls(segments, variant)
   ended = segments[-1].role == ANSWER
 
-  # --- The task's fields; only those present, so that equal rows stay equal.
+  # --- The task's fields; only present ones, so that equal rows stay equal.
   question = question_of(row, asked)
   if isinstance(question, str):
     question = before + question
@@ -138,7 +137,7 @@ def _before(history: Any, variant: Variant) -> str:
       raise RowRefused("bad_field", f"'history' holds {turn!r:.80}, not two texts")
     asked, reply = turn
     said.append(("user", question_below(asked) or asked))
-    # Of a trajectory its user saw the answer alone.
+    # The user saw only a trajectory's answer.
     answer = parse(reply, variant).answer
     said.append(("assistant", reply.strip() if answer is None else answer))
   return conversation_text([*said, ("user", "")])
@@ -171,8 +170,8 @@ def _observations(output: str) -> list[tuple[int, int]]:
   start: int | None = None
   for match in _OBSERVATION_TAG.finditer(output):
     closing = bool(match[1])
-    # Observations must not nest: a tag inside one was printed by a tool, and then the
-    # observation's end is unknown.
+    # Observations must not nest: a tool printed the inner tag, so the observation's end
+    # is unknown.
     if closing != (start is not None):
       detail = "closed but not open" if closing else "opened inside another"
       raise RowRefused("nested", f"observation {detail} at character {match.start()}")
@@ -194,7 +193,7 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
   segments: list[Segment] = []
   position = 0
   while text[position:].strip():
-    # --- It opens, after white space at most.
+    # --- The opening tag, after white space at most.
     match = _OPENING.match(text, position)
     if match is None:
       excerpt = text[position:].strip()[:40]
@@ -203,7 +202,7 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
     if role not in variant.tags:
       raise RowRefused("unknown_tool", f"<{role}> is no span of {variant.name!r}")
 
-    # --- It closes, before any other tag.
+    # --- The closing tag, before any other tag.
     close = roles.close_tag(role)
     end = text.find(close, match.end())
     if end < 0:
@@ -215,7 +214,7 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
     if inner is not None:
       raise RowRefused("nested", f"{inner} inside <{role}>")
 
-    # --- White space after it is its own, as sampling would have written it.
+    # --- White space after the span belongs to it, as in sampled text.
     end += len(close)
     while end < len(text) and text[end].isspace():
       end += 1
@@ -227,7 +226,7 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
 
 
 def _calls(segments: list[Segment], variant: Variant) -> list[ToolCall]:
-  """Makes a call of each tool span directly before an observation."""
+  """Makes a call from each tool span directly before an observation."""
   calls = []
   # A call without an observation never ran: the record ends there, or breaks a rule.
   for call, result in itertools.pairwise(segments):

@@ -1,4 +1,4 @@
-"""Calls in text: JSON, Python literals, and <tool_call> blocks (Hermes, Qwen)."""
+"""Parses calls in text: JSON, Python literals, <tool_call> blocks (Hermes, Qwen)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 CALL_OPEN = "<tool_call>"
 _CALL_CLOSE = "</tool_call>"
 _LITERAL = 100_000  # the longest Python literal to parse
-_CLOSINGS = 8  # the maximum of closing tags tried as a Python literal's end
+_CLOSINGS = 8  # most closing tags to try as a Python literal's end
 _JSON = json.JSONDecoder(strict=False)  # takes raw line breaks in strings
 
 
 def read_value(text: str, python: bool = True) -> Any:
-  """The JSON value, or with `python` the Python literal, of a text; None for neither.
+  """Parses text as JSON or, with `python`, as a Python literal; None for neither.
 
   Line breaks in strings may be raw.
   """
@@ -63,7 +63,7 @@ def take_blocks(text: str) -> tuple[str, list[Any]]:
     inside = start + len(CALL_OPEN)
     while inside < len(text) and text[inside].isspace():
       inside += 1
-    if text[inside : inside + 1] not in ("{", "["):  # a word about the tag
+    if text[inside : inside + 1] not in ("{", "["):  # a mention, not a call
       left.append(text[at:inside])
       at = inside
       continue
@@ -75,7 +75,7 @@ def take_blocks(text: str) -> tuple[str, list[Any]]:
 
 
 def _block(text: str, start: int) -> tuple[Any, int]:
-  """Reads a call block's value, and the end of its closing tag."""
+  """Returns a call block's value, and its closing tag's end."""
   # A closing tag inside a JSON string ends nothing.
   try:
     value, end = _JSON.raw_decode(text, start)

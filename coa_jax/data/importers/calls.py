@@ -1,6 +1,6 @@
-"""Tool calls of other systems as this protocol's: names and bodies by the tag's row.
+"""Translates other systems' tool calls into this protocol's tags and bodies.
 
-A foreign call is a name and named arguments; here it is a tag and one text body.
+A foreign call has a name and named arguments; here a call has a tag and one text body.
 Arguments without a place in the body are reported, never dropped silently.
 """
 
@@ -25,17 +25,17 @@ def _tags_by_name() -> dict[str, str]:
       continue  # has no default names: `--tools` lists such functions
     for name in (spec.tag, *spec.aliases):
       tags[name] = spec.tag
-  # `answer` and `suggested_answer` are not tools here, but in OAgents a candidate and
-  # the end are calls (arXiv 2508.13167).
+  # `answer` and `suggested_answer` are not tools here, but calls in OAgents (arXiv
+  # 2508.13167).
   for name in ("final_answer", "finish", "answer", "submit"):
     tags[name] = roles.ANSWER
   tags["suggested_answer"] = roles.SUGGESTED_ANSWER
   return tags
 
 
-# Their name, lower case -> our tag.
+# Foreign tool name in lower case -> our tag.
 TOOLS: Mapping[str, str] = _tags_by_name()
-# Argument names of an answer's text, the most specific first.
+# Argument names for an answer's text, the most specific first.
 _ANSWER_NAMES = ("answer", "final_answer", "result", "output", "text")
 
 
@@ -66,15 +66,15 @@ def translate_and_note(
 
 
 def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
-  """Puts one call into this protocol's terms.
+  """Translates one call into this protocol's terms.
 
-  The arguments are an object, a JSON string of one, or a plain string; lower-case names
-  of `table` extend or override `TOOLS`.
+  The arguments are an object, its JSON string, or a plain string; lower-case names in
+  `table` extend or override `TOOLS`.
 
   Raises:
     RowRefused: no table has the name, or the arguments hold no body for the tag.
   """
-  # --- Its tag. The user's table comes first, so that it can override ours.
+  # --- The tag. The user's table comes first, to override ours.
   tag = table.get(name.lower()) or TOOLS.get(name.lower())
   if tag is None:
     raise RowRefused(
@@ -84,13 +84,13 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
   if fields is None and tag == FUNCTION_TAG and arguments in (None, ""):
     fields = {}  # a function without parameters
 
-  # --- A function tool is written as it is: its own name, its own arguments.
+  # --- A function tool keeps its own name and arguments.
   if tag == FUNCTION_TAG:
     if fields is None or not FUNCTION_NAME.fullmatch(name):
       raise RowRefused("bad_arguments", f"{name}: {arguments!r:.80}")
     return Call(tag, render_function_call(name, fields))
 
-  # --- Which argument is the body.
+  # --- The argument for the body.
   keys = SPECS[tag].argument_names if tag in SPECS else _ANSWER_NAMES
   if fields is None:  # a plain string: the call's only argument
     if not isinstance(arguments, str):
@@ -114,7 +114,7 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
 
 
 def _main_argument(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
-  """Returns the first of these names among the arguments, or a single argument's."""
+  """Returns the first name among the arguments, else a single argument's name."""
   for name in names:
     if fields.get(name) is not None:
       return name
@@ -140,7 +140,7 @@ def _object(arguments: Any, tag: str) -> dict[str, Any] | None:
 
 
 def _body(tag: str, value: Any, others: Mapping[str, Any]) -> Body:
-  """Returns the span's body, None if impossible; and the other arguments in it."""
+  """Returns the span's body (None if impossible) and the other arguments inside."""
   if tag in SPECS:
     return SPECS[tag].body_of_call(value, others)
   if value is None or isinstance(value, str):

@@ -1,10 +1,10 @@
-"""Chat messages with tool calls as runs.
+"""Reads chat messages with tool calls as runs.
 
-`shapes` converts a row to this form: `messages` of perhaps a system message, one user
-message, then assistant messages with `tool_calls`, a tool message for each call, and at
-last an assistant message without calls, the answer. Text next to a call is a thought.
-Parallel calls are written one after the other, each with its result. A think block at
-the start of the content is a thought.
+`shapes` converts a row to this form: `messages` with an optional system message, one
+user message, assistant messages with `tool_calls`, a tool message for each call, and
+finally an assistant message without calls, the answer. Text next to a call is a
+thought, and so is a think block at the content's start. Parallel calls are written one
+after the other, each with its result.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ _ROW = TASK_FIELDS | fields("messages conversation tools")
 _MESSAGE = fields(
   "role content tool_calls reasoning_content reasoning tool_call_id name id is_error"
 )
-# Non-text parts of a message: a trajectory cannot represent them.
+# Non-text message parts, which a trajectory cannot represent.
 _MEDIA = fields(
   "image image_url input_image audio input_audio video video_url document file "
   "input_file redacted_thinking"
 )
-_REASONING = ("reasoning_content", "reasoning")  # the same, by two servers
+_REASONING = ("reasoning_content", "reasoning")  # two servers' names for one field
 
 
 def read_chat(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
 ) -> ImportedRun:
-  """Reads one row, in any shape of `shapes`, as a run; `table` extends `calls.TOOLS`.
+  """Reads one row, in any `shapes` form, as a run; `table` extends `calls.TOOLS`.
 
   Raises:
-    RowRefused: the messages do not have this form, or a call cannot be translated.
+    RowRefused: the messages do not have the form above, or a call cannot be
+      translated.
   """
-  # --- The row: its messages, and its other fields.
+  # --- The row's messages and its other fields.
   row = as_chat(row)
   messages = row["messages"]
   recorder = Recorder(task_id)
@@ -57,9 +58,9 @@ def read_chat(
   if row.get("tools"):
     recorder.note("row", "the list of tools; ours takes its place")
 
-  # --- The question, then replies: each with calls, followed by their results, or the
-  # last one.
-  pending = iter(enumerate(messages))  # one iterator: whoever reads on takes it along
+  # --- The question, then the replies: each has calls, with results after it, or is
+  # the last.
+  pending = iter(enumerate(messages))  # shared: every reader advances it
   question = _question(pending, recorder)
   answer = None
   for at, message in pending:
@@ -85,7 +86,7 @@ def read_chat(
 
 
 def _question(pending: Iterator[tuple[int, dict]], recorder: Recorder) -> str:
-  # System messages may come before it; any other message means a missing start.
+  # Only system messages may precede the question; others mean a missing start.
   for at, message in pending:
     text = _text(message.get("content"), f"message {at}", recorder)
     note_unread(recorder, f"message {at}", message, _MESSAGE)
@@ -101,9 +102,9 @@ def _question(pending: Iterator[tuple[int, dict]], recorder: Recorder) -> str:
 def _think(message: Mapping[str, Any], where: str, recorder: Recorder) -> str:
   """Records an assistant message's thoughts; returns the remaining text.
 
-  Templates of reasoning models open the block in the prompt: a closing tag is enough.
+  Reasoning models' templates open the block in the prompt: a closing tag is enough.
   """
-  # --- A field of its own; some servers write it under both names.
+  # --- A separate field; some servers write it under both names.
   thoughts = [message[k] for k in _REASONING if message.get(k)]
   if thoughts:
     recorder.think(_text(thoughts[0], where, recorder))
@@ -149,7 +150,7 @@ def _text(content: Any, where: str, recorder: Recorder) -> str:
 
 
 def _calls(message: Mapping[str, Any], where: str) -> list[tuple[Any, str, Any]]:
-  """(id, name, arguments) of every call in a message."""
+  """Lists (id, name, arguments) for every call in a message."""
   out = []
   for call in message.get("tool_calls") or []:
     function = call["function"]
@@ -169,13 +170,13 @@ def _record_calls(
   where: str,
   table: Mapping[str, str],
 ) -> str | None:
-  """Records calls with their results, in the calls' order; the answer if it is one."""
+  """Records calls and results in call order; returns the answer if a call gives it."""
   answer = None
   results = _results(calls, messages, recorder, where)
   for (_, name, arguments), (result, failed) in zip(calls, results, strict=True):
     call = translate_and_note(recorder, where, name, arguments, table)
     if call.tag == roles.ANSWER:
-      # A tool's result after the end of the work is never read.
+      # A result after the final answer is never read.
       answer = call.body
       if result:
         recorder.note(where, f"the result {result!r:.80} of {name}")
@@ -184,7 +185,7 @@ def _record_calls(
       raise RowRefused("multi_turn", f"{where}: a call after the answer")
     if result is None:
       raise RowRefused("no_result", f"{where}: the call of {name} has no result")
-    # A candidate is a span of its own, without an observation.
+    # A candidate is a separate span, without an observation.
     if call.tag == roles.SUGGESTED_ANSWER:
       recorder.say(runs.SOLVER, runs.CANDIDATE, call.body)
       recorder.note(where, f"the result {result!r:.80} of {name}")

@@ -1,6 +1,6 @@
 """Hints for dropped rows, by reason.
 
-A hint's flags were tried on a dropped row and give a trajectory.
+A hint's flags have been tried on the dropped row, and give a trajectory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.protocol.tools import FUNCTION_TAG, SPECS
 from coa_jax.protocol.trajectory import Trajectory
 
 THINK = "Go on."  # a hint's text for a missing thought
-# Formats with records kept verbatim; others are converted.
+# Formats that keep records verbatim; other formats are converted.
 VERBATIM = ("alpaca", "trajectories")
 _TWO_READINGS = (
   "the text is damaged or holds the format's own marks, so nobody can tell who wrote "
@@ -76,7 +76,7 @@ _TAG = re.compile(r"<(\w+)> is no span")
 
 
 def hint(importer: Importer, dropped: Dropped, record: Record) -> str:
-  """Returns a dropped row's hint, in one line: flags that read it, or the obstacle."""
+  """Returns a one-line hint for a dropped row: flags that read it, or the obstacle."""
   # --- A tool in the dialect, but not in this run.
   tag = _TAG.search(dropped.detail)
   base = get_variant(importer.variant.name)
@@ -109,7 +109,7 @@ def hint(importer: Importer, dropped: Dropped, record: Record) -> str:
 def _with_functions(
   importer: Importer, dropped: Dropped | None, record: Record
 ) -> tuple[Importer, list[str]]:
-  """The importer with every unknown tool of a row as a function, and their names."""
+  """Returns an importer with a row's unknown tools as functions, and their names."""
   names: list[str] = []
   while dropped and (found := _NAME.search(dropped.detail)) and len(names) < 32:
     if found[1] in names:
@@ -123,10 +123,10 @@ def _with_functions(
 
 
 def _settings(importer: Importer, reason: str) -> Iterator[tuple[Importer, list[str]]]:
-  """Lists importers to try, from the nearest to the requested one, with their flags.
+  """Lists importers to try and their flags, the nearest to the requested one first.
 
-  The same dialect with thoughts filled in, then without optional agents; then the
-  dialect of all tools, likewise.
+  First the same dialect with missing thoughts filled in, then without optional agents;
+  then the dialect with all tools, likewise.
   """
   if importer.format in VERBATIM:
     if reason == "unknown_tool":
@@ -153,7 +153,7 @@ def _settings(importer: Importer, reason: str) -> Iterator[tuple[Importer, list[
 
 
 def _without_some(variant: Variant) -> Iterator[Variant]:
-  """Lists the dialect, and its reductions by some agents, fewest first."""
+  """Lists the dialect, then its versions without some agents, fewest removed first."""
   check = (roles.SUGGESTED_ANSWER, roles.DOUBLE_CHECK)
   groups = ((roles.REFLECTION,), check, (roles.PLAN,))
   groups = [[role for role in group if role in variant.roles] for group in groups]
@@ -165,13 +165,13 @@ def _without_some(variant: Variant) -> Iterator[Variant]:
 
 
 def _name(variant: Variant) -> str:
-  """A dialect's name, its missing agents in the order in which they would speak."""
+  """Returns a dialect's name, with its missing agents in speaking order."""
   base, *gone = variant.name.split("-")
   return "-".join([base, *(role for role in roles.ROLES if role in gone)])
 
 
 def _uses_all(settings: Importer, asked: Importer, trajectory: Trajectory) -> bool:
-  """Whether a trajectory uses the agents of a dialect tried by the hint."""
+  """Whether a trajectory uses all agents in a dialect tried by the hint."""
   if settings.variant == asked.variant or settings.format in VERBATIM:
     return True
   agents = set(settings.variant.roles) - {roles.THINK, roles.ANSWER}

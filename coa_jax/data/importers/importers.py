@@ -1,4 +1,4 @@
-"""Traces of other people's systems as this project's trajectories, row by row.
+"""Converts other systems' traces to this project's trajectories, row by row.
 
 Every row becomes a trajectory, or is dropped with the reason; a kept row's unmapped
 fields are listed in its `meta["lost"]`, line by line. Formats:
@@ -14,7 +14,7 @@ fields are listed in its `meta["lost"]`, line by line. Formats:
   react         ReAct text (`react`)
   search_r1     Search-R1 text (`search_r1`)
 
-A conversation with several questions is split into a row for each (`turns`).
+A conversation with several questions is split into one row per question (`turns`).
 
 budget: every list of formats, in one place.
 
@@ -48,7 +48,7 @@ from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant
 from coa_jax.protocol.trajectory import Trajectory
 
-# A format -> the fields that tell it.
+# Format -> the fields that identify it.
 FORMATS: Mapping[str, str] = {
   "trajectories": "task_id, segments",
   "runs": "task_id, events, calls",
@@ -77,23 +77,23 @@ Record = tuple[int, str, dict[str, Any]]  # number, "FILE:LINE", row
 
 
 def detect(row: Mapping[str, Any]) -> str:
-  """Detects a row's format, by its fields; one of FORMATS, or RL.
+  """Detects a row's format by its fields: one of FORMATS, or RL.
 
-  A table's row has all of the table's columns: non-empty ones are tried first.
+  A table's row has all columns, so non-empty fields are tried first.
 
   Raises:
-    ValueError: it has the fields of none.
+    ValueError: the fields match no format.
   """
   filled = {name: v for name, v in row.items() if v not in (None, "", [], {})}
   name = _format(filled)
   if name:
     return name
-  # These have no fields of their own: they are recognised by the text in a field.
+  # These formats have no fields of their own: the text in a field identifies them.
   if is_react(row):
     return "react"
   if is_search_r1(row):
     return "search_r1"
-  name = _format(dict.fromkeys(row, True))  # all empty: that format gives the reason
+  name = _format(dict.fromkeys(row, True))  # with empty fields: a reader says why
   if name:
     return name
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
@@ -122,14 +122,14 @@ def _format(row: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Importer:
-  """Reads the rows of one file; a value, so that it can be sent to worker processes.
+  """Reads one file's rows; picklable, for worker processes.
 
   Attributes:
     format: one of FORMATS.
-    variant: the dialect of the trajectories.
-    prompt: their prompt's style (`protocol.prompts`); alpaca records and trajectories
-      keep their own.
-    stem: the prefix of task ids, if rows have none.
+    variant: the trajectories' dialect.
+    prompt: the prompt's style (`protocol.prompts`); alpaca records and trajectories
+      keep their own prompts.
+    stem: the prefix for task ids, if rows have no ids.
     tools: foreign tool name -> our tag, extending `calls.TOOLS`.
     convert: the allowed changes.
     keep_illegal: True keeps readable rows that break the variant's rules; alpaca only.
@@ -157,18 +157,18 @@ class Importer:
   ) -> tuple[Task, Trajectory] | Dropped:
     """Reads one row as a trajectory with its task, or says why there is none.
 
-    A whole number in `sample` says which of its task's attempts the row is.
+    A whole number in `sample` is the row's attempt number for its task.
     """
-    # --- Which task, and which attempt at it.
+    # --- The task, and the attempt's number.
     task_id = _id(row) or f"{self.stem}-{number}"
     sample = row.get("sample")
     if self.format in ("trajectories", "runs") or not isinstance(sample, int):
-      sample = 0  # theirs is read with the rest
+      sample = 0  # trajectories and runs read it with the rest
     else:
       row = dict(row)
       del row["sample"]  # otherwise a reader would note it as unread
 
-    # --- Read it. Whatever a foreign row holds, it is refused and nothing crashes.
+    # --- Read the row. A faulty foreign row is refused and never crashes the import.
     try:
       result = self._read(row, task_id, where, sample)
       if isinstance(result, Dropped):
@@ -179,7 +179,7 @@ class Importer:
     except RowRefused as e:
       return Dropped(task_id, sample, e.reason, e.detail)
     except (TypeError, KeyError, AttributeError) as e:
-      # A field of another kind than its format has, found as it was used.
+      # A field has another type than its format has; only its use shows this.
       detail = f"not as {self.format} rows are: {e!r:.200}"
       return Dropped(task_id, sample, "bad_record", detail)
     except RecursionError:
@@ -202,7 +202,7 @@ class Importer:
         f"the row holds {count_calls(row)} calls, {imported.calls_read} were read",
       )
 
-    # --- Convert the run under our prompt, as the team's own runs are.
+    # --- Convert the run under our prompt, like the team's own runs.
     task = imported.task
     run = imported.run
     lost = list(imported.lost)
@@ -220,7 +220,7 @@ class Importer:
   ) -> ImportedRun:
     # --- A foreign record: use its format's reader.
     if self.format != "runs":
-      # A model writes a name as it likes: case does not count.
+      # Models vary a name's case, so case does not count.
       tools = {name.lower(): tag for name, tag in self.tools.items()}
       imported = _READERS[self.format](row, task_id, tools)
       imported.run.sample = sample
@@ -241,7 +241,7 @@ class Importer:
       trajectory = Trajectory.from_json(row, where)
     except (ValueError, AttributeError) as e:
       raise RowRefused("bad_record", str(e)) from e
-    # It may have been made for another dialect, or edited by hand.
+    # The record may be from another dialect, or edited by hand.
     verdict = parse(trajectory.text, self.variant)
     if not verdict.ok and not self.keep_illegal:
       raise RowRefused(verdict.verdict.value, verdict.detail)
@@ -257,7 +257,7 @@ def _id(row: Mapping[str, Any]) -> str:
 
 
 def _task(trajectory: Trajectory) -> Task:
-  """Returns a trajectory's task fields."""
+  """Makes a task from a trajectory's `meta`."""
   meta = trajectory.meta
   try:
     kind = Kind(meta.get("kind", Kind.QA))
@@ -274,15 +274,15 @@ def _task(trajectory: Trajectory) -> Task:
 
 
 def records(uri: str, chosen: str = "") -> tuple[str, Iterator[Record]]:
-  """Returns the format of a source, the first row's by default, and all rows from 0.
+  """Returns a source's format (by default the first row's) and all rows, from 0.
 
-  A conversation is a row for each question, all with the same number. A row of an
-  earlier row's task, without `sample`, gets its number among the task's rows: draws by
-  task and sample must distinguish attempts.
+  A conversation has one row per question, all with the same number. A task's later rows
+  without `sample` get their number among the task's rows: draws by task and sample must
+  distinguish attempts.
 
   Raises:
     FileNotFoundError, ValueError: as `tasks.rows.read_rows`; or there are no rows, or
-      the first one's format is unknown.
+      the first row's format is unknown.
   """
   rows = _numbered(uri)
   first = next(rows, None)
@@ -308,7 +308,7 @@ def _numbered(uri: str) -> Iterator[Record]:
 def _attempts(rows: Iterable[Record]) -> Iterator[Record]:
   seen: Counter[str] = Counter()
   for number, where, row in rows:
-    # A row without an id is a task of its own.
+    # A row without an id is a separate task.
     task = _id(row)
     if task and seen[task] and row.get("sample") is None:
       row["sample"] = seen[task]
@@ -323,7 +323,7 @@ def _turns(rows: Iterable[Record], name: str) -> Iterator[Record]:
 
 
 def stem(uri: str) -> str:
-  """Returns the id prefix of a source's rows without ids."""
+  """Returns the id prefix for a source's rows without ids."""
   # Without the query and the scheme: hf:owner/name?split=x is `name`.
   name = uri.partition("?")[0].rstrip("/").rpartition(":")[2]
   return os.path.splitext(os.path.basename(name).removesuffix(".gz"))[0] or "row"

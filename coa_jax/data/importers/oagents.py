@@ -1,17 +1,17 @@
-"""Converts runs of OAgents, smolagents and LangChain's agents to our runs.
+"""Converts OAgents, smolagents and LangChain runs to our runs.
 
-A row has the question, the prediction, the true answer and `intermediate_steps` of four
-kinds: task, planning {facts, plan}, action {model_output, tool_calls, observations,
-error, ...} and, in smolagents, a system prompt. Facts and rationales are thoughts,
-plans plans, a critique that grades all three criteria a reflection (arXiv 2508.13167).
-LangChain's steps are pairs of an action {tool, tool_input, log} and its observation;
-the question is `input`, the prediction `output`.
+A row has the question, the prediction, the true answer and four kinds of
+`intermediate_steps`: task, planning {facts, plan}, action {model_output, tool_calls,
+observations, error, ...} and, in smolagents, a system prompt. Facts and rationales
+become thoughts, plans stay plans, and a critique that grades all three criteria becomes
+a reflection (arXiv 2508.13167). LangChain's steps are pairs: an action {tool,
+tool_input, log} and its observation; the question is `input`, the prediction `output`.
 
-A manager's step with a program that calls the search agent is not a tool call here: it
-is replaced by the search agent's own calls (`search_agent_actions`: sub-task ->
-{answer, tool_calls}), and by its answer, written by a model, as the next thought. A
-step's error was shown to the agent after the observations, so it is part of the result.
-Programs call tools as functions: they stay programs, and their calls are noted.
+If a manager's program calls the search agent, the step is not a tool call here. The
+search agent's own calls (`search_agent_actions`: sub-task -> {answer, tool_calls})
+replace it, and the agent's answer, written by a model, becomes the next thought. A
+step's error was shown to the agent after the observations, so the error is part of the
+result. Programs that call tools as functions stay programs; these calls are noted.
 
 budget: a row is read step by step, and each step can hold all of this.
 """
@@ -52,7 +52,7 @@ from coa_jax.data.teacher import runs
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Status
 
-# Fields that are read, or are irrelevant to the trajectory (times, counts, requests).
+# Fields that are read, or irrelevant to the trajectory (times, counts, requests).
 _ROW = TASK_FIELDS | fields(
   "agent_name augmented_question prediction intermediate_steps steps start_time "
   "end_time iteration_limit_exceeded agent_error parsing_error task judgment_result "
@@ -67,16 +67,16 @@ _STEP = fields(
 )
 _SUBTASK = fields("task answer tool_calls")
 _SUBCALL = fields("name args arguments observation observations id type")
-_Subtask = tuple[str, Mapping[str, Any]]  # the question, and the steps
+_Subtask = tuple[str, Mapping[str, Any]]  # the question, and its record
 # The boundary between a reply's rationale and its call; the rationale's heading; and
-# parts of a written call not worth a note.
+# written call parts not worth a note.
 _CALLED = re.compile(r"```|<code>|<end_code>|^[ \t]*(?:Code|Action):", re.MULTILINE)
 _THOUGHT = re.compile(r"^\s*Thoughts?:\s*")
 _BLOCK = re.compile(
   r"(?ms)```.*?(?:```|\Z)|<code>.*?(?:</code>|\Z)|<end_code>|^[ \t]*Code:"
 )
 _INVOKING = re.compile(r"^\s*Invoking: `.*?` with `.*?`\s*(?:responded: )?", re.DOTALL)
-# Fields of a plan in a step, and of an action.
+# Step fields for a plan, and for an action.
 _PLANNED = fields("facts plan")
 _DONE = fields("tool_calls model_output observations error action_output")
 
@@ -87,7 +87,7 @@ def read_oagents(
   """Reads one row in the form above as a run; `table` extends `calls.TOOLS`.
 
   Raises:
-    RowRefused: the steps do not have this form, a call cannot be translated, several
+    RowRefused: the steps do not have that form, a call cannot be translated, several
       calls share one observation, or a sub-task belongs to no step.
   """
   steps = _with_pairs(row.get("intermediate_steps") or row.get("steps"))
@@ -103,7 +103,7 @@ def read_oagents(
   for at, step in enumerate(steps):
     where = f"step {at}"
     note_unread(reading.recorder, where, step, _STEP)
-    # A table gives every step the fields of all kinds: a null one says nothing.
+    # A table gives every step all fields: a null field says nothing.
     filled = {name for name, value in step.items() if value is not None}
     if filled & _PLANNED:
       reading.planning(step)  # in a separate step, or next to a call
@@ -119,7 +119,7 @@ def read_oagents(
     name, _ = reading.subtasks[0]
     raise RowRefused("unplaced_subtask", f"no step delegates {name!r:.80}")
 
-  # --- How it ended.
+  # --- The run's end.
   question = question_of(row, step_question or row.get("input"))
   task = task_of(row, task_id, question, "oagents")
   recorder = reading.recorder
@@ -138,28 +138,28 @@ def read_oagents(
 
 
 def _with_pairs(steps: Any) -> Any:
-  """Converts steps that are pairs to objects."""
+  """Converts pairs among the steps to objects."""
   if not isinstance(steps, list):
     return steps
   return [_of_pair(step) if isinstance(step, list) else step for step in steps]
 
 
 def _of_pair(pair: list[Any]) -> Any:
-  """LangChain's action with its observation as a step."""
+  """Converts LangChain's pair of action and observation to a step."""
   action, observation = pair if len(pair) == 2 else (None, None)
   if isinstance(action, dict) and "lc" in action:  # as `dumpd` writes it
     action = action.get("kwargs")
   if not isinstance(action, dict) or not isinstance(action.get("tool"), str):
     raise RowRefused("unknown_step", f"{pair!r:.80} is no action with its observation")
   log = action.get("log")
-  if isinstance(log, str):  # an agent of tool calls writes the call itself there
+  if isinstance(log, str):  # a tool-calling agent writes the call itself there
     log = _INVOKING.sub("", log).strip()
   call = {"name": action["tool"], "arguments": action.get("tool_input")}
   return {"model_output": log, "tool_calls": [call], "observations": observation}
 
 
 def _subtasks(records: Any) -> list[_Subtask]:
-  """Lists (sub-task, its record) in order, also of records with their `task`."""
+  """Lists (sub-task, record) in order, from a mapping or from records with `task`."""
   if not isinstance(records, list):
     return list((records or {}).items())
   out = []
@@ -169,7 +169,7 @@ def _subtasks(records: Any) -> list[_Subtask]:
 
 
 class _Reading:
-  """The steps of one row, read one after the other."""
+  """Reads one row's steps, one after the other."""
 
   def __init__(self, task_id: str, table: Mapping[str, str], subtasks: list[_Subtask]):
     self.recorder = Recorder(task_id)
@@ -184,8 +184,8 @@ class _Reading:
       self.recorder.say(runs.PLANNER, runs.PLAN, plan)
 
   def action(self, step: Mapping[str, Any], where: str) -> None:
-    """Records a rationale, a call with its result or a delegation, a critique."""
-    # --- The step's one call. Several of them would share its observation.
+    """Records a step's rationale, its call or delegation, and its critique."""
+    # --- The step's only call: several calls would share one observation.
     recorder = self.recorder
     calls = [_name_and_arguments(c, where) for c in step.get("tool_calls") or []]
     result = _result(step)
@@ -194,8 +194,8 @@ class _Reading:
     name, arguments = calls[0] if calls else ("", "")
     texts = _texts(arguments)
 
-    # --- The model's text: a rationale, and the call in words; parts of it missing from
-    # the call are noted.
+    # --- The model's text: a rationale, and the call in words; words missing from the
+    # call are noted.
     thought, rest = _rationale(step.get("model_output"))
     recorder.think(thought)
     if rest and rest not in "\n".join(texts):
@@ -204,7 +204,7 @@ class _Reading:
     if code and _text(code).strip() not in map(str.strip, texts):
       recorder.note(where, f"code_action {code!r:.80} beside the call")
 
-    # --- The call, or the reason for its absence; its ending; the thoughts about it.
+    # --- The call, or the reason for its absence; the ending; the critique.
     program: Program = ()
     if texts and self._tag(name) == "code":
       program = parse_program(texts[0])
@@ -230,8 +230,8 @@ class _Reading:
     recorder = self.recorder
     result = _result(step)
 
-    # --- A delegation is replaced by the sub-task's own calls. The search agent is
-    # called as a tool, or by a program's functions.
+    # --- The sub-task's own calls replace a delegation. A step calls the search agent
+    # as a tool, or as a function in a program.
     subtasks: Sequence[str | None] = delegated_texts(program)
     if name == AGENT:
       subtasks = (_texts(arguments) or [None])[:1]
@@ -248,7 +248,7 @@ class _Reading:
       self._unseen(f"report of the {AGENT}", result, where)
       return
 
-    # --- A call of a tool, or the end.
+    # --- A tool call, or the final answer.
     if only_answers(program):
       recorder.calls_read += 1
       self._unseen("result of the final answer", result, where)
@@ -272,11 +272,11 @@ class _Reading:
       self.recorder.note(where, f"the {label}: {result!r:.80}")
 
   def _ending(self, step: Mapping[str, Any], program: Program, where: str) -> None:
-    """Reads the answer of a final step, notes another step's output."""
+    """Reads a final step's answer; notes another step's output."""
     output = step.get("action_output")
     argument = final_argument(program)
     is_final = step.get("is_final_answer")
-    if is_final is None:  # an older version does not say
+    if is_final is None:  # an older version lacks the field
       is_final = argument is not None
     if is_final and not step.get("error"):
       # The executed output is the most reliable; a step without output may still
@@ -295,13 +295,13 @@ class _Reading:
   def _delegate(
     self, texts: Sequence[str | None], program: Program, where: str
   ) -> bool:
-    """Records the sub-tasks of a program's delegations, in order; False for none.
+    """Records the sub-tasks that a program delegates, in order; False for none.
 
-    If the call does not contain its sub-task (None), it may be elsewhere in the
-    program; if the program builds it at run time, it is the next record, in the order
-    of the runs.
+    If a call does not contain its sub-task (None), the text may be elsewhere in the
+    program; if the program builds the text at run time, the sub-task is the next
+    record, in run order.
     """
-    # --- Which records the calls without a text mean.
+    # --- The records for calls without a text.
     if not texts:
       return False
     others = [name for name, _ in self.subtasks if name not in texts]
@@ -320,7 +320,7 @@ class _Reading:
         text = (elsewhere or spare or [None]).pop(0)
       names.append(text)
 
-    # --- Their records, in the place of the calls.
+    # --- The records, in place of the calls.
     any_record = False
     for name in [*names, *elsewhere]:
       record = self._take_subtask(name)
@@ -332,7 +332,7 @@ class _Reading:
     return any_record
 
   def _take_subtask(self, name: str | None) -> Mapping[str, Any] | None:
-    """Removes the first sub-task of this name; returns its record, or None."""
+    """Removes the first sub-task with this name; returns its record, or None."""
     for at, (other, record) in enumerate(self.subtasks):
       if other == name:
         del self.subtasks[at]
@@ -340,7 +340,7 @@ class _Reading:
     return None
 
   def _record_subtask(self, name: str, record: Mapping[str, Any], where: str) -> None:
-    """Records a sub-task, the calls made for it, and its answer."""
+    """Records a sub-task, its calls, and its answer."""
     recorder = self.recorder
     calls = record.get("tool_calls")
     if not isinstance(calls, list):
@@ -354,7 +354,7 @@ class _Reading:
       arguments = call.get("args", call.get("arguments"))
       ours = translate_and_note(recorder, where, call["name"], arguments, self.table)
       if ours.tag in roles.ROLES:
-        continue  # its answer, which follows
+        continue  # the answer, which follows
       observation = call.get("observation", call.get("observations"))
       if not isinstance(observation, str):
         raise RowRefused("no_result", f"{where}: {call['name']} has no observation")
@@ -367,7 +367,7 @@ class _Reading:
     if text.strip():
       grades = roles.reflection_grades(text)
       if set(grades) == set(roles.CRITERIA):
-        # The last line is the reflection, all before it the thought: see `convert`.
+        # The last line is the reflection, earlier text the thought: see `convert`.
         line = " ".join(f"{c} : {grades[c].capitalize()}" for c in roles.CRITERIA)
         review = f"{text.strip()}\n{line}"
         self.recorder.say(runs.REFLECTOR, runs.REFLECTION, review)
@@ -379,7 +379,7 @@ class _Reading:
 
 def _rationale(output: Any) -> tuple[str, str]:
   """Splits a model's text into the parts before and after its call."""
-  if isinstance(output, list):  # parts, as a chat message has them
+  if isinstance(output, list):  # parts, as in chat messages
     output = "".join(str(p.get("text", "")) for p in output if isinstance(p, dict))
   if not isinstance(output, str):
     return "", ""
@@ -393,7 +393,7 @@ def _rationale(output: Any) -> tuple[str, str]:
 
 
 def _name_and_arguments(call: Any, where: str) -> tuple[str, Any]:
-  """Of smolagents' ToolCall: bare, or as its `dict()` nests it under `function`."""
+  """Reads a smolagents ToolCall: bare, or nested under `function` by its `dict()`."""
   inner = call.get("function", call) if isinstance(call, dict) else None
   if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
     raise RowRefused("bad_call", f"{where}: {call!r:.80}")
@@ -420,6 +420,6 @@ def _text(value: Any) -> str:
 
 
 def _texts(arguments: Any) -> list[str]:
-  """The strings among a call's arguments; of a program, the program."""
+  """Lists the strings among a call's arguments; for a program, the program."""
   values = arguments.values() if isinstance(arguments, dict) else (arguments,)
   return [v for v in values if isinstance(v, str)]

@@ -1,4 +1,4 @@
-"""Reassembles the rows' values in order, after rows were dealt to shards in turn."""
+"""Reassembles row values in order, after rows were dealt to shards in turn."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PLACE = re.compile(rb'\{"place": (\d+), ')
 def write_part(
   path: str | os.PathLike[str], values: Iterable[dict[str, Any]], shard: Shard
 ) -> int:
-  """Writes one JSON line for each row of a shard, and returns their number.
+  """Writes one JSON line for each row in a shard; returns the number of lines.
 
-  The values are those of every `shard.count`-th row, from number `shard.index` on. The
+  The values belong to every `shard.count`-th row, from number `shard.index` on. The
   file appears when it is complete.
   """
 
@@ -36,12 +36,12 @@ def write_part(
 
 
 def read_parts(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """Yields the values of all rows in their order, from all shards' joined files.
+  """Yields all rows' values in row order, from all shards' joined files.
 
   Raises:
     ValueError: a row is missing, or there twice: the shards read different files.
   """
-  # --- The offset of each row's line: 16 bytes a row in memory.
+  # --- Each line's offset: 16 bytes per row in memory.
   places = array.array("q")
   begins = array.array("q")
   begin = 0
@@ -59,7 +59,7 @@ def read_parts(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         f"{path}: rows are missing, or there twice: the shards read different files"
       )
 
-    # --- Their lines, in the order of the rows.
+    # --- The lines, in row order.
     for i in order:
       f.seek(begins[i])
       yield json.loads(f.readline())

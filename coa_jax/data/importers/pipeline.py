@@ -1,10 +1,9 @@
-"""Turns rows of traces into filtered trajectories: streamed, by any number of
-processes.
+"""Streams trace rows into filtered trajectories, with any number of processes.
 
-`RowPipeline.work` handles a single row (reading, conversion, the filters' verdict,
-token ids) and is shared by worker processes; `ImportJob` handles all rows in order
-(near duplicates, copies, counts). The result is the same for any number of processes,
-and at most a few chunks of rows are in memory at once.
+`RowPipeline.work` handles each row alone (reading, conversion, the filters' verdict,
+token ids), also in worker processes; `ImportJob` handles all rows in order (near
+duplicates, copies, counts). The result is the same for any number of processes, and at
+most a few chunks are in memory at once.
 
 budget: one pass, by processes of one machine or by shards of several.
 """
@@ -40,7 +39,7 @@ CHUNK = 16  # rows in one chunk
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryStats:
-  """A trajectory's tokens, or else characters, without the prompt; spans by role."""
+  """A trajectory's length in tokens, else characters, without prompt; spans by role."""
 
   length: int
   roles: dict[str, int]
@@ -51,12 +50,11 @@ class ImportedRow:
   """A row converted to a trajectory.
 
   Attributes:
-    task_id: its task.
-    line: the trajectory as a line of JSON; "" if a filter of single trajectories drops
-      it.
-    stats: its length and spans.
+    task_id: the task's id.
+    line: the trajectory as a JSON line; "" if a single-trajectory filter drops it.
+    stats: the trajectory's length and spans.
     lost: the row's unmapped fields.
-    augmented: lines of the copies with other tool names and formats.
+    augmented: JSON lines for the copies with other tool names and formats.
     verdict: the filters' verdict.
   """
 
@@ -68,7 +66,7 @@ class ImportedRow:
   verdict: FilterResult
 
   def to_json(self) -> dict[str, Any]:
-    """Returns it as JSON values."""
+    """Returns the row as JSON values."""
     value = dataclasses.asdict(self)
     if self.verdict.signature is not None:
       value["verdict"]["signature"] = self.verdict.signature.tolist()
@@ -86,14 +84,14 @@ class ImportedRow:
 
 @dataclasses.dataclass(frozen=True)
 class RowPipeline:
-  """The processing of every row; a value, so that it can be sent to worker processes.
+  """Processes rows, each alone; picklable, for worker processes.
 
   Attributes:
-    importer: reads and converts.
+    importer: reads and converts rows.
     filters: thresholds and ratios; None keeps every trajectory.
     benchmarks: the result of `filters.load_benchmarks`; None without filters.
     tokenizer: the tokenizer's folder, for ids; "" writes none.
-    formats: the copies of each trajectory with other tool names and formats.
+    formats: the copies to make with other tool names and formats.
   """
 
   importer: Importer
@@ -146,13 +144,13 @@ def trajectory_stats(trajectory: Trajectory) -> TrajectoryStats:
   for segment in trajectory.segments:
     if segment.author != Author.PROMPT:
       num_chars += len(segment.text)
-      if segment.role:  # white space alone has none
+      if segment.role:  # white space alone has no role
         count[segment.role] += 1
   return TrajectoryStats(trajectory.num_tokens or num_chars, dict(count))
 
 
 class ImportJob:
-  """One pass over a source: `lines` runs it, `counts` has its statistics.
+  """One pass over a source: `lines` runs the pass, `counts` has its statistics.
 
   If rows are divided among shards, each shard calls `write_part`, and `joined_lines`
   then yields the same lines as `lines`.
@@ -176,10 +174,10 @@ class ImportJob:
     on_dropped: Callable[[Dropped, Record], None] = lambda *_: None,
     on_imported: Callable[[ImportedRow, int], None] = lambda *_: None,
   ) -> Iterator[str]:
-    """Yields every trajectory to write, as a line of JSON, in the rows' order.
+    """Yields every trajectory to write, as a JSON line, in row order.
 
-    Rows are read as they are needed. `on_dropped` is called with the reason of a row
-    without a trajectory and the row; `on_imported` with any other and its copies.
+    Rows are read as they are needed. `on_dropped` gets a dropped row's reason and
+    record; `on_imported` gets any other row and its number of copies.
     """
     return self._admitted(self._results(records), on_dropped, on_imported)
 
@@ -208,12 +206,12 @@ class ImportJob:
     on_dropped: Callable[[Dropped, Record], None] = lambda *_: None,
     on_imported: Callable[[ImportedRow, int], None] = lambda *_: None,
   ) -> Iterator[str]:
-    """Yields the lines of `lines` from the joined files of all shards.
+    """Yields the same lines as `lines`, from all shards' joined files.
 
-    `on_dropped` gets an empty record unless its reason is new.
+    `on_dropped` gets an empty record unless the reason is new in a shard.
 
     Raises:
-      ValueError: a part is missing.
+      ValueError: rows are missing, or there twice.
     """
 
     def results() -> Iterator[tuple[Record, Dropped | ImportedRow]]:
@@ -239,7 +237,7 @@ class ImportJob:
         on_dropped(result, record)
         continue
 
-      # --- Only here all rows are seen, in order: near duplicates, copies.
+      # --- Near duplicates and copies: only here are all rows seen, in order.
       self._lossy += bool(result.lost)
       copies = 1
       if self._funnel:
@@ -257,7 +255,7 @@ class ImportJob:
       yield from result.augmented
 
   def counts(self) -> dict[str, Any]:
-    """Counts rows read, dropped at import and with losses; copies; the funnel."""
+    """Returns counts: rows read, dropped at import, with losses; copies; the funnel."""
     dropped = dict(sorted(self._dropped.items()))
     num_imported = self._rows - self._dropped.total()
     out: dict[str, Any] = {
@@ -279,8 +277,8 @@ class ImportJob:
       for chunk in chunks:
         yield from zip(chunk, self._pipeline.work(chunk), strict=True)
       return
-    # --- Worker processes; results in the order in which the chunks were sent.
-    # Spawned, not forked: threads of libraries do not survive a fork.
+    # --- Worker processes; results keep the chunks' order. Spawned, not forked: library
+    # threads do not survive a fork.
     pool = concurrent.futures.ProcessPoolExecutor(
       self._workers,
       multiprocessing.get_context("spawn"),
@@ -291,7 +289,7 @@ class ImportJob:
     pending = collections.deque()
     try:
       for chunk in chunks:
-        # A chunk with a slow row delays the chunks after it, not the workers.
+        # A chunk with a slow row delays later chunks, not the workers.
         pending.append((chunk, pool.submit(_work, chunk)))
         if len(pending) > 2 * self._workers:  # bounds the memory
           chunk, results = pending.popleft()

@@ -1,4 +1,4 @@
-"""Finds the calls in smolagents programs: parses the syntax tree, never runs it."""
+"""Finds calls in smolagents programs: parses the programs, never runs them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 Program = Sequence[ast.stmt]
-# In OAgents and smolagents, managed agents are functions of a program.
+# In OAgents and smolagents, programs call managed agents as functions.
 AGENT = "search_agent"  # the function by which a program delegates a task
-# Nodes of a statement that delegates a task, keeps the result or prints it.
+# Nodes in a statement that delegates a task, keeps the result or prints it.
 _PLAIN = (
   ast.Expr,
   ast.Assign,
@@ -39,7 +39,7 @@ def callee(node: ast.AST) -> str | None:
 
 
 def nodes_in_order(program: Program, kind: type) -> list[Any]:
-  """Lists nodes of a kind by their end: a call's arguments before the call."""
+  """Lists a kind's nodes by end position: a call's arguments before the call."""
   nodes = []
   for statement in program:
     nodes += [node for node in ast.walk(statement) if isinstance(node, kind)]
@@ -47,11 +47,11 @@ def nodes_in_order(program: Program, kind: type) -> list[Any]:
 
 
 def delegated_texts(program: Program) -> list[str | None]:
-  """Lists the text in each call of the search agent; None if it has none."""
+  """Lists the text in each call to the search agent; None for a call without text."""
   out = []
   for call in nodes_in_order(program, ast.Call):
     if callee(call) == AGENT:
-      # The task may have other arguments next to it, such as a dict of known facts.
+      # A call may also have other arguments, such as a dict with known facts.
       values = map(literal, _arguments(call))
       texts = [value for value in values if isinstance(value, str)]
       out.append(texts[0] if texts else None)
@@ -70,7 +70,7 @@ def other_statements(program: Program) -> list[ast.stmt]:
 
 
 def final_argument(program: Program) -> ast.expr | None:
-  """Returns the argument of `final_answer` at a program's end."""
+  """Returns `final_answer`'s argument at a program's end; None without one."""
   if not program:
     return None
   last = program[-1]

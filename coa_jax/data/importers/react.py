@@ -1,4 +1,4 @@
-"""ReAct text (Thought, Action, Observation) as runs (arXiv 2210.03629).
+"""Reads ReAct text (Thought, Action, Observation) as runs (arXiv 2210.03629).
 
   Thought: I need the river.          Thought 1: I need the river.
   Action: Search[Paris]               Action 1: Search
@@ -8,8 +8,8 @@
 
 Observations are not escaped, so authorship is inferred from text, strictly: every
 action needs a thought before it and an observation after it, and numbers, if present,
-must count up. A marker at the start of a line of an observation breaks that order, and
-the row is refused. In unnumbered text, an observation that prints a whole round
+must count up. A marker at a line's start in an observation breaks that order, and the
+row is refused. In unnumbered text, an observation that prints a whole round
 (thought to observation) cannot be detected.
 """
 
@@ -40,7 +40,7 @@ _MARK = re.compile(
 )
 # An action with its input: Search[Paris].
 _INLINE = re.compile(r"\s*([\w.-]+)\[(.*)\]\s*", re.DOTALL)
-# Allowed successors; "" is the start and the end.
+# Marker -> allowed successors; "" is the start and the end.
 _ORDER = {
   "": {"Thought"},
   "Thought": {"Action", "Final Answer"},
@@ -52,7 +52,7 @@ _ORDER = {
 
 
 def is_react(row: Mapping[str, Any]) -> bool:
-  """Whether some field of a row has text in this layout."""
+  """Whether some field in a row has text in this layout."""
   return any(_marks(row.get(name)) for name in TEXT_FIELDS)
 
 
@@ -69,7 +69,7 @@ def read_react(
 ) -> ImportedRun:
   """Reads one row (`question`, and the text in one of `TEXT_FIELDS`) as a run.
 
-  Of several texts the first in this layout is read.
+  If several fields have text, the first in this layout is read.
 
   Raises:
     RowRefused: the text does not have exactly this order, or a call cannot be
@@ -79,8 +79,8 @@ def read_react(
   texts = [k for k in TEXT_FIELDS if isinstance(row.get(k), str)]
   if not texts:
     raise RowRefused("no_text", f"none of {', '.join(TEXT_FIELDS)} is a string")
-  # A row may have other texts besides. If none has the layout, reading the first gives
-  # the error.
+  # A row may have other texts. If none has the layout, reading the first gives the
+  # error.
   in_layout = [name for name in texts if _marks(row[name])]
   used = (in_layout or texts)[0]
   note_unread(recorder, "row", row, TASK_FIELDS | {used})
@@ -98,7 +98,7 @@ def read_react(
 
 
 def _blocks(text: str) -> list[tuple[str, str, str]]:
-  """(marker, content, number) of the text; one line break ends a content."""
+  """Splits text into (marker, content, number); drops one final line break each."""
   text = text.replace("\r\n", "\n")
   marks = list(_MARK.finditer(text))
   starts = [mark.start() for mark in marks] + [len(text)]
@@ -113,9 +113,9 @@ def _blocks(text: str) -> list[tuple[str, str, str]]:
 
 
 def _check(blocks: list[tuple[str, str, str]]) -> None:
-  """Refuses markers possibly printed by an observation: out of order, or miscounted.
+  """Refuses misplaced or miscounted markers, which an observation may have printed.
 
-  A final answer ends the text whatever the round, so it may go without a number.
+  A final answer ends the text in any round, so it needs no number.
   """
   last = ""
   count = 0
@@ -152,7 +152,7 @@ def _record_blocks(
     elif name == "Final Answer":
       return content.strip()
     elif name == "Action":
-      # --- The call: its input in a block of its own, or in brackets.
+      # --- The call, with its input in a separate block or in brackets.
       tool = content.strip()
       arguments = ""
       if at < len(blocks) and blocks[at][0] == "Action Input":

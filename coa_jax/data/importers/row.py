@@ -1,4 +1,4 @@
-"""Common code of importers: a row's task and run, and a record of losses."""
+"""Common importer code: a row's task and run, and a record of losses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class RowRefused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ImportedRun:
-  """One row, read: its task, the run with our tool names, the calls read.
+  """An imported row: its task, its run with our tool names, the number of calls read.
 
-  `lost` has a line for each unmapped part of the row.
+  `lost` has a line for each unmapped row part.
   """
 
   task: Task
@@ -57,7 +57,7 @@ class Recorder:
     if failed:
       status = CallStatus.MODEL
     self.run.calls.append(ToolCall(tag, body, result, status))
-    # A foreign system's agents are not ours: the tool says which of the team's it is.
+    # Foreign agents are not ours: the tool decides which team agent makes the call.
     agent = runs.SEARCH
     if tag == "code":
       agent = runs.CODE
@@ -65,11 +65,11 @@ class Recorder:
     self.say(tag, runs.OBSERVATION, result, tag)
 
   def note(self, where: str, text: str) -> None:
-    """Notes a part of the row without a place in the run."""
+    """Notes a row part without a place in the run."""
     self.lost.append(f"{where}: {text}")
 
   def end(self, task: Task, prediction: str | None) -> ImportedRun:
-    """Ends the row with its answer; without one the run is out of turns."""
+    """Ends the run with its answer; a run without one counts as out of turns."""
     run = self.run
     run.usage.tool_calls = len(run.calls)
     if prediction is not None:
@@ -86,13 +86,13 @@ def fields(names: str) -> frozenset[str]:
   return frozenset(names.split())
 
 
-# Fields of any foreign row that describe or name its task.
+# Foreign rows' fields that describe or name the task.
 TASK_FIELDS = fields(
   "question task_question problem answers answer true_answer golden_answer "
   "golden_answers ground_truth target kind data_source source family id task_id "
   "example_id"
 )
-# The first non-empty one is read.
+# The first non-empty field is read.
 ANSWER_FIELDS = (
   "answers",
   "answer",
@@ -148,7 +148,7 @@ def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) ->
     question=question,
     answers=tuple(map(str, _answers_of(row))),
     kind=kind,
-    # Rewards and reports group by it: a mixed file keeps its sources separate.
+    # Rewards and reports group by source: a mixed file keeps its sources separate.
     source=str(row.get("data_source") or row.get("source") or source),
     family=str(row.get("family") or ""),
   )
@@ -159,6 +159,6 @@ def note_unread(
 ) -> None:
   """Notes the row's fields that the importer does not read."""
   for name, value in row.items():
-    # A table gives every row all of its columns: an empty one says nothing.
+    # A table gives every row all columns: an empty column says nothing.
     if name not in read and value not in (None, "", [], {}, False):
       recorder.note(where, f"field {name!r} is not read")

@@ -1,4 +1,4 @@
-"""Search-R1 text (arXiv 2503.09516) as runs.
+"""Reads Search-R1 text (arXiv 2503.09516) as runs.
 
   <think>I need the river.</think> <search>river of Paris</search>
   <information>Doc 1(Title: "Seine") ...</information>
@@ -31,7 +31,7 @@ from coa_jax.data.importers.row import (
 _TEXT = (*TEXT_FIELDS, "response", "sequences_str")
 _SPAN = re.compile(r"\s*<(think|search|information|answer)>(.*?)</\1>", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|search|information|answer)>")
-# The beginning and the end of the released data's prompt.
+# The start and the end of the released data's prompt.
 _PROMPT = "Answer the given question."
 _QUESTION = re.compile(
   r"Question: ([^\n]+)\n*(?:<\|im_end\|>\s*<\|im_start\|>assistant|Assistant:)?"
@@ -40,12 +40,12 @@ _AFTER = re.compile(r"\s*(?:<\|im_end\|>|<\|endoftext\|>)?\s*")
 
 
 def is_search_r1(row: Mapping[str, Any]) -> bool:
-  """Whether some field of a row has text in this layout."""
+  """Whether some field in a row has text in this layout."""
   return bool(_texts(row))
 
 
 def _texts(row: Mapping[str, Any]) -> list[str]:
-  """Names of the fields in this layout."""
+  """Lists the names of fields in this layout."""
   out = []
   for name in _TEXT:
     text = row.get(name)
@@ -62,8 +62,8 @@ def read_search_r1(
   Raises:
     RowRefused: the text does not have exactly this order.
   """
-  # --- Its text, without the prompt if present, and its question. A run without a
-  # search is identified only by its row's question and format.
+  # --- The text, without a prompt, and the question. A run without a search does not
+  # show this layout: the first text is read.
   names = _texts(row) or [name for name in _TEXT if isinstance(row.get(name), str)]
   if not names:
     raise RowRefused("no_text", f"none of {', '.join(_TEXT)} is a string")
@@ -80,7 +80,7 @@ def read_search_r1(
   # --- The spans, one after the other.
   table = {"search": "wiki_search", **table}
   answer = None
-  query: str | None = None  # of a search still without its information
+  query: str | None = None  # a search still without its information
   position = 0
   while not _AFTER.fullmatch(text, position):
     role, content, position = _span(text, position)
@@ -106,7 +106,7 @@ def read_search_r1(
 
 
 def _span(text: str, position: int) -> tuple[str, str, int]:
-  """Returns (role, content, end) of the span at a position."""
+  """Returns (role, content, end) for the span at a position."""
   match = _SPAN.match(text, position)
   if match is None:
     excerpt = text[position:].strip()[:40]

@@ -1,4 +1,4 @@
-"""Recorded conversations of many systems as OpenAI chat messages.
+"""Converts many systems' recorded conversations to OpenAI chat messages.
 
 A shape locates a row's turns; each turn is then converted to messages by its own form,
 so one row may mix forms:
@@ -9,7 +9,7 @@ so one row may mix forms:
   from, value                 ShareGPT; LLaMA-Factory's function_call and observation
   type                        OpenAI Responses items; LangChain messages (plain, under
                               `data`, or as `dumpd` writes them)
-  source, message             steps of ATIF, Harbor's interchange format
+  source, message             ATIF steps (Harbor's interchange format)
 
 The result has `messages` with role, content, reasoning_content, tool_calls and
 tool_call_id, and `is_error` for a failed tool. The conversion is idempotent.
@@ -35,7 +35,7 @@ from coa_jax.protocol import roles
 Message = dict[str, Any]
 
 _CALL = "call"  # a turn with only a call
-# Who speaks -> the role of a chat message; a call is the assistant's.
+# Speaker -> chat message's role; a call is the assistant's.
 _SPEAKERS: Mapping[str, str] = {
   "system": "system",
   "human": "user",
@@ -63,7 +63,7 @@ _SPEAKERS: Mapping[str, str] = {
 }
 _RESULT_OPEN = "<tool_response>"
 _RESULT_CLOSE = "</tool_response>"
-# Ids, times and counts: they say nothing of the trajectory.
+# Ids, times and counts, which do not affect the trajectory.
 _METADATA = fields(
   "type status data kwargs lc example additional_kwargs response_metadata "
   "usage_metadata invalid_tool_calls artifact step_id timestamp model_name metrics "
@@ -73,11 +73,11 @@ _METADATA = fields(
 
 
 class Shape(NamedTuple):
-  """The location of turns in a kind of row.
+  """Locates the turns in one kind of row.
 
   Attributes:
     name: the format's name.
-    fields: the shape's fields of a row, and metadata.
+    fields: the shape's row fields, and metadata.
     turns: returns a row's turns; None for another shape.
   """
 
@@ -150,10 +150,10 @@ def shape_of(row: Mapping[str, Any]) -> str:
 
 
 def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Converts a row of any shape above to format chat; other fields stay unchanged.
+  """Converts a row in any shape above to chat format; other fields stay unchanged.
 
   Raises:
-    RowRefused: it has no turns, or a turn has none of the forms above.
+    RowRefused: the row has no turns, or a turn has no form above.
   """
   shape = next((shape for shape in SHAPES if shape.turns(row)), None)
   turns = shape.turns(row) if shape else None
@@ -173,7 +173,7 @@ def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
 
   messages = _with_own_results(messages)
 
-  # --- The row in format chat; an empty list of tools is often written as text.
+  # --- The row in chat format; an empty tool list is often written as text.
   chat["messages"] = messages
   if chat.get("conversation") == turns:
     del chat["conversation"]
@@ -186,7 +186,7 @@ def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(turn: Mapping[str, Any], where: str) -> list[Message]:
-  """Returns one turn's messages, for any form."""
+  """Converts one turn, in any form, to messages."""
   turn = _unwrapped(turn, where)
   kind = turn.get("type")
   if "source" in turn and "role" not in turn:
@@ -205,7 +205,7 @@ def _speaker(name: str) -> str:
 
 
 def _unwrapped(turn: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-  """A LangChain message without its envelope."""
+  """Removes a LangChain message's envelope; returns other turns unchanged."""
   inner = turn.get("kwargs" if "lc" in turn else "data")
   if not isinstance(inner, dict) or "role" in turn or "from" in turn:
     return turn
@@ -219,7 +219,7 @@ def _unwrapped(turn: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
-  """Of a chat message; its parts may be calls, results and thoughts."""
+  """Converts a chat message; its parts may be calls, results and thoughts."""
   said = str(turn.get("role") or turn.get("type"))
   role = _SPEAKERS.get(_speaker(said), said)
   content = turn.get("content")
@@ -229,7 +229,7 @@ def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
   if role != "assistant":
     message["role"] = role
 
-  # --- Calls next to the content; LangChain repeats the calls of the model's own API.
+  # --- Calls next to the content; LangChain repeats the calls from the model's API.
   also = turn.get("additional_kwargs")
   also = also if isinstance(also, dict) else {}
   if turn.get("invalid_tool_calls"):
@@ -245,7 +245,7 @@ def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
   if not isinstance(calls, list):
     raise RowRefused("bad_call", f"{where}: tool_calls is {calls!r:.60}")
 
-  # --- Parts of the content.
+  # --- The content's parts.
   results: list[Message] = []
   if isinstance(content, list):
     content, in_parts, thoughts, results = _parts(content, where)
@@ -267,7 +267,7 @@ def _of_message(turn: Mapping[str, Any], where: str) -> list[Message]:
 def _parts(
   content: list[Any], where: str
 ) -> tuple[Any, list[Any], list[str], list[Message]]:
-  """Returns (content, calls, thoughts, tool messages) of a message's parts."""
+  """Splits a message's parts into (content, calls, thoughts, tool messages)."""
   left: list[Any] = []
   calls: list[Any] = []
   thoughts: list[str] = []
@@ -311,7 +311,7 @@ def _of_sharegpt(turn: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _of_item(turn: Mapping[str, Any], kind: str, where: str) -> list[Message]:
-  """Converts an item of OpenAI's Responses API other than a message."""
+  """Converts an OpenAI Responses item other than a message."""
   if kind in ("function_call", "custom_tool_call"):
     rest = _rest(turn, "id call_id name arguments input")
     return [_assistant([{**turn, "type": "function"}], where, "", rest)]
@@ -327,7 +327,7 @@ def _of_item(turn: Mapping[str, Any], kind: str, where: str) -> list[Message]:
 
 
 def _of_step(turn: Mapping[str, Any], where: str) -> list[Message]:
-  """Converts a step of ATIF: its text, its calls and their results."""
+  """Converts an ATIF step: text, calls and results."""
   role = _SPEAKERS.get(str(turn["source"]).lower())
   if role not in ("system", "user", "assistant"):
     raise RowRefused("bad_turn", f"{where} is of source {turn['source']!r:.40}")
@@ -338,7 +338,7 @@ def _of_step(turn: Mapping[str, Any], where: str) -> list[Message]:
     message = _assistant(calls, where, message.pop("content"), message)
     calls = message["tool_calls"]
 
-  # --- Results name their calls, or are in their order.
+  # --- Results name their calls, or are in call order.
   observation = turn.get("observation") or {}
   results = observation.get("results") or []
   unnamed = [not result.get("source_call_id") for result in results]
@@ -376,8 +376,8 @@ def _assistant(
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
-  """One call, of any system, as OpenAI's chat messages have it."""
-  if isinstance(value, str):  # verifiers writes each as JSON
+  """Converts one call, from any system, to OpenAI's chat format."""
+  if isinstance(value, str):  # verifiers writes each call as JSON
     found = _parse(value, where)
     value = found[0] if len(found) == 1 else None
   if not isinstance(value, dict):
@@ -402,7 +402,7 @@ def _parse(text: Any, where: str) -> list[Any]:
 
 
 def _checked(read: Callable[[str], Any], text: Any, where: str) -> Any:
-  """Reads calls in a text."""
+  """Applies a call parser to a text; refuses the row if the parser fails."""
   try:
     return read(text)
   except (ValueError, AttributeError) as e:  # not a text
@@ -455,7 +455,7 @@ def _meaning(call: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _of_results(message: Message, text: str, where: str) -> list[Message]:
-  """A message for each result block, and a user's words after them."""
+  """Returns a message for each result block, and one for a user's words after them."""
   results = []
   rest = text.strip()
   while rest.startswith(_RESULT_OPEN):
@@ -471,16 +471,16 @@ def _of_results(message: Message, text: str, where: str) -> list[Message]:
   return [*results, {**message, "content": rest}]
 
 
-# Messages of one reply.
+# Messages in one reply.
 
 
 def _add(messages: list[Message], message: Message) -> None:
-  """Adds a message; merges it with the reply before, if both are parts of one."""
+  """Adds a message, or merges it into the last one if both are one reply."""
   last = messages[-1] if messages else {}
   if last.get("role") != "assistant" or message.get("role") != "assistant":
     messages.append(message)
     return
-  # A text after a text or after calls is a reply of its own.
+  # A text after a text or after calls is a separate reply.
   if _filled(message) and (_filled(last) or last.get("tool_calls")):
     messages.append(message)
     return
@@ -498,9 +498,9 @@ def _add(messages: list[Message], message: Message) -> None:
 
 
 def _with_own_results(messages: list[Message]) -> list[Message]:
-  """Messages in which calls made at once share no result.
+  """Splits a result shared by parallel calls into one result per call.
 
-  LLaMA-Factory has one observation after each turn: of several calls, a JSON list.
+  LLaMA-Factory has one observation after each turn: a JSON list for several calls.
   """
   out: list[Message] = []
   for number, message in enumerate(messages):

@@ -1,9 +1,9 @@
-"""Conversations of several questions as one row for each question.
+"""Splits conversations with several questions into one row per question.
 
-A trajectory answers one question. So the n-th turn of a recorded conversation becomes a
-separate row; its question begins with the earlier messages of user and assistant, in
-the format of `prompts.conversation_text` and `serve --conversation`. Tool results of
-earlier turns are only in those turns' trajectories.
+A trajectory answers one question, so each turn in a recorded conversation becomes a
+separate row. Its question begins with the earlier user and assistant messages, in the
+format of `prompts.conversation_text` and `serve --conversation`. Earlier turns' tool
+results are only in those turns' trajectories.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.protocol.prompts import conversation_text
 
 
 def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
-  """Returns one row for each question in a conversation; the row itself if it has one.
+  """Returns one row per question; a row with at most one question is unchanged.
 
   The turns' ids are TASK_ID-turn1, -turn2 and so on. An answer next to the row's
   messages belongs to the last turn.
@@ -28,7 +28,7 @@ def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
   try:
     chat = as_chat(row)
   except (RowRefused, TypeError, KeyError, AttributeError, RecursionError):
-    return [row]  # which its reader refuses
+    return [row]  # its reader refuses the row
   messages = chat["messages"]
   speakers = [message.get("role") for message in messages]
   starts = []
@@ -38,7 +38,7 @@ def split_turns(row: dict[str, Any], task_id: str) -> list[dict[str, Any]]:
   if len(starts) < 2:
     return [row]
 
-  # --- A row for each, with the earlier messages.
+  # --- A row for each turn, with the earlier messages.
   out = []
   said: list[tuple[str, str]] = []
   for number, (start, end) in enumerate(
@@ -69,7 +69,7 @@ def _after(message: dict[str, Any], said: list[tuple[str, str]]) -> dict[str, An
   if isinstance(content, list):  # parts, as a chat message may have them
     return {**message, "content": [{"type": "text", "text": before}, *content]}
   if not isinstance(content, str):
-    return message  # which its reader refuses
+    return message  # its reader refuses the message
   return {**message, "content": before + content}
 
 

@@ -1,7 +1,7 @@
-"""Finds calls that an importer left unread: in a text, or in objects of the row.
+"""Finds calls that an importer left unread: in a text, or in the row's objects.
 
-Every imported row is checked here, in any format, so that an unknown form of call drops
-its row instead of being trained on as an answer.
+Every imported row, in any format, is checked here: a call in an unknown form drops its
+row, so that no model learns the call as an answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Trajectory
 
-# Tags around a call or its result. In back quotes they are spoken of.
+# Tags around a call or its result. In back quotes they are only mentioned.
 _TAG = re.compile(
   r"(?<!`)</?(?:tool_?calls?|function_?calls?|tool_use|tool_code|tool_request|"
   r"(?:tool|function)_(?:response|result)s?|execute_(?:bash|ipython)|use_mcp_tool|"
@@ -37,7 +37,7 @@ _MARK = re.compile(
   re.MULTILINE | re.IGNORECASE,
 )
 # A text that is entirely a call: a JSON object with its name and arguments, perhaps in
-# a fence or a list, or Python's list of calls.
+# a fence or a list, or a Python list of calls.
 _WHOLE = re.compile(
   r"\s*(?:```(?:json)?\s*)?\[?\s*"
   r"(?:\{\s*[\"'](?:name|function|function_name|tool|tool_name|action|type|id|"
@@ -92,10 +92,10 @@ def _is_call(text: str) -> bool:
 
 
 def count_calls(row: Mapping[str, Any]) -> int:
-  """How many calls a row's objects hold at least.
+  """Returns a lower bound for the number of calls in a row's objects.
 
-  A call may be there under two names (LangChain repeats it): of a message's fields the
-  one with most counts.
+  A call may have two names (LangChain repeats calls), so among a message's fields only
+  the one with most calls counts.
   """
   for name in _FIELDS:
     if count := _count(row.get(name)):

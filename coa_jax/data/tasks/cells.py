@@ -1,4 +1,4 @@
-"""Reads lists stored as text in a table's cell."""
+"""Parses lists stored as text in table cells."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import re
 import tokenize
 from typing import Any
 
-# Text that is a list of texts but cannot be parsed, or an empty list.
+# Text that starts like a list of strings, an empty list, or an array.
 _LIST = re.compile(r"\[\s*['\"].*|\[\s*\]|(?:np\.)?array\(.*\)", re.DOTALL)
 # Layout tokens in a list on several lines.
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
 
 
 def listed(text: str) -> Any:
-  """A list of texts as JSON, Python or numpy writes it; any other text unchanged.
+  """Parses a string list from JSON, Python or numpy; returns other text unchanged.
 
-  `[0, 1]` is an answer of mathematics, so numbers stay text.
+  A list of numbers stays text: `[0, 1]` is a mathematical answer.
   """
   stripped = text.strip()
   if not re.match(r"""[\[(]\s*['"]""", stripped):
@@ -33,13 +33,13 @@ def listed(text: str) -> Any:
 
 
 def is_unread_list(text: str) -> bool:
-  """Whether a text is a list that `listed` cannot read, or an empty list."""
+  """Whether a text looks like a list that `listed` cannot parse, or an empty list."""
   return _LIST.fullmatch(text.strip()) is not None
 
 
 def _python_list(text: str) -> list[str] | None:
-  """Parses the texts of "['a', 'b']", "('a', 'b')" and numpy's "['a' 'b']"."""
-  # By tokens: Python itself reads 'a' 'b' as one text.
+  """Parses the strings in "['a', 'b']", "('a', 'b')" and numpy's "['a' 'b']"."""
+  # By tokens, because Python joins 'a' 'b' into one string.
   try:
     lines = io.StringIO(text).readline
     tokens = [t for t in tokenize.generate_tokens(lines) if t.type not in _LAYOUT]

@@ -1,8 +1,8 @@
-"""Multiple choice: options go into the question, the right one's letter is the answer.
+"""Multiple-choice tasks: the question lists the options, a letter is the answer.
 
-Rows of MMLU, MMLU-Pro, ARC, GPQA, MedQA, MedMCQA, C-Eval, SciQ and similar sets.
-Options are a list, under letters, in columns A, B, C, or a right answer next to wrong
-ones.
+Reads rows from MMLU, MMLU-Pro, ARC, GPQA, MedQA, MedMCQA, C-Eval, SciQ and similar data
+sets. Options are a list, a mapping from letters, columns A, B, C, or a right answer
+next to wrong answers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from coa_jax.data.tasks.cells import listed
 from coa_jax.data.tasks.task import Row, first_of, is_absent
 from coa_jax.runtime.json_io import shown
 
-# Columns of one option each: A, "Option B", option_c, opd; or of wrong answers.
+# Columns with one option each (A, "Option B", option_c, opd), right or wrong answers.
 _LETTERED = re.compile(r"([A-J])|(?:option|choice|op)[ _]?([a-jA-J])", re.IGNORECASE)
 _RIGHT = re.compile(r"correct[ _]answer", re.IGNORECASE)
 _WRONG = re.compile(
   r"(?:incorrect|wrong)[ _]answers?[ _]?\d*|distractors?[ _]?\d*", re.IGNORECASE
 )
-# Columns of the right option, besides those of answers.
+# Columns with the right option, besides answer columns.
 _GOLD = (
   "answerKey",
   "answer_index",
@@ -37,15 +37,16 @@ _GOLD = (
 )
 _LABELS = ("label", "letter", "key", "id")
 _TEXTS = ("text", "value", "content", "option")
-# Columns of the text that a question refers to, not shown otherwise.
+# Columns with a passage that the question refers to, but does not show.
 _PASSAGES = ("article", "passage", "context")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-  """The options of a row, under its labels or letters.
+  """A row's option texts and their labels (letters by default).
 
-  A value can select an option by number only if the options are not `numeric`.
+  `numeric` means all options are numbers: then an integer answer may be an
+  option's text or its index; otherwise it is an index first.
   """
 
   labels: list[str]
@@ -54,21 +55,23 @@ class _Options:
 
 
 def with_options(question: Any, answers: Any, row: Row, where: str) -> Row | None:
-  """Returns question and answers of a multiple-choice row; None without options.
+  """Returns a multiple-choice row's question and answers; None without options.
 
-  The question has the options under letters; the answers are the right option's letter
-  and its text. `where` names the row in messages.
+  The question lists the options by letter; the answers are the right option's letter
+  and text. `where` names the row in error messages.
 
   Raises:
-    ValueError: the options are of no known shape, or none or several are the answer.
+    ValueError: the options' shape or number is not accepted, or the row does not
+      select exactly one option.
   """
   if not isinstance(question, str):
     return None
-  # --- The options, and which is right.
+  # --- The options, and the right option's index.
   right = [text for n in row if _RIGHT.fullmatch(n) for text in _texts(row[n])]
   wrong = [text for n in row if _WRONG.fullmatch(n) for text in _texts(row[n])]
   if len(right) == 1 and wrong:
-    # The right one would always be the first. The row's id decides, not its place.
+    # Shuffled: the right option would always be the first. The row's id is the seed,
+    # not the row's place.
     name = first_of(row, "id", "Record ID", "question_id", default=question)
     texts = right + wrong
     random.Random(f"options of {name}").shuffle(texts)
@@ -85,7 +88,7 @@ def with_options(question: Any, answers: Any, row: Row, where: str) -> Row | Non
   if not 2 <= len(texts) <= len(string.ascii_uppercase):
     raise ValueError(f"{where}: {len(texts)} options; accepted: from 2 to 26")
 
-  # --- The question with all of them, unless it has them.
+  # --- The question with all options, unless it already shows them.
   letters = string.ascii_uppercase[: len(texts)]
   lines = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True)]
   parts = [row[name] for name in _PASSAGES if isinstance(row.get(name), str)]
@@ -93,7 +96,7 @@ def with_options(question: Any, answers: Any, row: Row, where: str) -> Row | Non
   if not all(_in_question(line, question) for line in lines):
     parts.append("\n".join(lines))
   parts.append("Answer with the letter of the right option.")
-  # --- The text is an answer, too, unless it is another option's letter.
+  # --- The right text is an answer, too, unless it is an option's letter.
   accepted = [letters[gold]]
   if texts[gold].strip(" .()[]").upper() not in letters:
     accepted.append(texts[gold])
@@ -114,7 +117,7 @@ def _options(row: Row, where: str) -> _Options | None:
       if isinstance(value, str):
         value = _structured(value)
       if isinstance(value, dict) and not any(value.values()):
-        continue  # a table has the fields of all rows
+        continue  # a table gives every row all fields
       if value in ("", []) or is_absent(value):
         continue
       found = _labelled(value)
@@ -124,11 +127,11 @@ def _options(row: Row, where: str) -> _Options | None:
           "{letter: text}, or {text: [...], label: [...]}"
         )
       return found
-  # --- A column for each.
+  # --- One column per option.
   columns = {}
   for name, value in row.items():
     match = _LETTERED.fullmatch(name)
-    # Columns a and b are any; A and B are options.
+    # Columns a and b may hold anything; A and B are options.
     if match and name not in string.ascii_lowercase and not is_absent(value):
       columns[(match[1] or match[2]).upper()] = value
   if not {"A", "B"} <= set(columns):
@@ -144,9 +147,9 @@ def _structured(text: str) -> Any:
 
 
 def _labelled(value: Any) -> _Options | None:
-  """Reads options in any of their forms; None if there are none."""
+  """Reads options in any accepted form; returns None for other values."""
   labels: Sequence[Any] = string.ascii_uppercase
-  # --- {"text": [...], "label": [...]}, or {"A": text}; a table has all letters of all.
+  # --- {"text": [...], "label": [...]}, or {"A": text}; unused letters may be null.
   if isinstance(value, dict) and isinstance(value.get("text"), list):
     if isinstance(value.get("label"), list):
       labels = value["label"]
@@ -176,7 +179,7 @@ def _labelled(value: Any) -> _Options | None:
 
 
 def _gold(said: Row, options: _Options, where: str) -> int:
-  """Returns the index of the option on which all fields of a row agree."""
+  """Returns the option index on which the row's answer fields agree."""
   found: set[int] = set(range(len(options.texts)))
   fits = [_fitting(value, options) for value in said.values()]
   for fitting in filter(None, fits):
@@ -192,7 +195,7 @@ def _gold(said: Row, options: _Options, where: str) -> int:
 
 
 def _fitting(value: Any, options: _Options) -> set[int]:
-  """Indices of the options matching a value: by letter, by text, by number."""
+  """Returns the indices of options that match a value by letter, text or number."""
   if isinstance(value, list) and len(value) == 1:
     value = value[0]
   if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -209,7 +212,7 @@ def _fitting(value: Any, options: _Options) -> set[int]:
       by_letter.add(n)
     if said in (text, f"{label}. {text}", f"{label}) {text}", f"({label}) {text}"):
       by_text.add(n)
-  # --- A number counts from 0, as MMLU's, unless the options are called by numbers.
+  # --- A number counts from 0, as in MMLU, unless the labels are numbers.
   by_number = {int(said)} if said.isdecimal() and len(said) < 3 else set()
   by_number &= set(range(len(options.texts)))
   if by_letter and said.isdecimal():
@@ -220,7 +223,7 @@ def _fitting(value: Any, options: _Options) -> set[int]:
 
 
 def _texts(value: Any) -> list[str]:
-  """The texts of a column: one, or a list."""
+  """Returns a column's non-empty texts; its value is one text or a list."""
   if isinstance(value, str):
     value = listed(value)
   if not isinstance(value, list):

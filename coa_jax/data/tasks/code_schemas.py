@@ -1,7 +1,7 @@
-"""Rows of programming tasks as data sets have them; hidden tests in `meta["tests"]`.
+"""Reads programming data sets' rows; hidden tests go into `meta["tests"]`.
 
-A reader takes a row, its name in messages, and a default id, and returns the fields of
-a task.
+A reader takes a row, its name in error messages, and a default id, and returns the
+task's fields.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from coa_jax.data.tasks.task import Kind, Row, first_of
 from coa_jax.runtime.json_io import parse_json
 
-# The maximum size of one task's tests when unpacked, in bytes.
+# The maximum unpacked size of one task's tests, in bytes.
 _MOST_TESTS = 1 << 30
-# The operations in a pickle of a single text.
+# The opcodes in a single pickled text, besides the text's own.
 _TEXT_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "STOP")
 
 
 def humaneval(row: Row, where: str, default_id: str) -> Row:
-  """A row of HumanEval or HumanEval+: complete a function, judged by `check`."""
+  """Reads a HumanEval or HumanEval+ row: complete a function, judged by `check`."""
   prompt = _text(row, where, "prompt")
   entry = _text(row, where, "entry_point")
   test = _text(row, where, "test")
@@ -43,20 +43,19 @@ def humaneval(row: Row, where: str, default_id: str) -> Row:
 
 
 def mbpp(row: Row, where: str, default_id: str) -> Row:
-  """A row of MBPP, its sanitized version or MBPP+: a program judged by asserts.
+  """Reads a row from MBPP, sanitized MBPP or MBPP+: a program judged by asserts.
 
-  `challenge_test_list` is not used, as it is not elsewhere.
+  `challenge_test_list` is ignored, as elsewhere.
   """
   asserts = row["test_list"]
   if not are_strings(asserts):
     raise ValueError(f"{where}: field 'test_list' must be a list of asserts")
-  # --- The words: under `prompt` in the sanitized version and in MBPP+.
+  # --- The task's text: in `prompt` for sanitized MBPP and MBPP+, else in `text`.
   field = "text"
   if "prompt" in row:
     field = "prompt"
   text = _text(row, where, field)
-  # --- The tests: MBPP+'s own program, or otherwise the asserts after their
-  # preparation.
+  # --- The tests: MBPP+'s test program, or the asserts after their setup code.
   if "test" in row:
     name = "mbppplus"
     source = row["test"]
@@ -67,7 +66,7 @@ def mbpp(row: Row, where: str, default_id: str) -> Row:
   if not asserts or not isinstance(source, str) or not source.strip():
     raise ValueError(f"{where}: there is no test in 'test_list' or 'test'")
   tests = {"functional": source}
-  # The question shows the first assert, as elsewhere: only it gives the function's
+  # As elsewhere, the question shows the first assert, which alone gives the function's
   # name.
   return {
     "id": f"Mbpp/{first_of(row, 'task_id', default=default_id)}",
@@ -81,8 +80,8 @@ def mbpp(row: Row, where: str, default_id: str) -> Row:
 
 
 def livecodebench(row: Row, where: str, default_id: str) -> Row:
-  """A row of LiveCodeBench as on the hub, with public and private tests."""
-  # --- Tests: lists of {input, output, testtype}, the private ones packed.
+  """Reads a LiveCodeBench row in the hub's format, with public and private tests."""
+  # --- Tests: lists of {input, output, testtype}; private tests are packed.
   tests = _test_list(row["public_test_cases"], where, "public_test_cases")
   private = row.get("private_test_cases")
   if private:
@@ -113,7 +112,7 @@ def livecodebench(row: Row, where: str, default_id: str) -> Row:
 
 
 def apps(row: Row, where: str, default_id: str) -> Row:
-  """A row of APPS as on the hub: programs, or functions if `fn_name` is set."""
+  """Reads an APPS row in the hub's format: programs, or functions with `fn_name`."""
   tests = row["input_output"]
   if isinstance(tests, str):
     tests = parse_json(tests, f"{where}: field 'input_output'")
@@ -123,8 +122,8 @@ def apps(row: Row, where: str, default_id: str) -> Row:
       "task without tests cannot be graded"
     )
   name = first_of(row, "problem_id", "id", default=default_id)
-  # APPS lists a call's expected value in a list; other sets of this form (TACO) have no
-  # such field.
+  # APPS wraps a call's expected value in a list; `problem_id` distinguishes its rows
+  # from other data sets in this form (TACO).
   if tests.get("fn_name") and "problem_id" in row:
     tests = {**tests, "wrapped_outputs": True}
   return {
@@ -145,7 +144,7 @@ def _with_starter(question: str, starter: str | None) -> str:
 
 
 def _test_list(value: Any, where: str, name: str) -> list[Row]:
-  """Tests as a list, as JSON, or as JSON packed the way LiveCodeBench packs it."""
+  """Reads tests from a list, its JSON, or LiveCodeBench's packed JSON."""
   if isinstance(value, str):
     text = value.strip()
     if not text.startswith("["):
@@ -160,9 +159,9 @@ def _test_list(value: Any, where: str, name: str) -> list[Row]:
 
 
 def _unpacked(packed: str, where: str) -> str:
-  """The text inside base64, zlib and a pickle, of which nothing is ever run.
+  """Unpacks text from base64, zlib and a pickle, without running the pickle.
 
-  The pickle's operations are listed, not executed; a pickle with anything besides one
+  The pickle's opcodes are listed, not executed; a pickle with anything besides one
   text is refused.
   """
   texts = []
@@ -184,7 +183,7 @@ def _unpacked(packed: str, where: str) -> str:
 
 
 def _text(row: Row, where: str, name: str) -> str:
-  """Returns the field of this name as non-empty text."""
+  """Returns a field's text; refuses other and empty values."""
   value = row.get(name)
   if not isinstance(value, str) or not value.strip():
     raise ValueError(
@@ -194,12 +193,12 @@ def _text(row: Row, where: str, name: str) -> str:
 
 
 def are_strings(value: Any) -> bool:
-  """Whether it is a list of texts only."""
+  """Whether a value is a list of strings."""
   return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def count_tests(tests: Row) -> int:
-  """How many tests a program is put to, as far as their text tells."""
+  """Counts a program's tests; in a test program, the asserts (at least 1)."""
   for field in ("stdin", "inputs"):
     if isinstance(tests.get(field), list):
       return len(tests[field])

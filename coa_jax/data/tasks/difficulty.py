@@ -1,10 +1,10 @@
-"""How hard a task is for a model, and which tasks reinforcement learning can use.
+"""Measures tasks' difficulty for a model, and selects tasks useful for RL.
 
-A group of attempts that are all right or all wrong has no advantage and teaches
-nothing, so RL needs tasks that a model solves sometimes. Chain-of-Agents (arXiv
-2508.13167, RL data): web questions with at most 30 % right in 32 attempts of
-Qwen2.5-72B without tools; code and math tasks except those solved in 8 of 8 attempts by
-the fine-tuned model, or failed in 16 of 16 by another model.
+A group with only right or only wrong attempts has zero advantages and teaches nothing,
+so RL needs tasks that a model solves sometimes. Chain-of-Agents (arXiv 2508.13167, RL
+data) keeps web questions that Qwen2.5-72B without tools solves in at most 30 % of 32
+attempts. It drops code and math tasks that the fine-tuned model solves in 8 of 8
+attempts, or another model fails in 16 of 16.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SelectConfig:
 
   Attributes:
     at_least: the lowest pass rate.
-    at_most: the highest pass rate; 0.3 with `all_wrong` is the paper's choice for the
-      web.
+    at_most: the highest pass rate; for web questions, the paper uses 0.3 with
+      `all_wrong`.
     all_wrong: True to keep tasks without a right attempt, if the band includes them.
     all_right: likewise for tasks with only right attempts.
     min_attempts: tasks with fewer graded attempts are left out (the missing attempts
@@ -41,7 +41,7 @@ class SelectConfig:
       such as the training set of SFT.
     played: files of earlier attempts (an evaluation's sampled.jsonl, a distillation's
       teacher.jsonl); with any, no attempts are made.
-    seed: the seed of the draw.
+    seed: the seed for the draw.
   """
 
   at_least: float = bounded(0.0, least=0, most=1)
@@ -69,19 +69,19 @@ class SelectConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Attempts:
-  """How a task went: `right` of `graded` attempts."""
+  """Outcome counts: a task's right and graded attempts."""
 
   right: int
   graded: int
 
   @property
   def rate(self) -> float:
-    """The share of right attempts: the unbiased estimate of the success probability."""
+    """The share of right attempts, an unbiased estimate of the success probability."""
     return self.right / self.graded
 
 
 def pass_rates(outcomes: Iterable[tuple[str, bool]]) -> dict[str, Attempts]:
-  """Counts attempts by task id, from graded attempts (task id, whether right)."""
+  """Counts attempts by task id, from (task id, whether right) per graded attempt."""
   counts: dict[str, list[int]] = {}
   for task_id, right in outcomes:
     entry = counts.setdefault(task_id, [0, 0])
@@ -99,10 +99,10 @@ def keep_tasks(
   """Returns the selected tasks with their pass rates, in input order.
 
   Args:
-    tasks: to choose from.
-    attempts: by task id; see `pass_rates`.
-    config: which to keep.
-    used: ids and questions of the tasks to leave out.
+    tasks: the candidates.
+    attempts: task id -> outcome counts; see `pass_rates`.
+    config: the selection's settings.
+    used: ids and questions of tasks to leave out.
 
   Returns:
     The tasks, with `pass_rate` and `attempts` in their `meta`; and the funnel: `in`,
@@ -121,16 +121,16 @@ def keep_tasks(
     if reason or outcome is None:  # None always has a reason
       left[reason] += 1
       continue
-    # Used by samplers for order and weights.
+    # Samplers order and weight tasks by these fields.
     meta = {**task.meta, "pass_rate": outcome.rate, "attempts": outcome.graded}
     fitting.append(dataclasses.replace(task, meta=meta))
-  # --- No more than the limit, from every stratum alike.
+  # --- At most `limit` tasks, balanced over the strata.
   strata = {t.id: _stratum(t, attempts[t.id], config.strata) for t in fitting}
   chosen = fitting
   if config.limit and len(fitting) > config.limit:
     chosen = _balanced(fitting, strata, config.limit, config.seed)
     left["limit"] = len(fitting) - len(chosen)
-  # --- The statistics of all tasks.
+  # --- The funnel's statistics.
   chosen_rates = collections.Counter(_name(attempts[task.id]) for task in chosen)
   chosen_strata = collections.Counter("/".join(strata[task.id]) for task in chosen)
   funnel = {
@@ -148,12 +148,12 @@ def _reason(
   task: Task, outcome: Attempts | None, config: SelectConfig, used: Collection[str]
 ) -> str:
   """Returns the first reason to leave a task out; "" if it fits."""
-  # By question too: the same one may have another id in another file.
+  # Also by question: the same question may have another id in another file.
   if task.id in used or task.question.strip() in used:
     return "used"
   if outcome is None or outcome.graded < config.min_attempts:
     return "attempts"
-  # The two ends before the band: they teach nothing whatever the band is.
+  # The two extremes come before the band: they teach nothing, whatever the band.
   if outcome.right == 0 and not config.all_wrong:
     return "all_wrong"
   if outcome.right == outcome.graded and not config.all_right:
@@ -181,15 +181,15 @@ def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
 def _balanced(
   tasks: Sequence[Task], strata: Mapping[str, tuple[str, ...]], limit: int, seed: int
 ) -> list[Task]:
-  """Returns `limit` tasks, one from each stratum in turn, in input order."""
-  # --- The tasks of every stratum, in an order by chance.
+  """Draws `limit` tasks, one from each stratum in turn; returns them in input order."""
+  # --- Each stratum's tasks, in random order.
   rng = random.Random(seed)
   groups: dict[tuple[str, ...], list[str]] = {}
   for task in tasks:
     groups.setdefault(strata[task.id], []).append(task.id)
   for group in groups.values():
     rng.shuffle(group)
-  # --- One from each in turn; an empty stratum is dropped.
+  # --- One task from each stratum in turn; empty strata are dropped.
   chosen: set[str] = set()
   turns = [groups[name] for name in sorted(groups)]
   while len(chosen) < limit:

@@ -1,8 +1,8 @@
-"""Reads encrypted rows: BrowseComp, BrowseComp-Plus, xbench.
+"""Reads encrypted rows from BrowseComp, BrowseComp-Plus and xbench.
 
-They are encrypted against leaks into training data. A text is base64 of bytes XORed
-with a repeated key. The key is the SHA-256 of the row's canary (openai/simple-evals,
-browsecomp_eval.py), or the canary itself (xbench).
+Encryption keeps these rows out of training data. A ciphertext is base64 text; its bytes
+are XORed with a repeated key. The key is the SHA-256 digest of the row's canary
+(openai/simple-evals, browsecomp_eval.py), or the canary itself (xbench).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from coa_jax.data.tasks.task import Row, first_of
 
-# Shortest ciphertext; other texts without a space are shorter: a name, a formula.
+# The shortest ciphertext; names, formulas and other spaceless texts are shorter.
 _LEAST = 32
 
 
 def browsecomp(row: Row, where: str, default_id: str) -> Row:
-  """Reads a row of `problem`, `answer` and `canary`, encrypted or in clear."""
+  """Reads a row with `problem`, `answer` and `canary`, encrypted or in clear."""
   names = ("problem", "answer")
   problem, answer = opened(row["problem"], row["answer"], row["canary"], where, names)
   return {
@@ -36,15 +36,15 @@ def browsecomp(row: Row, where: str, default_id: str) -> Row:
 def opened(
   question: Any, answers: Any, canary: Any, where: str, names: tuple[str, str]
 ) -> tuple[Any, Any]:
-  """Decrypts a question and its answers, one or a list, by the row's canary.
+  """Decrypts a question and its answers (one or a list) with the row's canary.
 
-  `where` and `names` (of the two fields) are for messages. A question that is not
-  base64, and its answers, are returned unchanged.
+  Without a canary, or if the question is not base64, returns both unchanged. `where`
+  and `names` (the two field names) are for error messages.
 
   Raises:
-    ValueError: the question is encrypted, and the canary does not open both.
+    ValueError: the question is encrypted, but the canary does not decrypt both.
   """
-  # Prose has spaces, which base64 has not; an answer alone may look like either.
+  # Prose has spaces, base64 has none; an answer alone may look like either.
   if canary is None or _from_base64(question) is None:
     return question, answers
   field = names[0]
@@ -52,7 +52,7 @@ def opened(
     digest = hashlib.sha256(canary.encode()).digest()
     for key in (digest, canary.encode()):
       text = _decrypted(question, key)
-      # XOR of ASCII with ASCII is ASCII: a wrong canary shows in its plain text.
+      # ASCII XOR ASCII is ASCII: only unreadable text shows that a canary is wrong.
       if text is None or (key is not digest and not _is_plain(text)):
         continue
       several = answers if isinstance(answers, list) else [answers]
@@ -70,7 +70,7 @@ def check_in_clear(question: str, where: str) -> None:
   """Refuses an encrypted question.
 
   Raises:
-    ValueError: it is one long word of base64.
+    ValueError: the question is one long base64 word.
   """
   if len(question) >= _LEAST and _from_base64(question.strip()) is not None:
     raise ValueError(
@@ -103,5 +103,5 @@ def _decrypted(text: Any, key: bytes) -> str | None:
     clear = bytes(a ^ b for a, b in pairs).decode()
   except UnicodeDecodeError:
     return None
-  # Another key gives control characters.
+  # A wrong key gives control characters.
   return clear if all(" " <= c != "\x7f" or c in "\t\r\n" for c in clear) else None

@@ -1,4 +1,4 @@
-"""Checks whether answers look like their kind."""
+"""Checks whether answers look like their tasks' kind."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _NUMBERS = re.compile(
   r"[-+]?\(?[\d,. ]*\d%?\)?|[-+]?\d+ ?/ ?\d+|[\[(][-+\d.,/ ]+[\])]"
   r"|[a-zA-Z] ?= ?[-+\d.,/ ]+"
 )
-# Prose: it starts with a letter and has a word, which no formula has.
+# Prose starts with a letter and contains a word, which no formula does.
 _PROSE = re.compile(r"[^\W\d].*", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]{3}")
-# A number for which comparing text and value agree (unless written differently): a
-# year, a count.
+# A year or a count: text and value compare alike, unless numbers are written
+# differently.
 _WHOLE_NUMBER = re.compile(r"0|[1-9]\d*")
 
 
 def check_kinds(unsaid: Iterable[Task], uri: str) -> None:
-  """Refuses to grade likely mathematics by exact match, or the reverse.
+  """Refuses to grade likely mathematics by exact match, or likely prose as math.
 
-  Takes the tasks without a kind in their rows, and their source for the message.
+  Takes the tasks without a kind in their rows, and their URI for the message.
 
   Raises:
-    ValueError: most of a source's answers do not look like their kind.
+    ValueError: most answers from one source do not look like their kind.
   """
   groups: dict[tuple[str, Kind], list[Task]] = {}
   for task in unsaid:
@@ -61,5 +61,5 @@ def _is_prose(answer: str) -> bool:
 
 
 def are_whole_numbers(task: Task) -> bool:
-  """Whether comparing text and value agree on a task's answers."""
+  """Whether all answers are whole numbers, which compare alike as text and value."""
   return all(_WHOLE_NUMBER.fullmatch(answer) for answer in task.answers)

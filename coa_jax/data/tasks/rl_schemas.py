@@ -1,7 +1,7 @@
-"""Rows of RL data sets in verl's schema: `prompt`, `reward_model`, `extra_info`.
+"""Reads RL data sets in verl's schema: `prompt`, `reward_model`, `extra_info`.
 
-The released Chain-of-Agents rows, DAPO-Math, Skywork-OR1 and Search-R1 use it. The form
-of a row's truth decides its kind.
+The released Chain-of-Agents rows, DAPO-Math, Skywork-OR1 and Search-R1 use this schema.
+The ground truth's form decides the task's kind.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from coa_jax.data.tasks.code_schemas import are_strings, count_tests
 from coa_jax.data.tasks.task import Kind, Row, first_of, is_absent
 from coa_jax.runtime.json_io import shown
 
-# The start of the question in a released prompt: after the last rule of its head.
+# The mark before a released prompt's question, after the last rule in its head.
 _QUESTION = re.compile(r"\n\s*\n(?:Task|Question):\s*")
-# Words around DAPO-Math's problem; they ask for a format different from ours.
+# The instructions around DAPO-Math's problem ask for a format different from ours.
 _DAPO = re.compile(
   r"\ASolve the following math problem step by step\. The last line of your response "
   r"should be of the form Answer:.*?\n\n(.*?)"
   r'(?:\n\nRemember to put your answer on its own line after "Answer:"\.?)?\s*\Z',
   re.DOTALL,
 )
-# The shapes of hidden tests (released schema, `reward_model.ground_truth`).
+# Hidden tests' field sets (released schema, `reward_model.ground_truth`).
 _TESTS = (
   {"stdin", "expected_output"},
   {"functional"},
@@ -33,8 +33,8 @@ _TESTS = (
 
 
 def released(row: Row, where: str, default_id: str) -> Row:
-  """A row of the released RL schema, as written for verl."""
-  # --- The ground truth of the answer.
+  """Reads a row in the released RL schema, as written for verl."""
+  # --- The ground truth.
   truth = None
   reward_model = _structured(row["reward_model"])
   if isinstance(reward_model, dict):
@@ -45,9 +45,9 @@ def released(row: Row, where: str, default_id: str) -> Row:
       "number, a JSON string or an object"
     )
   truth = _structured(truth)
-  if isinstance(truth, dict):  # a table gives every row the fields of all
+  if isinstance(truth, dict):  # a table gives every row all fields
     truth = {k: v for k, v in truth.items() if v is not None}
-  # --- Id, question, source. An index is unique in its source alone.
+  # --- Id, question, source. An index is unique only within its source.
   extra = _structured(row.get("extra_info"))
   if extra is not None and not isinstance(extra, dict):
     raise ValueError(f"{where}: field 'extra_info' is {shown(extra)}, not an object")
@@ -67,7 +67,7 @@ def released(row: Row, where: str, default_id: str) -> Row:
   system = system_text(messages)
   if system:
     task["meta"] = {"system": system}
-  # --- The kind, by the shape of the truth; no field names it.
+  # --- The kind, from the truth's shape; no field names the kind.
   if isinstance(truth, dict) and "target" in truth:
     task.update(kind=Kind.QA, answers=truth["target"])
   elif isinstance(truth, dict) and _has_tests(truth):
@@ -97,9 +97,9 @@ _CODE_META = ("starter_code", "platform", "contest_id", "contest_date", "metadat
 
 
 def _structured(truth: Any) -> Any:
-  """Decodes a JSON string of an object or of texts; returns other values unchanged.
+  """Decodes a JSON object or string list; returns other values unchanged.
 
-  `[0,1]` is a mathematical answer, so a list of anything but strings stays text.
+  Other JSON lists stay text: `[0,1]` is a mathematical answer.
   """
   if not isinstance(truth, str):
     return truth
@@ -113,7 +113,7 @@ def _structured(truth: Any) -> Any:
 
 
 def _question(row: Row, extra: Row, messages: list[Any], where: str) -> str:
-  """Returns the stored question, or else the one in the prompt's last user message."""
+  """Returns the stored question for one message, else the question in the messages."""
   stored = None
   for question in (extra.get("question"), row.get("question")):
     if isinstance(question, str) and question.strip():
@@ -137,13 +137,13 @@ def _messages(prompt: Any) -> list[Any]:
 
 
 def last_question(messages: list[Any], where: str, question: str | None = None) -> str:
-  """Returns the question in a prompt's messages, without earlier turns.
+  """Returns the question in a prompt's messages, after any earlier turns.
 
-  The last message is the user's. If the row does not store its `question` and the
-  message does not mark it, the whole message is the question.
+  The last message must be the user's. Without a stored `question` and without a mark
+  in that message, the whole message is the question.
 
   Raises:
-    ValueError: there is none, or a message has another role or no text.
+    ValueError: there is no question, or a message has an unknown role or no text.
   """
   said = []
   for number, message in enumerate(messages):
@@ -170,7 +170,7 @@ def last_question(messages: list[Any], where: str, question: str | None = None) 
   if len(said) == 1:
     return question
   said[-1] = ("user", question)
-  # As `protocol.prompts.conversation_text`, which the chain of imports does not reach.
+  # As `protocol.prompts.conversation_text`, which is outside this module's imports.
   return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
 
 
@@ -185,7 +185,7 @@ def _role(message: Any) -> str:
 
 
 def _text(message: Any) -> str | None:
-  """Returns a message's content, its parts joined; None if it is not text."""
+  """Returns a message's text, with parts joined; None for other content."""
   content = message.get("content") if isinstance(message, dict) else None
   if isinstance(content, list) and all(isinstance(part, dict) for part in content):
     texts = [part.get("text") for part in content]

@@ -1,14 +1,14 @@
-"""Rows of a data set, one after the other, from a file or a source named by a URI.
+"""Yields a data set's rows from files and other sources, named by a URI.
 
   FILE.jsonl, FILE.json, FILE.parquet,    by the file's suffix; JSON may be gzipped
     FILE.array_record, FILE.csv, FILE.tsv (FILE.jsonl.gz)
-  A.jsonl,B.jsonl  DIR/*.jsonl  DIR       several files: a list, a glob, all of a folder
+  A.jsonl,B.jsonl  DIR/*.jsonl  DIR       several files: a list, a glob, a whole folder
   json:FILE, parquet:FILE                 with any suffix; also array_record:FILE
-  hf:NAME?split=S&config=C&revision=R     the Hugging Face hub, or a local folder (of
-                                          files, or by `save_to_disk`), read as a stream
-                                          through `datasets`
-  hf:NAME?cache=DIR                       the same, prepared in a cache of `datasets`
-                                          and read from there; with HF_HUB_OFFLINE=1 it
+  hf:NAME?split=S&config=C&revision=R     the Hugging Face hub, or a local folder (data
+                                          files, or from `save_to_disk`), streamed with
+                                          `datasets`
+  hf:NAME?cache=DIR                       the same, prepared in a `datasets` cache and
+                                          read from there; with HF_HUB_OFFLINE=1 it
                                           works without a network
   tfds:NAME?split=S&data_dir=D            TensorFlow Datasets, prepared as ArrayRecord,
                                           through `tfds.data_source` (no TensorFlow)
@@ -42,19 +42,19 @@ from coa_jax.protocol.trajectory import bounded_lines, read_jsonl
 from coa_jax.runtime.json_io import parse_json
 
 Rows = Iterator[tuple[str, Row]]
-_MOST_OF_JSON = 1 << 31  # limit in bytes of a file read whole
-_MOST_CELL = 1 << 24  # limit of characters in a cell of a text table
+_MOST_OF_JSON = 1 << 31  # maximum bytes in a file read whole
+_MOST_CELL = 1 << 24  # maximum characters in a text table's cell
 
 
 def read_rows(uri: str | os.PathLike[str]) -> Rows:
-  """Yields ("PLACE", row) for every row of a source.
+  """Yields ("PLACE", row) for every row in a source.
 
-  All are streamed but a JSON list, which is read whole.
+  Rows are streamed, but a .json file is read whole.
 
   Raises:
-    FileNotFoundError: the file does not exist, or a glob or a folder has none.
-    ValueError: the kind of the file or the URI is unknown, its library is missing, or a
-      row is not a JSON object; the message names the source and the row.
+    FileNotFoundError: the file does not exist, or a glob or folder has no files.
+    ValueError: the file or URI has an unknown kind, its library is missing, or a row is
+      not a JSON object; the message names the source and the row.
   """
   path = os.fspath(uri)
   # --- Several files.
@@ -63,7 +63,7 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
     for one in uris:
       yield from read_rows(one)
     return
-  # --- A library's data set, or a file of a kind, unless a file has exactly this name.
+  # --- A URI with a library's or file kind's scheme, unless a file has this exact name.
   scheme, colon, rest = path.partition(":")
   suffix = _suffix(path)
   if colon and scheme in _SCHEMES and not os.path.exists(path):
@@ -85,11 +85,11 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
 def list_uris(uri: str) -> list[str]:
   """Lists a URI's files and sources, each once in reading order.
 
-  A glob's and a folder's files come in the order of their names.
+  Files from a glob or a folder are sorted by name.
 
   Raises:
     FileNotFoundError: a glob or a folder names no file.
-    ValueError: it is a bucket's, or a name in a list is empty.
+    ValueError: the URI is remote (`://`), or a name in a list is empty.
   """
   if os.path.isfile(uri) or not uri:
     return [uri]
@@ -129,13 +129,13 @@ def _suffix(path: str) -> str:
 
 
 def _json(path: str) -> Rows:
-  # --- The whole text: a list has to be read to its end.
+  # --- The whole text: a JSON list must be read to its end.
   start = open
   if path.endswith(".gz"):
     start = gzip.open
   try:
     with start(path, "rb") as f:
-      # By pieces: `read` of a number takes as much memory at once.
+      # In pieces: `read(n)` allocates n bytes at once.
       limit = _MOST_OF_JSON >> 20
       pieces = list(itertools.islice(iter(lambda: f.read(1 << 20), b""), limit + 1))
   except (gzip.BadGzipFile, EOFError, zlib.error) as e:
@@ -146,13 +146,13 @@ def _json(path: str) -> Rows:
       "write one row a line, as .jsonl"
     )
   text = b"".join(pieces)
-  # --- A list, one row, or one row a line: files of JSON lines are often called .json.
+  # --- A list, one row, or one row per line: JSON-lines files are often called .json.
   try:
     rows = parse_json(text, path)
   except ValueError:
     if not text.lstrip().startswith(b"{"):
       raise
-    yield from read_jsonl(path)  # one row per line; its errors name the line
+    yield from read_jsonl(path)  # its errors name the line
     return
   if isinstance(rows, dict):
     rows = [rows]
@@ -163,7 +163,7 @@ def _json(path: str) -> Rows:
 
 
 def _csv(path: str) -> Rows:
-  """A text table with column names in the first row; an empty cell is left out."""
+  """Reads a text table with column names in the first row; skips empty cells."""
   csv.field_size_limit(_MOST_CELL)
   delimiter = "\t" if _suffix(path) == ".tsv" else ","
   start = gzip.open if path.endswith(".gz") else open
@@ -184,7 +184,7 @@ def _csv(path: str) -> Rows:
 
 
 def _check_columns(path: str, names: list[str]) -> None:
-  """Refuses a table with two columns of one name: one would be lost."""
+  """Refuses a duplicate column name: one of the columns would be lost."""
   doubled = [name for name, n in collections.Counter(names).items() if n > 1]
   if doubled:
     raise ValueError(
@@ -197,7 +197,7 @@ def _parquet(path: str) -> Rows:
   import pyarrow
   import pyarrow.parquet
 
-  # A file other than parquet is refused by its reader.
+  # `read_parquet` refuses files other than parquet.
   with contextlib.suppress(pyarrow.ArrowException, OSError):
     _check_columns(path, pyarrow.parquet.read_schema(path).names)
   yield from read_parquet(path)
@@ -211,14 +211,14 @@ def _hf(rest: str) -> Rows:
     raise ValueError(f"hf:{rest}: needs `pip install datasets`") from e
   split = options.get("split", "train")
   try:
-    # --- A folder of `save_to_disk`, with its own loader.
+    # --- A folder from `save_to_disk` has its own loader.
     if _saved(name):
       rows = datasets.load_from_disk(name)
       if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
           raise ValueError(f"no split {split!r}; there are {', '.join(rows)}")
         rows = rows[split]
-    # --- The hub, or a folder of files: a stream, unless there is a cache to keep it.
+    # --- The hub or a folder of data files: streamed, unless the URI names a cache.
     else:
       rows = datasets.load_dataset(
         name,
@@ -228,7 +228,7 @@ def _hf(rest: str) -> Rows:
         streaming="cache" not in options,
         cache_dir=options.get("cache") or None,
       )
-    # Inside the `try`: a stream fails while it is read.
+    # Inside the `try`: a stream may fail during reading.
     for number, row in enumerate(rows):
       where, row = _checked(f"hf:{rest} row {number}", row)
       yield where, decoded(row)
@@ -274,7 +274,7 @@ _SUFFIXES: dict[str, Callable[[str], Rows]] = {
   ".tsv": _csv,
 }
 _LIBRARIES: dict[str, Callable[[str], Rows]] = {"hf": _hf, "tfds": _tfds}
-# A file's kind may stand before it, where its suffix does not tell.
+# URI prefixes: libraries, and file kinds for files with other suffixes.
 _SCHEMES = ("json", "parquet", "array_record", "csv", *_LIBRARIES)
 
 
@@ -284,7 +284,7 @@ def _query(
   """Splits the part after a scheme into name and options."""
   name, _, query = rest.partition("?")
   options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-  # Refused, not passed over: a misspelt `split` would read another one.
+  # Refused, not ignored: a misspelt `split` would read another split.
   for option in options:
     if option not in known:
       raise ValueError(
@@ -302,7 +302,7 @@ def _checked(where: str, row: Any) -> tuple[str, Row]:
 
 
 def _plain(value: Any) -> Any:
-  """Arrays as lists and bytes as text, all the way down."""
+  """Converts arrays to lists and bytes to text, recursively."""
   if isinstance(value, dict):
     return {k: _plain(v) for k, v in value.items()}
   if isinstance(value, np.ndarray | np.generic):

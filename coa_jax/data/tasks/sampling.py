@@ -1,8 +1,8 @@
-"""Selects the next task: uniform, the most instructive, or easy ones first.
+"""Task samplers: uniform, most instructive tasks, or easiest tasks first.
 
-All samplers iterate over one endless stream; each epoch is a new permutation of the
-tasks. A weighted sampler skips tasks at random, so a task is taken in proportion to its
-weight and seldom twice in a batch. The next task depends only on the seed and the
+All samplers iterate over one endless stream, with a new task permutation per epoch. A
+weighted sampler skips tasks at random, so it takes a task in proportion to the task's
+weight, and seldom twice in a batch. The next task depends only on the seed and the
 sampler's state.
 """
 
@@ -19,37 +19,37 @@ from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Trajectory
 
 TASK_SAMPLERS = ("uniform", "learnability", "curriculum")
-_MIN_CHANCE = 0.1  # weight of a task that is always or never solved
-_DECAY = 0.5  # of earlier attempts, by older policies, at every new group
-_FIRST_SHARE = 0.1  # share of the tasks at a curriculum's start
+_MIN_CHANCE = 0.1  # minimum weight, for tasks always or never solved
+_DECAY = 0.5  # per new group, for earlier attempts by older policies
+_FIRST_SHARE = 0.1  # task share at a curriculum's start
 
 
 class TaskSampler:
-  """Takes all tasks alike, each once in an epoch."""
+  """Samples uniformly: takes every task once per epoch."""
 
   def __init__(self, tasks: Sequence[Task], seed: int):
-    """Takes the tasks to choose from, and the seed of the order."""
+    """Takes the tasks to choose from, and the seed for their order."""
     self.tasks = tasks
     self.seed = seed
     self._order = (-1, np.zeros(0, int))  # an epoch, and its permutation
 
   def task(self, n: int, step: int) -> Task:
-    """Returns the task of a run's n-th group; n only grows."""
+    """Returns the task for a run's n-th group; n only grows."""
     return self._in_stream(n)
 
   def learn(self, group: Sequence[Trajectory]) -> None:
-    """Takes note of how a task's group went."""
+    """Learns from a task's group of attempts; does nothing here."""
 
   @property
   def state(self) -> dict[str, Any]:
-    """JSON values, for a checkpoint; `restore` takes them."""
+    """The checkpoint state as JSON values; `restore` reads them."""
     return {}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Continues from the state of another sampler of the same tasks."""
+    """Continues from the state of a sampler with the same tasks."""
 
   def _in_stream(self, place: int) -> Task:
-    # An epoch's order needs nothing but its number: any place can be asked for.
+    # Seed and epoch number alone give the order, so any place can be computed.
     epoch, nth = divmod(place, len(self.tasks))
     if self._order[0] != epoch:
       order = np.random.default_rng((self.seed, epoch)).permutation(len(self.tasks))
@@ -58,7 +58,7 @@ class TaskSampler:
 
 
 class _WeightedTaskSampler(TaskSampler, abc.ABC):
-  """Takes each task of the stream with its current chance (rejection sampling)."""
+  """Takes each streamed task with its current chance (rejection sampling)."""
 
   def __init__(self, tasks: Sequence[Task], seed: int):
     super().__init__(tasks, seed)
@@ -84,19 +84,18 @@ class _WeightedTaskSampler(TaskSampler, abc.ABC):
 
   @abc.abstractmethod
   def chance(self, task: Task, step: int) -> float:
-    """Returns a chance from 0 to 1; 1 for at least one task, or never 0."""
+    """Returns a chance in [0, 1]: 1 for at least one task, or positive for all."""
 
 
 class Learnability(_WeightedTaskSampler):
   """Prefers tasks solved sometimes: weight 4 p (1 - p), with p their pass rate so far.
 
-  p (1 - p) is the variance of a reward of 0 or 1, and the source of a group's
-  advantages; as a measure of a task's value for training it is called "learnability"
-  (arXiv 2408.15099; for language models 2502.12272). p is estimated by the rule of
-  succession, (right + 1) / (graded + 2), over attempts with decaying weight; recorded
-  attempts in `meta` (`difficulty.keep_tasks`) count first. An unknown task has p 1/2
-  and is taken. A task always or never solved is drawn less often, but at least with
-  weight 1/10.
+  p (1 - p) is the variance of a 0/1 reward, and the source of a group's advantages; as
+  a measure of training value it is called "learnability" (arXiv 2408.15099; for
+  language models 2502.12272). The rule of succession estimates p as (right + 1) /
+  (graded + 2), over attempts with decaying weight; recorded attempts in `meta`
+  (`difficulty.keep_tasks`) count first. An unknown task has p = 1/2 and is always
+  taken. Tasks always or never solved are drawn less often, with weight 1/10 at least.
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int):
@@ -108,11 +107,11 @@ class Learnability(_WeightedTaskSampler):
         self._counts[task.id] = (task.meta["pass_rate"] * graded, graded)
 
   def learn(self, group: Sequence[Trajectory]) -> None:
-    """Counts the attempts; one without a reward says nothing."""
+    """Counts the group's attempts; ignores attempts without a reward."""
     graded = [t for t in group if t.reward is not None]
     if not graded:
       return
-    # Only the answer counts: shaping can lower the reward of a right one.
+    # Only the answer counts: shaping can lower a right answer's reward.
     parts = [t.reward_parts.get("answer", t.reward) for t in graded]
     task_id = graded[0].task_id
     right, attempts = self._counts.get(task_id, (0.0, 0.0))
@@ -128,7 +127,7 @@ class Learnability(_WeightedTaskSampler):
 
   @property
   def state(self) -> dict[str, Any]:
-    # Lists, as JSON has no tuples: the restored state equals the saved one.
+    # Lists, as JSON has no tuples: restored and saved states are equal.
     counts = {task_id: list(count) for task_id, count in self._counts.items()}
     return {**super().state, "counts": counts}
 
@@ -140,18 +139,18 @@ class Learnability(_WeightedTaskSampler):
 
 
 class Curriculum(_WeightedTaskSampler):
-  """Takes the easiest tasks first, by the pass rates on record; later all.
+  """Takes the easiest tasks first, by recorded pass rates; later all tasks.
 
   At step t of T, draws uniformly from the easiest share c(t) = min(1, sqrt(t (1 - c0^2)
-  / T + c0^2)): the square-root competence of arXiv 1903.09848. (Its c0 is 0.01, for
-  data sets of millions; here it is 0.1.)
+  / T + c0^2)), the square-root competence from arXiv 1903.09848. There c0 is 0.01, for
+  data sets of millions; here c0 is 0.1.
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int, steps: float):
-    """Takes T, the step from which on all tasks are used; see `TaskSampler`.
+    """Takes T, the first step that uses all tasks, as `steps`; see `TaskSampler`.
 
     Raises:
-      ValueError: a task has no pass rate on record.
+      ValueError: a task has no recorded pass rate.
     """
     super().__init__(tasks, seed)
     for task in tasks:

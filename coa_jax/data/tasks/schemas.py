@@ -1,7 +1,7 @@
 """Reads a data set's row as a task, by the row's fields.
 
-A file's name never decides the schema, and a row without a matching schema is an error
-with the row's name and the accepted schemas. Unused columns go into `meta`.
+A file's name never decides the schema. A row without a matching schema raises an error
+that names the row, its columns and the nearest schema. Unused columns go into `meta`.
 
 budget: a schema is a reader and a row of `_SCHEMAS`, side by side.
 """
@@ -25,7 +25,7 @@ from coa_jax.runtime.fields import nearest
 from coa_jax.runtime.json_io import parse_json, shown
 
 _GSM8K_FINAL = re.compile(r"\n#### *(\S.*?)\s*$")
-# Data sets' names of our fields; the first one in a row is used.
+# Our field -> data sets' names for it; the first non-empty column is used.
 _NAMES = {
   "question": (
     "question",
@@ -59,7 +59,7 @@ _NAMES = {
 }
 _OURS = {field.name for field in dataclasses.fields(Task)} | {"answer"}
 FIELDS = ("question", "answers", "id", "kind", "source", "family")
-# Columns of pictures and of files that come with a question.
+# Columns with a question's pictures or files.
 _ATTACHED = re.compile(
   r"(?:image|img|picture|photo|video|audio)s?(?:_?\d+|_path|_url|_preview)?"
   r"|attachments?|file_?(?:name|path)s?",
@@ -69,7 +69,7 @@ _ATTACHED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-  """The defaults and column names for reading rows.
+  """Defaults and column names for reading rows.
 
   Attributes:
     default_id: the task's id if the row has none.
@@ -88,7 +88,7 @@ class Reading:
 
 
 def read_task(row: Row, where: str, default_id: str) -> Task:
-  """Reads one row of any accepted schema as a task.
+  """Reads one row in any accepted schema as a task.
 
   Raises:
     ValueError: the row fits no schema.
@@ -97,7 +97,7 @@ def read_task(row: Row, where: str, default_id: str) -> Task:
 
 
 def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
-  """Reads a row of any accepted schema as a task, and whether it gives its kind.
+  """Reads a row as a task; also returns whether the row gives its kind.
 
   Raises:
     ValueError: the row fits no schema, or lacks a column of `reading.fields`.
@@ -125,11 +125,11 @@ def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
 
 
 def attached(row: Row) -> str | None:
-  """Returns a row's column with a picture or a file; None if there is none."""
+  """Returns the name of a column with a picture or a file; None if there is none."""
   for name, value in row.items():
     if _ATTACHED.fullmatch(name) and _holds_something(value):
       return name
-  # Messages in parts, one of them no text.
+  # Messages with a part other than text.
   for message in row["prompt"] if isinstance(row.get("prompt"), list) else ():
     content = message.get("content") if isinstance(message, dict) else None
     for part in content if isinstance(content, list) else ():
@@ -150,7 +150,7 @@ def _holds_something(value: Any) -> bool:
 
 
 def _mapped(row: Row, where: str, fields: Mapping[str, str]) -> Row:
-  """Our field -> its value, for every field mapped to a column by the config."""
+  """Returns {our field: value} for every field that the config maps to a column."""
   mapped = {}
   absent = []
   for ours, column in fields.items():
@@ -168,10 +168,10 @@ def _mapped(row: Row, where: str, fields: Mapping[str, str]) -> Row:
 
 
 def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
-  """Reads a row as its fields' data set has it; None if they are of none."""
+  """Reads a row by its data set's schema; None if its fields match no schema."""
   for name, needed, reader in _SCHEMAS:
     if needed <= set(row):
-      # The file is untrusted: an exception in its reader is the row's fault.
+      # The file is untrusted: a reader's exception is the row's fault.
       try:
         return Task.from_json(reader(row, where, default_id), where)
       except (TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
@@ -185,7 +185,7 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
           "to read it as a plain question name its columns: "
           "tasks.fields=dict(question='COLUMN', answers='COLUMN')"
         ) from e
-  # GSM8K, with any other columns: the solution ends in its answer.
+  # GSM8K, with any other columns: the solution ends with the answer.
   answer = row.get("answer")
   final = _GSM8K_FINAL.search(answer) if isinstance(answer, str) else None
   if final is None or row.get("kind") is not None or not row.get("question"):
@@ -209,7 +209,7 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
 def _plain_row(
   row: Row, where: str, reading: Reading, mapped: Row
 ) -> tuple[Task, bool]:
-  """Reads a row with question and answers, under our names or those of `_NAMES`.
+  """Reads a row with question and answers, under our names or names in `_NAMES`.
 
   Returns:
     The task, and whether the row gives its kind.
@@ -217,17 +217,17 @@ def _plain_row(
   empty = [name for name, value in row.items() if is_absent(value)]
   row = {name: value for name, value in row.items() if name not in empty}
   whole_row = dict(row)
-  # --- The columns named by fields.* are used up, if they are whole columns.
+  # --- Drop the whole columns that fields.* names: `mapped` has their values.
   for ours, column in reading.fields.items():
     if ours in mapped:
       row.pop(column, None)
   foreign = bool(mapped) or not set(row) <= _OURS
-  # --- Our names for theirs.
+  # --- Rename known columns to our fields.
   plain = dict(mapped)
   columns = dict(reading.fields)
   for ours, names in _NAMES.items():
     found = [name for name in names if name in row]
-    # If there are several, a non-empty one.
+    # Among several columns, prefer a non-empty one.
     found.sort(key=lambda name: row[name] == "")
     if ours not in plain and found:
       columns[ours] = found[0]
@@ -266,7 +266,7 @@ def _plain_row(
 
 
 def _read_list(text: str, where: str, column: str) -> Any:
-  """Reads answers stored as one text: the texts of a list, or the text itself.
+  """Reads answers stored as one text: a list's items, or the text itself.
 
   Raises:
     ValueError: the list cannot be read.
@@ -301,7 +301,7 @@ def _lacking(
 
 
 def _nearest_schema(columns: set[str]) -> str:
-  """Names the data set with most of a row's columns; "" if none is near."""
+  """Names the data set that shares most columns with a row; "" if none is near."""
   shared, name, needed = max(
     (
       (len(needed & columns) / len(needed), name, needed)
@@ -316,7 +316,7 @@ def _nearest_schema(columns: set[str]) -> str:
 
 
 def _with_extras(plain: Row, where: str) -> Task:
-  """Returns our schema, with the row's other columns in `meta`."""
+  """Makes a task from a row in our schema; other columns go into `meta`."""
   extras = {k: v for k, v in plain.items() if k not in _OURS and v is not None}
   row = {k: v for k, v in plain.items() if k in _OURS}
   meta = row.get("meta")
@@ -327,9 +327,9 @@ def _with_extras(plain: Row, where: str) -> Task:
 
 
 def misspelt(row: Row, task: Task) -> dict[str, str]:
-  """Columns of a row that went into `meta` -> the field that was probably meant.
+  """Returns {column in `meta`: field that it probably means}.
 
-  Only fields without another column: a row without a required one has been refused.
+  Considers only unfilled optional fields: a row without a required field was refused.
   """
   unfilled = {"kind", "source", "family"}
   for ours, names in _NAMES.items():
@@ -345,7 +345,7 @@ def misspelt(row: Row, task: Task) -> dict[str, str]:
 
 
 def _is_json(value: Any) -> bool:
-  """Whether JSON can represent it: a text, but no picture of `datasets`."""
+  """Whether JSON can represent a value: not a picture from `datasets`, for example."""
   try:
     json.dumps(value)
   except (TypeError, ValueError, RecursionError):
@@ -356,7 +356,7 @@ def _is_json(value: Any) -> bool:
 def _hotpotqa(row: Row, where: str, default_id: str) -> Row:
   # Pairs (title, sentence); the hub and TFDS have two lists instead.
   facts = row["supporting_facts"]
-  if isinstance(facts, str):  # JSON, as 2WikiMultihopQA has it on the hub
+  if isinstance(facts, str):  # JSON in 2WikiMultihopQA's hub version
     facts = parse_json(facts, f"{where}: field 'supporting_facts'")
   if isinstance(facts, dict):
     titles = facts["title"]
@@ -404,7 +404,7 @@ def _webwalker(row: Row, where: str, default_id: str) -> Row:
 
 
 def _triviaqa(row: Row, where: str, default_id: str) -> Row:
-  """A row of TriviaQA; its web pages are left out."""
+  """Reads a TriviaQA row without its web pages."""
   answer = row["answer"]
   aliases = filter(None, answer["aliases"])
   return {

@@ -1,8 +1,8 @@
-"""Reads tasks from files: this project's own schema, the released one, and data sets'.
+"""Reads tasks from files in our own schema, the released schema, or a data set's.
 
 A row's fields decide its schema (`schemas`), the URI its source (`rows`). Code tasks
-keep their tests in `meta["tests"]`, GSM8K's their worked solution in
-`meta["solution"]`; the question shows neither, except one assert in MBPP's.
+keep their tests in `meta["tests"]`, GSM8K tasks their worked solution in
+`meta["solution"]`; questions show neither, except one assert in MBPP.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from coa_jax.data.tasks.schemas import FIELDS, Reading, attached, misspelt, read
 from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.runtime.fields import bounded, check_fields, choice, nearest
 
-# Files named by their split take their folder's name.
+# Files named after a split take their folder's name.
 _SPLITS = ("train", "test", "dev", "val", "valid", "validation", "data")
-# The end of a name with the file's part number in a data set.
+# The part number at the end of a data set's file name.
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _log = logging.getLogger(__name__)
 
@@ -34,16 +34,17 @@ class TasksConfig:
   """Config section `tasks`.
 
   Attributes:
-    uri: a file, several with commas between, a glob, a folder, or a source by its URI:
-      see `rows`.
+    uri: a file, several files separated by commas, a glob, a folder, or another
+      source's URI; see `rows`.
     limit: take this many tasks; 0 takes all.
-    limit_per_source: take this many tasks of each source, before `limit`; 0 takes all.
+    limit_per_source: take this many tasks from each source, before `limit`; 0 takes
+      all.
     families: take only these; () takes all.
-    seed: the seed of the order; None keeps the file's order. With a limit, it also
-      selects the tasks.
+    seed: the seed for shuffling; None keeps the file's order. With a limit, the seed
+      also selects the tasks.
     fields: question, answers, id, kind, source or family -> its column in the rows, if
       the name differs; "a.b" is b inside a.
-    kind: the kind of rows without one: qa, math or code.
+    kind: the kind for rows without one: qa, math or code.
     source: the data set's name for rows without one; the file's name if empty.
     attachments: True also reads rows with a picture or a file, which no model sees; by
       default such rows are left out and counted.
@@ -69,7 +70,7 @@ class TasksConfig:
 
 
 def select_tasks(config: TasksConfig) -> list[Task]:
-  """Returns the tasks selected by a config.
+  """Loads the tasks that a config selects.
 
   Raises:
     FileNotFoundError, ValueError: as `load_tasks`; or no task is left; or rows without
@@ -86,7 +87,7 @@ def select_tasks(config: TasksConfig) -> list[Task]:
         f"{config.uri}: no task of families {', '.join(config.families)}; "
         f"there are {', '.join(known)}"
       )
-  # Shuffled before it is cut: with a seed, a limit takes a sample of the file.
+  # Shuffled before the cut: with a seed, a limit takes a random sample.
   if config.seed is not None:
     random.Random(config.seed).shuffle(tasks)
   if config.limit_per_source:
@@ -113,9 +114,9 @@ def _first_of_each_source(tasks: Sequence[Task], limit: int) -> list[Task]:
 
 
 def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
-  """Reads every task of a file or source known to `rows.read_rows`, in order.
+  """Reads all tasks in order from a file or source accepted by `rows.read_rows`.
 
-  Rows with pictures and files are among them: their questions are held out, too.
+  Includes rows with pictures or files: their questions are held out, too.
 
   Raises:
     FileNotFoundError: the file does not exist.
@@ -126,7 +127,7 @@ def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
 
 
 def describe_tasks(tasks: Sequence[Task]) -> str:
-  """Says which kinds were found, in a line: "1,319 tasks of gsm8k: math"."""
+  """Describes the tasks' kinds in one line: "1,319 tasks of gsm8k: math"."""
   groups: dict[tuple[str, Kind], list[Task]] = {}
   for task in tasks:
     groups.setdefault((task.source, task.kind), []).append(task)
@@ -154,7 +155,7 @@ class _Found:
 
 
 def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
-  """Returns all tasks, and those without a kind in their rows."""
+  """Returns all tasks, and the tasks without a kind in their rows."""
   found: list[_Found] = []
   seen: dict[str, Task] = {}
   numbers: collections.Counter[str] = collections.Counter()
@@ -166,7 +167,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
     stem = os.path.splitext(os.path.basename(uri).removesuffix(".gz"))[0]
     name = _source_of(uri)
     for where, row in read_rows(uri):
-      # Files of one name in several folders share a count, so that ids stay unique.
+      # Files with one name in several folders share a count, so that ids stay unique.
       default_id = f"{stem}-{numbers[stem]}"
       numbers[stem] += 1
       column = None if config.attachments else attached(row)
@@ -175,12 +176,12 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
         continue
       reading = Reading(default_id, config.fields, kind, config.source, name)
       task, said = read_row(row, where, reading)
-      # DAPO-Math has every row a hundred times.
+      # DAPO-Math repeats every row a hundred times.
       if "reward_model" in row:
         before = seen.setdefault(task.id, task)
         if before is not task and before == task:
           continue
-      # Checked once per set of columns: a file may have millions of rows.
+      # Checked once per column set: a file may have millions of rows.
       shape = (frozenset(row), frozenset(task.meta))
       if shape not in shapes:
         shapes.add(shape)
@@ -197,7 +198,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
 def _warn_unasked(
   left_out: collections.Counter[tuple[str, str]], found: list[_Found]
 ) -> None:
-  """Reports skipped rows, and system messages, which are not part of questions."""
+  """Warns about skipped rows, and about system messages left out of questions."""
   for (uri, column), count in left_out.items():
     _log.warning(
       "%s: rows left out: %d; column %r holds a picture or a file, which no model is "
@@ -219,10 +220,10 @@ def _warn_unasked(
 
 
 def _tell_ids_apart(found: list[_Found]) -> None:
-  """Puts the source's or the file's name before ids used by several of them.
+  """Makes ids unique: shared ids get their source's or file's name as a prefix.
 
   Raises:
-    ValueError: an id occurs twice in one file.
+    ValueError: an id occurs twice within one file.
   """
   names: tuple[Callable[[_Found], str], ...] = (
     lambda one: one.task.source,
@@ -242,7 +243,7 @@ def _tell_ids_apart(found: list[_Found]) -> None:
         "%s have ids in common: each id gets the name before it",
         ", ".join(sorted(shared)),
       )
-  # An id is the group of a task's attempts: two tasks must not share one.
+  # Attempts are grouped by task id, so two tasks must not share an id.
   places: dict[str, str] = {}
   for one in found:
     if one.task.id in places:
@@ -253,7 +254,7 @@ def _tell_ids_apart(found: list[_Found]) -> None:
 
 
 def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> None:
-  """Says of each column, once, which field it may have meant."""
+  """Warns once about each column that may mean a field."""
   for column, field in columns.items():
     if column in warned:
       continue
@@ -270,9 +271,9 @@ def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> Non
 
 
 def _source_of(uri: str) -> str:
-  """A data set's name: its file's stem, or its folder's name if the stem is a split.
+  """Names a data set by its file's stem, or by its folder if the stem is a split.
 
-  A config of the hub counts: FlashRAG_datasets-nq.
+  A hub config is appended: FlashRAG_datasets-nq.
   """
   path, _, query = uri.partition("?")
   *folders, name = [p for p in path.split("/") if p not in ("", ".", "..")] or [uri]
@@ -283,5 +284,5 @@ def _source_of(uri: str) -> str:
   config = urllib.parse.parse_qs(query).get("config")
   if config:
     stem = f"{stem}-{config[0]}"
-  # A grader is named by source or kind: no file may be called as a kind is.
+  # Source or kind names a grader, so a source must not have a kind's name.
   return name if stem in list(Kind) else stem

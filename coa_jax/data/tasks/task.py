@@ -1,4 +1,4 @@
-"""Task: one question, its accepted answers, and how an answer to it is judged."""
+"""Task: one question, its accepted answers, and how answers are judged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 class Kind(enum.StrEnum):
-  """Which reward judges the answer."""
+  """Selects the reward that judges the answer."""
 
   QA = "qa"  # exact match after normalisation
   MATH = "math"  # mathematical equivalence
@@ -29,17 +29,17 @@ _KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """One thing to ask.
+  """A question with its accepted answers.
 
   Attributes:
     id: unique in its source; also the group id in RL.
     question: the text for the model.
-    answers: accepted answers; at least one in a data set; () if unknown, and attempts
-      stay ungraded (a user's question).
+    answers: accepted answers, at least one in a data set; () if unknown (a user's
+      question): then attempts stay ungraded.
     kind: selects the grader.
-    source: its data set; rewards and reports group by it.
-    family: finer kind inside a source (e.g. "two_hop"); "" for none.
-    meta: its source's other data (JSON values only).
+    source: the data set's name; rewards and reports group by source.
+    family: a finer category within a source (e.g. "two_hop"); "" for none.
+    meta: the source's other data (JSON values only).
   """
 
   id: str
@@ -51,7 +51,7 @@ class Task:
   meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:
-    """A JSON-serialisable dict; `from_json` reads it back."""
+    """Returns JSON values; `from_json` reads them back."""
     return dataclasses.asdict(self)
 
   @classmethod
@@ -65,7 +65,7 @@ class Task:
       ValueError: a field is missing, unknown or of the wrong kind; the message starts
         with `where` and names the field and the accepted values.
     """
-    # --- Names: null is left out, `answer` may replace `answers`.
+    # --- Names: null fields are left out, `answer` may replace `answers`.
     row = {name: value for name, value in row.items() if not is_absent(value)}
     if "answer" in row and "answers" not in row:
       row["answers"] = row.pop("answer")
@@ -109,7 +109,7 @@ def is_absent(value: Any) -> bool:
 
 
 def first_of(row: Row, *names: str, default: Any = "") -> Any:
-  """Returns the first value that is present and not empty text; 0 is a value."""
+  """Returns the first present value other than empty text; 0 is a value."""
   for name in names:
     value = row.get(name)
     if not is_absent(value) and value != "":
@@ -121,9 +121,9 @@ def _answers(value: Any, where: str) -> tuple[str, ...]:
   """Returns accepted answers as texts.
 
   Raises:
-    ValueError: there is no answer, or one that cannot be matched.
+    ValueError: there is no answer, or an answer cannot be matched.
   """
-  # A number is an answer as good as a text: tables read 42 as one.
+  # Numbers are answers, too: tables read 42 as a number.
   if isinstance(value, str | int | float):
     value = [value]
   if not isinstance(value, list | tuple) or not value:
@@ -147,7 +147,7 @@ def _answer(value: Any, where: str) -> str:
       f"{where}: field 'answers' must hold non-empty strings or finite numbers, got "
       f"{shown(value)}"
     )
-  # A column with one missing number has floats alone: 1934.0 was 1934.
+  # One missing number turns a column into floats: 1934.0 was 1934.
   if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
     value = int(value)
   return str(value)

@@ -3,13 +3,13 @@
 An orchestrator reads the shared history and names the next agent. A planner lists the
 facts and plans, a search agent and a code agent call tools, a reflector reviews the
 results, a solver proposes an answer and a verifier scores it 1 to 4. Every agent has
-its own conversation, with only the kinds of events that it needs (`SEES`), so a team
-pays for its context again at every call: this cost is counted here.
+its own conversation with only the event kinds it needs (`SEES`), so a team pays for
+context again at every call; this module counts that cost.
 
-A malformed reply is requested once more, then recorded and skipped; a run ends with a
-status, never with a crash.
+Malformed replies are recorded; the agent is asked once more, then skipped. A backend
+failure ends the run with a status; only `RefusedError` propagates.
 
-budget: an agent's context and the order of agents are one set of rules.
+budget: an agent's context and the agents' order are one set of rules.
 """
 
 from __future__ import annotations
@@ -42,18 +42,17 @@ _STATES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class TeamConfig:
-  """Limits of one run.
+  """A run's limits.
 
   Attributes:
-    max_turns: the orchestrator's decisions.
-    max_calls: tool calls; after the last one the team has to answer.
-    max_checks: verified candidates.
-    review: the form of reflections: "facts" alone, "analysis" with the outcome on the
-      last line, or analysis with "grades" of all three criteria on the last line. The
-      first suits variant unified, the second mhqa, the third web; see
-      `prompts.review_style`.
-    facts: whether the planner, before its plan, lists the known facts, those to look up
-      and those to derive.
+    max_turns: the most orchestrator decisions.
+    max_calls: the most tool calls; after the last one, the team has to answer.
+    max_checks: the most verified candidates.
+    review: the reflections' form: "facts" alone, "analysis" with the outcome on the
+      last line, or analysis with "grades" for all three criteria on the last line. They
+      suit variants unified, mhqa and web, in this order; see `prompts.review_style`.
+    facts: whether the planner lists known facts, facts to look up and facts to derive
+      before its plan.
   """
 
   max_turns: int = bounded(24, least=1)
@@ -67,7 +66,7 @@ class TeamConfig:
 
 
 class _Team:
-  """The agents of one run: their contexts, the shared history, the token meter."""
+  """One run's agents: their contexts, the shared history and the token meter."""
 
   def __init__(
     self,
@@ -85,14 +84,13 @@ class _Team:
     self.run = Run(task.id, sample=sample)
     self._meter = TokenMeter(encode)
     self._contexts: dict[str, list[Message]] = {}
-    self._shown: dict[str, int] = {}  # agent -> number of events it has been shown
+    self._shown: dict[str, int] = {}  # agent -> number of events already shown
 
   def ask(self, agent: str, legal: Collection[str] = ()) -> Event | None:
-    """Has an agent reply; None if its reply was malformed twice."""
+    """Asks an agent for a reply; None after two malformed replies."""
     context = self._open(agent, legal)
     for _ in range(2):
-      # --- Reply. A malformed one stays in the conversation: it shows the mistake to
-      # correct.
+      # --- Reply. A malformed reply stays in the conversation, to show the mistake.
       reply = self.backend(agent, context)
       context.append(Message("assistant", reply.text))
       try:
@@ -108,7 +106,7 @@ class _Team:
         )
         continue
 
-      # --- Record it. Facts are an event of their own, which other agents are shown.
+      # --- Record the reply. Facts are a separate event, which other agents see.
       if parsed.facts:
         self.note(agent, runs.FACTS, parsed.facts)
       return self._record(
@@ -117,27 +115,26 @@ class _Team:
     return None
 
   def note(self, agent: str, kind: str, content: str, detail: str = "") -> Event:
-    """Adds an event without a model's reply."""
+    """Adds an event without token counts."""
     event = Event(agent, kind, content, detail)
     self.run.events.append(event)
     return event
 
   def _open(self, agent: str, legal: Collection[str]) -> list[Message]:
-    """Returns the agent's conversation, updated with the events it may see."""
+    """Returns the agent's conversation after adding the new events it may see."""
     context = self._contexts.setdefault(agent, [])
     parts = []
     if not context:
       context.append(Message("system", self._prompt(agent)))
       parts.append(f"Question: {self.task.question}\nTools: {', '.join(self.tools)}")
-    # Append only new events: a conversation grows at its end, which suits a prefix
-    # cache.
+    # Append only new events, so that a prefix cache can reuse the conversation.
     for event in self.run.events[self._shown.get(agent, 0) :]:
       if event.agent != agent and event.kind in SEES[agent]:
         parts.append(render(event))
     self._shown[agent] = len(self.run.events)
     if legal:
       parts.append(f"[choose]\n{', '.join(legal)}")
-    # Chat endpoints want a user's message before every reply, even if nothing is new.
+    # Chat endpoints require a user message before every reply, even if nothing is new.
     context.append(Message("user", "\n".join(parts) or "Go on."))
     return context
 
@@ -158,7 +155,7 @@ class _Team:
     context: list[Message],
     reply: Reply,
   ) -> Event:
-    # The last message of the context is the reply itself.
+    # The context's last message is the reply itself.
     prompt, cached, generated = self._meter.charge(context[:-1], reply.text)
     event = Event(
       agent,
@@ -185,10 +182,10 @@ def solve(
   encode: Encode,
   sample: int = 0,
 ) -> Run:
-  """Has the team work on one task until it is answered or out of turns.
+  """Runs the team on one task until a verified answer or a limit.
 
-  The tool `code` belongs to the code agent, all others to the search agent; `encode`
-  counts tokens only. `sample` is the run's number for this task.
+  The code agent has the tool `code`, the search agent all others. `encode` is only for
+  counting tokens; `sample` is the run's number for this task.
   """
   team = _Team(task, backend, tools, config, encode, sample)
   run = team.run
@@ -207,7 +204,7 @@ def solve(
 def _usage(run: Run) -> Usage:
   usage = Usage(tool_calls=len(run.calls))
   for event in run.events:
-    if event.prompt:  # others cost nothing: no model wrote them
+    if event.prompt:  # other events cost nothing of their own
       usage.prompt += event.prompt
       usage.cached += event.cached
       usage.generated += event.generated
@@ -221,15 +218,15 @@ def _work(team: _Team, call: CallTool) -> None:
   run = team.run
   checks = 0
   for _ in range(team.config.max_turns):
-    # --- Who works next.
+    # --- Choose the next agent.
     may_call = len(run.calls) < team.config.max_calls
     legal = _legal_agents(run, team.tools if may_call else ())
     decision = team.ask(runs.ORCHESTRATOR, legal)
-    if decision is None:  # twice malformed: take the safest legal step
+    if decision is None:  # malformed twice: take the safest legal step
       decision = team.note(runs.ORCHESTRATOR, runs.DECISION, "", legal[-1])
     agent = decision.detail
 
-    # --- An answer is proposed and checked.
+    # --- Propose and check an answer.
     if agent == runs.SOLVER:
       verdict = _propose(team)
       if verdict is not None:  # otherwise a reply was malformed: no check
@@ -266,12 +263,12 @@ def _propose(team: _Team) -> Event | None:
 
 
 def _legal_agents(run: Run, tools: Sequence[str]) -> list[str]:
-  """Returns the agents allowed next by the protocol's order rules, the safest last.
+  """Lists the agents allowed next by the protocol's order rules, the safest last.
 
-  A poor grade requires a new plan, and after a failed check another action has to
-  precede a new candidate.
+  A poor grade requires a new plan; after a failed check, another action has to come
+  before the next candidate.
   """
-  last = None  # the event with the present state of the work
+  last = None  # the event with the work's present state
   for event in run.events:
     if event.kind in _STATES:
       last = event
@@ -286,7 +283,7 @@ def _legal_agents(run: Run, tools: Sequence[str]) -> list[str]:
     return [runs.PLANNER]
   if last.kind in (runs.VERDICT, runs.CANDIDATE):
     return [*workers, runs.PLANNER]
-  # An observation is the last one if its review was not usable.
+  # An observation is last if its review was malformed.
   if last.kind in (runs.PLAN, runs.OBSERVATION):
     return [*workers, runs.SOLVER]
   return [runs.PLANNER, *workers, runs.SOLVER]

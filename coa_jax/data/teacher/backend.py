@@ -1,4 +1,4 @@
-"""The interface of a team's backend: messages in, one reply out, and its errors.
+"""A team's backend interface (messages in, one reply out) and its errors.
 
 Implementations: `llm.ChatBackend` (an OpenAI-compatible endpoint),
 `scripted.ScriptedBackend`, `gsm8k_replay.Gsm8kReplay`, `gsm8k_programs.Gsm8kPrograms`
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from coa_jax.protocol.trajectory import ToolCall
 
-# Runs a tool: (tag, content of its span) -> its result.
+# Runs a tool: (tag, span content) -> result.
 CallTool = Callable[[str, str], ToolCall]
 
 
@@ -31,15 +31,15 @@ class Reply:
 
   Attributes:
     text: the answer, without any reasoning before it.
-    prompt_tokens: tokens sent, counted by the endpoint; 0 if unknown. This and the next
-      two include the tokens of unusable replies before this one.
-    cached_tokens: the part of them from its prefix cache.
-    completion_tokens: tokens of the answer.
+    prompt_tokens: prompt tokens, as the endpoint counts them; 0 if unknown. This count
+      and the next two include unusable replies before this one.
+    cached_tokens: prompt tokens from the endpoint's prefix cache.
+    completion_tokens: generated tokens.
     seconds: wall time, retries included.
     retries: attempts beyond the first.
     faults: the failures of all attempts before the last.
-    model: the model's name from the endpoint; "" if unknown.
-    cut: whether it hit the token limit and lacks its end.
+    model: the endpoint's model name; "" if unknown.
+    cut: whether the token limit cut the reply short.
   """
 
   text: str
@@ -62,27 +62,27 @@ class Reply:
 
 
 class ModelBackend(Protocol):
-  """Answers the agents. Threads may share one."""
+  """Answers the agents. Threads may share a backend."""
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
-    """Replies to a conversation of `agent`.
+    """Replies as `agent` to its conversation.
 
     Raises:
       InfrastructureError: nothing could answer.
-      Unsolvable: this task cannot be gone on with; others can.
+      Unsolvable: the backend cannot continue with this task, but can with others.
       RefusedError: no request will be answered.
     """
     ...
 
 
 class BackendError(Exception):
-  """No usable reply came; `charged` has the tokens of unusable ones."""
+  """No usable reply; `charged` has the tokens paid for unusable replies."""
 
   charged: tuple[int, ...] = (0, 0, 0)  # prompt, cached, completion
 
 
 class InfrastructureError(BackendError, RuntimeError):
-  """A service is down or refuses to serve: no verdict on the affected run."""
+  """A service is down or refuses to serve; the affected run gets no verdict."""
 
 
 class RefusedError(BackendError, RuntimeError):
@@ -92,7 +92,7 @@ class RefusedError(BackendError, RuntimeError):
 class Unsolvable(BackendError):
   """A backend cannot continue with a task; the run ends and records the reason.
 
-  The reason is short enough to count; the detail is the exact problem.
+  `reason` is short enough to count; `detail` is the exact problem.
   """
 
   def __init__(self, reason: str, detail: str = ""):

@@ -1,6 +1,6 @@
-"""A backend for task synthesis without a model: gaps in pages' sentences.
+"""A task-synthesis backend without a model: gaps in page sentences.
 
-Questions come from any text with titles, offline and at no cost:
+The questions come from any text with titles, offline and at no cost:
 
   Which words fill the gap in "was born in 1961 in ___." on the page Mira Quill?
 
@@ -8,8 +8,8 @@ and one level deeper, if another page names this one:
 
   ... on the page that fills the gap in "Its mayor is ___, a former" on the page Tarn?
 
-They need the tools, because a page has to be found before its gap can be filled; unlike
-`ChatBackend`'s, they are not natural language.
+They need the tools, because a page has to be found before its gap can be filled. Unlike
+`ChatBackend`'s questions, they are not natural language.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from coa_jax.data.teacher.backend import Message, Reply
 _QUESTION = "Which words fill the gap in "
 _PAGE = "on the page "
 _GAP = "___"
-_WORDS_BEFORE = 8  # at most, of a gap
+_WORDS_BEFORE = 8  # at most, before a gap
 _MIN_WORDS_BEFORE = 4
 _WORDS_AFTER = 5
-# The answers to ask for: whole names within a sentence, or a number.
+# Possible answers: whole names within a sentence, or numbers.
 _SPAN = re.compile(r"(?<=[a-z,] )[A-Z][\w-]+(?: [A-Z][\w-]+)*|\b\d[\d,.]*\d\b")
 _NAME_BEFORE = re.compile(r"\b[A-Z][\w.'-]* $")
 
 
 def answer(agent: str, messages: Sequence[Message]) -> Reply:
-  """Replies as an agent of `synthesis`; see `backend.ModelBackend`. It never guesses.
+  """Replies as an agent of `synthesis`; see `backend.ModelBackend`.
 
-  Empty if a document has no suitable gap, or a gap can be filled in two ways.
+  The guesser always answers "unknown". A reply is empty if a document has no suitable
+  gap, or if a gap does not have exactly one filling.
   """
   request = messages[1].content
   if agent == synthesis.READER:
@@ -52,7 +53,7 @@ def _read(request: str) -> str:
   request = request.removeprefix("Documents:\n")
   documents, _, question = request.rpartition("\nQuestion: ")
   answers = []
-  for part in question.split(_QUESTION)[1:]:  # one, or two asked together
+  for part in question.split(_QUESTION)[1:]:  # one question, or two combined
     answer = _filled(part, documents)
     if answer is None:
       return ""
@@ -62,7 +63,7 @@ def _read(request: str) -> str:
 
 def _describe(title: str, rest: str) -> str:
   text, _, subject = rest.rpartition("\nDescribe: ")
-  # The first mention with enough text around it.
+  # The first mention with enough text on both sides.
   for mention in re.finditer(re.escape(subject), text):
     gap = _gap(text, mention.span(), title)
     if gap:
@@ -80,14 +81,14 @@ def _ask(title: str, text: str) -> str:
       gaps.append((gap, match[0]))
   if not gaps:
     return ""
-  # Drawn, so that questions are not all about a document's first words.
+  # A random gap, so that questions are not all about a document's first words.
   gap, filling = random.Random(title).choice(gaps)
   return f"QUESTION: {_QUESTION}{gap} {_PAGE}{title}?\nANSWER: {filling}"
 
 
 def _gap(text: str, span: tuple[int, int], title: str) -> str | None:
-  """Returns the quoted text around a span; None if it is too short to find the span."""
-  # The title occurs in the question once: a deeper question replaces it there.
+  """Quotes a span's context with a gap for the span; None if the context is short."""
+  # Leave out the title: the question may have it only once, for `deepen` to replace.
   left = text[: span[0]].rpartition(title)[2]
   right = text[span[1] :].partition(title)[0]
   before = re.search(rf"(?:[^\s\"]+ ){{0,{_WORDS_BEFORE}}}$", left)[0]
@@ -99,9 +100,9 @@ def _gap(text: str, span: tuple[int, int], title: str) -> str | None:
 
 
 def _filled(part: str, documents: str) -> str | None:
-  """Fills a question's first gap, if all its gaps can be filled in only one way."""
-  # A deeper question has a gap for every page on the way: the first one is asked for,
-  # the others locate it. All must be filled, or the way is ambiguous.
+  """Fills a question's first gap; None unless each of its gaps has one filling."""
+  # A deeper question has one gap per page: it asks for the first gap, and the others
+  # locate that page. Each needs exactly one filling, or the question is ambiguous.
   filled = []
   for gap in re.findall(rf'"([^"]*{_GAP}[^"]*)"', part):
     before, after = map(re.escape, gap.split(_GAP))

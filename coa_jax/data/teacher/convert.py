@@ -1,17 +1,16 @@
-"""A team's run -> one Chain-of-Agents trajectory, or the reason why not.
+"""Converts a team's run to a Chain-of-Agents trajectory, or says why it cannot.
 
 The mapping follows arXiv 2508.13167 (multi-agent distillation): decisions and facts
 become `think`, plans `plan`, calls the tool's own tag, results `observation`, reviews
 `reflection`, candidates `suggested_answer`, verdicts a `think` with the rationale and a
-`double_check` with the score, and the end `answer`. If a variant requires a think
-before each reflection, a review's last line is the reflection and the rest the think.
-Every tool call and every observation is kept verbatim and in order; parts outside the
+`double_check` with the score, and the final answer `answer`. If a variant requires a
+think or grades for each reflection, a review's last line is the reflection and the rest
+the think. Tool calls and observations are kept verbatim and in order; parts outside the
 protocol (the next agent's name, malformed replies, an unverified candidate) are left
-out. Two rules may change this, and their changes are recorded in the trajectory's
-`meta`: long observations may lose their middle, and a think required by the variant may
-be filled in.
+out. `ConvertConfig` allows three exceptions, recorded in the trajectory's `meta`: long
+observations may lose their middle, and missing thinks or verdicts may be filled in.
 
-budget: the mapping and its two exceptions share every convention.
+budget: the mapping and its exceptions share every convention.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from coa_jax.rewards import grade_known
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-  """A run without a trajectory: a short reason, and the exact problem."""
+  """Why a run has no trajectory: a short reason and the exact problem."""
 
   task_id: str
   sample: int
@@ -47,14 +46,14 @@ class ConvertConfig:
   """Config section `convert`.
 
   Attributes:
-    observation_chars: a longer observation keeps this number of characters of its head
-      and tail, around a marker with the number removed; 0 keeps all.
-      `meta["shortened"]` lists each one's call number and original length.
-    missing_think: the text of a think required by the variant but missing in the run;
-      "" drops such a run. `meta["filled"]` counts them.
-    score_right: True gives a run with a right answer but no verdict this answer as its
-      candidate and the best score as its verdict, if the variant requires them; the
-      paper also added its scores afterwards. `meta["scored"]` records it.
+    observation_chars: a longer observation keeps this many characters, in its head and
+      tail, around a marker with the number removed; 0 keeps all. `meta["shortened"]`
+      lists the call number and the original length for each.
+    missing_think: text for thinks required by the variant but missing in the run; ""
+      drops such runs. `meta["filled"]` counts these thinks.
+    score_right: True completes a run with a right answer but no verdict: the answer
+      becomes its candidate and the best score its verdict, if the variant requires
+      them; the paper also added its scores afterwards. `meta["scored"]` records this.
   """
 
   observation_chars: int = 0
@@ -68,7 +67,7 @@ class ConvertConfig:
       raise ValueError("missing_think must not hold a tag")
 
 
-# Kinds of events that become a whole span, in every variant with the tag.
+# Event kinds that become one whole span in every variant with the tag.
 _TAGS = {
   runs.PLAN: roles.PLAN,
   runs.REFLECTION: roles.REFLECTION,
@@ -84,21 +83,21 @@ def convert(
   config: ConvertConfig = ConvertConfig(),
   lost: list[str] | None = None,
 ) -> Trajectory | Dropped:
-  """Converts the run to one stream of spans, well formed under the variant.
+  """Converts a run to one sequence of spans, well formed in the variant.
 
   budget: one pass over a run, event by event.
 
   Args:
     run: the team's run.
     task: its task.
-    variant: the dialect; content without a tag in it is left out.
+    variant: the dialect; content for which it has no tag is left out.
     prompt: the first segments, e.g. `protocol.prompts.prompt_segments(...)`.
     config: the allowed changes.
-    lost: collects the omitted contents, a line each, except malformed replies.
+    lost: collects the omitted contents, one line each, except malformed replies.
 
   Returns:
-    A trajectory, or the reason for its absence. Its tool calls have 0 wall seconds, so
-    that equal runs give equal bytes (times stay in the run).
+    A trajectory, or the reason for its absence. Its wall times are 0, so that equal
+    runs give equal bytes (the run keeps the times).
   """
   # --- Runs without a trajectory.
   if run.events and run.events[-1].kind == runs.GAVE_UP:
@@ -117,7 +116,7 @@ def convert(
   lost = [] if lost is None else lost
   spans = _spans(run.events, variant, lost)
   spans = _fill(spans, variant, config.missing_think, changes)
-  # The meta below is read after the spans are placed: `_fill` counts as it goes.
+  # Placing the spans runs `_fill`, which adds to `changes`: build `meta` afterwards.
   segments = [*prompt, *_place_thinks(spans, variant)]
 
   # --- The trajectory, checked against the variant.
@@ -148,11 +147,11 @@ def convert(
 
 
 def _shortened(run: Run, limit: int) -> tuple[Run, dict[str, Any]]:
-  """Returns the run with its observations cut, and the record of the cuts."""
+  """Cuts the run's long observations; returns the new run and a record of the cuts."""
   if not limit:
     return run, {}
   calls = []
-  lengths = []  # (call's number, its result's length) of each cut
+  lengths = []  # (call number, result length) per cut
   for number, call in enumerate(run.calls):
     if len(call.result) > limit:
       lengths.append([number, len(call.result)])
@@ -178,13 +177,13 @@ def _lacks_verdict(run: Run, variant: Variant) -> bool:
 
 def _is_right(task: Task, run: Run) -> bool:
   reward = run.reward
-  if reward is None:  # nobody has judged it: an imported run
+  if reward is None:  # an imported run, which nobody has judged
     reward = grade_known(task, run.prediction)
   return reward == 1.0
 
 
 def _with_best_score(run: Run) -> Run:
-  """The run with its answer as a candidate, and the best score as its verdict."""
+  """Adds the run's answer as a candidate, with the best score as its verdict."""
   *events, final = run.events
   score = str(max(roles.SCORES))
   candidate = Event(runs.SOLVER, runs.CANDIDATE, final.content)
@@ -195,7 +194,7 @@ def _with_best_score(run: Run) -> Run:
 def _fill(
   spans: Iterator[tuple[str, str]], variant: Variant, text: str, changes: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
-  """Yields the spans, with a think of `text` before each that lacks a required one."""
+  """Yields the spans, with `text` as a think before each that lacks its think."""
   has_thought = False
   for tag, content in spans:
     if text and tag in variant.think_required and not has_thought:
@@ -212,7 +211,7 @@ def _fill(
 def _spans(
   events: Sequence[Event], variant: Variant, lost: list[str]
 ) -> Iterator[tuple[str, str]]:
-  """(tag, content) of every span, thinks at their original places."""
+  """Yields each span's (tag, content), with thinks at their original places."""
   for i, event in enumerate(events):
     kind = event.kind
     if kind in (runs.DECISION, runs.FACTS):
@@ -258,7 +257,7 @@ def _no_span(name: str, content: str, variant: Variant) -> str:
 
 
 def _is_repeated(events: Sequence[Event], i: int) -> bool:
-  """Whether the candidate at i is repeated later: as a candidate, or as the answer."""
+  """Whether a later candidate or the final answer repeats the candidate at i."""
   for event in events[i + 1 :]:
     is_answer = event.kind in (runs.CANDIDATE, runs.FINAL)
     if is_answer and event.content == events[i].content:
@@ -269,7 +268,7 @@ def _is_repeated(events: Sequence[Event], i: int) -> bool:
 def _is_verified(events: Sequence[Event], i: int) -> bool:
   """Whether the candidate at i was scored before any other action."""
   for event in events[i + 1 :]:
-    if event.kind != runs.MALFORMED:  # a verdict may have been asked for twice
+    if event.kind != runs.MALFORMED:  # the verifier may have been asked twice
       return event.kind == runs.VERDICT
   return False
 
@@ -277,9 +276,10 @@ def _is_verified(events: Sequence[Event], i: int) -> bool:
 def _place_thinks(
   spans: Iterator[tuple[str, str]], variant: Variant
 ) -> Iterator[Segment]:
-  """Segments of the spans; thoughts before one span become one think.
+  """Yields the spans as segments; all thoughts before a span become one think.
 
-  A misplaced thought waits for the next span that allows one; at the end it is dropped.
+  A misplaced thought waits for the next span that allows a think; thoughts left at the
+  end are dropped.
   """
   thoughts: list[str] = []
   for tag, content in spans:
@@ -291,7 +291,7 @@ def _place_thinks(
       yield Segment(Author.POLICY, roles.THINK, text)
       thoughts = []
     if tag == roles.OBSERVATION:
-      # No tool can write a protocol tag: text like a tag is escaped.
+      # Escape tag-like text: no tool can write a protocol tag.
       text = roles.wrap(tag, roles.escape(content))
       yield Segment(Author.TOOL, tag, text)
     else:

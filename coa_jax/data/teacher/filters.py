@@ -1,13 +1,12 @@
-"""The progressive filters of multi-agent distillation, and the funnel they leave.
+"""Multi-agent distillation's progressive filters, and their funnel of counts.
 
 Source: arXiv 2508.13167, section on supervised fine-tuning data: complexity, quality,
-reflection, error correction, in that order. The paper gives neither ratios nor
-definitions for counting; the config's fields state those used here. Two stages are
-added between quality and error correction: contamination by evaluation sets, and
-duplicates.
+reflection, error correction, in this order. The paper gives neither ratios nor
+definitions for counting; `FiltersConfig` states those used here. Two stages are added:
+contamination by evaluation sets (after quality) and duplicates (after reflection).
 
 `examine` looks at a single trajectory, so any number of processes may share the work;
-`Funnel` takes the results in input order, and decides.
+`Funnel` takes the results in input order and decides.
 
 budget: the stages, their config and their funnel are one list.
 """
@@ -37,11 +36,11 @@ from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.runtime.fields import bounded, check_fields
 
-# An answer's reward; None if it cannot be judged, and then nothing is dropped. Called
-# for trajectories without a verdict.
+# Returns an answer's reward, or None if it cannot be judged: then nothing is dropped.
+# Called for trajectories without a verdict.
 GradeAnswer = Callable[[Task, str | None], float | None]
-_SEED = 0  # of the down-sampling
-# The dropping stages; then error correction, which writes copies of some trajectories.
+_SEED = 0  # for the down-sampling
+# The dropping stages. Error correction follows and copies some trajectories.
 STAGES = ("complexity", "quality", "contamination", "reflection", "duplicates")
 
 
@@ -50,24 +49,23 @@ class FiltersConfig:
   """Config section `filters`.
 
   Attributes:
-    min_activations: complexity: the fewest agent activations; one for every agent's
-      span (think, plan, call, reflection, candidate, check), without observations and
-      the final answer.
+    min_activations: complexity: the fewest agent activations: one for every agent span
+      (think, plan, call, reflection, candidate, check), none for observations and the
+      final answer.
     min_calls: complexity: the fewest tool calls.
-    min_reward: quality: the minimum reward of a right answer.
-    max_repeats: quality: the maximum of repeated calls (same tool and input, ignoring
-      white space).
-    benchmarks: contamination: evaluation sets (files or URIs of tasks) with questions
-      that no trajectory may contain.
-    overlap_words: n, in words, of an n-gram that a trajectory may not share with a
-      benchmark question; a shorter question is compared as a whole, and with the
-      trajectory's question only. In a script without spaces two letters count as a
-      word.
+    min_reward: quality: a right answer's minimum reward.
+    max_repeats: quality: the maximum number of repeated calls (same tool and input,
+      ignoring white space).
+    benchmarks: contamination: evaluation sets (task files or URIs); no trajectory may
+      contain their questions.
+    overlap_words: contamination: n, in words: no trajectory may share an n-gram with a
+      benchmark question. A shorter question is compared as a whole, and only with the
+      trajectory's question. In a script without spaces, two letters count as a word.
     blocked: contamination: domains (`host` or `host/path`) forbidden in calls.
-    keep_unreflected: reflection: the share kept of trajectories without a reflection.
-    max_similarity: duplicates: the Jaccard similarity of word 5-grams (question and
-      policy text) above which only the first is kept; 1 keeps all.
-    corrected_copies: error correction: the number of copies of a trajectory that made a
+    keep_unreflected: reflection: the kept share of trajectories without a reflection.
+    max_similarity: duplicates: the Jaccard similarity between word 5-grams (question
+      and policy text) above which only the first trajectory is kept; 1 keeps all.
+    corrected_copies: error correction: how often to write a trajectory that made a
       mistake, noticed it (a first double_check below the pass score, or a reflection
       graded poor) and ended right.
   """
@@ -93,8 +91,8 @@ class Inspection:
 
   Attributes:
     violations: (rule, quote) pairs; () for none.
-    read: False if no reply was readable, or the trajectory was too long for the judge:
-      its violations are unknown.
+    read: False if the violations are unknown: no reply was readable, or the trajectory
+      was too long for the judge.
   """
 
   violations: tuple[tuple[int, str], ...] = ()
@@ -105,7 +103,7 @@ Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]  # one verdict 
 
 
 def load_benchmarks(config: FiltersConfig) -> Benchmarks:
-  """Reads the questions of `config.benchmarks`.
+  """Reads the questions in `config.benchmarks`.
 
   Raises:
     FileNotFoundError, ValueError: as `tasks.sources.load_tasks`.
@@ -118,14 +116,14 @@ def load_benchmarks(config: FiltersConfig) -> Benchmarks:
 
 @dataclasses.dataclass
 class FilterResult:
-  """The verdict of the filters of a single trajectory.
+  """The filters' verdict on one trajectory.
 
   Attributes:
-    fault: the dropping stage and the reason; None if it passed all.
-    reflected: whether it has a reflection.
+    fault: the dropping stage and the reason; None if the trajectory passed all stages.
+    reflected: whether the trajectory has a reflection.
     corrected: whether it noticed its own mistake (see `was_corrected`) and ended right.
-    graded: whether its answer was judged.
-    signature: its text's signature, if duplicates are searched.
+    graded: whether the answer was judged.
+    signature: the text's signature, if duplicates are searched for.
   """
 
   fault: Sequence[str] | None = None
@@ -143,11 +141,11 @@ def examine(
   config: FiltersConfig,
   benchmarks: Benchmarks,
 ) -> FilterResult:
-  """Examines one trajectory, up to its first fault.
+  """Examines one trajectory up to its first fault.
 
-  `grade` gives an answer's reward, which is written to the trajectory.
+  Without a recorded reward, the one from `grade` is written to the trajectory.
   """
-  # --- The stages in the order of STAGES; the first fault ends it.
+  # --- The stages in the order of STAGES, up to the first fault.
   verdict = parse(trajectory.text, variant)
   fault = (
     _complexity(trajectory, config)
@@ -158,7 +156,7 @@ def examine(
   if fault is not None:
     return FilterResult(fault)
 
-  # --- The inputs of `Funnel`.
+  # --- The inputs for `Funnel`.
   result = FilterResult(graded=trajectory.reward is not None)
   result.reflected = _has_reflection(verdict)
   # A noticed mistake earns copies only if the final answer is right.
@@ -169,7 +167,7 @@ def examine(
 
 
 class Funnel:
-  """Decides, trajectory by trajectory, how often each is written, and counts."""
+  """Decides how often each trajectory is written, and counts the decisions."""
 
   def __init__(self, config: FiltersConfig):
     self._config = config
@@ -199,11 +197,11 @@ class Funnel:
     return copies
 
   def report(self) -> dict[str, Any]:
-    """Reports the kept and dropped counts of every stage, by reason.
+    """Reports each stage's kept count, and its dropped counts by reason.
 
-    Each stage's kept and dropped counts add up to the previous stage's kept. Of the
-    last stage's kept, "ungraded" had no judgement, "reflected" have a reflection,
-    "corrected" earned copies, and "added" copies were written.
+    A stage's kept and dropped counts add up to the previous stage's kept count. Among
+    the trajectories kept last, "ungraded" were not judged, "reflected" have a
+    reflection and "corrected" earned copies; "added" counts the extra copies.
     """
     left = self._count["in"]
     out: dict[str, Any] = {"in": left}
@@ -220,7 +218,7 @@ class Funnel:
 
 
 def stages(report: Mapping[str, Any]) -> dict[str, tuple[int, dict[str, int]]]:
-  """Gives a funnel's report as `plots.funnel_bars` draws it, by stage."""
+  """Converts a funnel's report to stages for `plots.funnel_bars`."""
   out = {name: (report[name]["kept"], report[name]["dropped"]) for name in STAGES}
   return {**out, "with copies": (report["error_correction"]["kept"], {})}
 
@@ -234,22 +232,22 @@ def filter_trajectories(
 ) -> tuple[list[Trajectory], dict[str, Any]]:
   """Applies the filters in order.
 
-  `inspect` checks for instruction violations, a part of quality. Because it costs
-  money, it gets only trajectories that passed all filters of a single trajectory.
+  `inspect` checks for instruction violations, a part of quality. It costs money, so it
+  gets only the trajectories passed by `examine`.
 
   Returns:
-    The trajectories kept, in input order, copies side by side (`meta["copy"]` numbers
-    them); and the funnel: see `Funnel.report`.
+    The kept trajectories in input order, copies side by side (`meta["copy"]` numbers
+    them), and the funnel's report; see `Funnel.report`.
   """
   benchmarks = load_benchmarks(config)
   funnel = Funnel(config)
-  # --- Each alone.
+  # --- Each trajectory alone.
   results = []
   for task, trajectory in pairs:
     result = examine(task, trajectory, variant, grade, config, benchmarks)
     results.append((trajectory, result))
 
-  # --- The judge's part of quality. `strict`: it owes a verdict on every one.
+  # --- The judge's part of quality. `strict`: it owes a verdict on every trajectory.
   if inspect is not None:
     passed = [(t, result) for t, result in results if result.fault is None]
     verdicts = inspect([t for t, _ in passed])
@@ -259,7 +257,7 @@ def filter_trajectories(
       elif not verdict.read:
         trajectory.meta["uninspected"] = True
 
-  # --- All together, in order.
+  # --- All trajectories together, in order.
   out: list[Trajectory] = []
   for trajectory, result in results:
     for number in range(funnel.admit(result)):
@@ -268,7 +266,7 @@ def filter_trajectories(
 
 
 def numbered(trajectory: Trajectory, number: int) -> Trajectory:
-  """Makes the number-th copy of a trajectory; the first, 0, is itself."""
+  """Returns a trajectory's copy with this number; 0 is the trajectory itself."""
   if number == 0:
     return trajectory
   return dataclasses.replace(trajectory, meta={**trajectory.meta, "copy": number})
@@ -300,7 +298,7 @@ def _quality(
   if len(trajectory.calls) - len(inputs) > c.max_repeats:
     return "quality", "redundant_calls"
 
-  # --- The answer: by the verdict on record, which may have cost a call of a judge.
+  # --- The answer. A recorded reward comes first: it may have cost a judge's call.
   reward = _recorded_reward(trajectory)
   if reward is None:
     reward = grade(task, verdict.answer)
@@ -314,9 +312,9 @@ def _quality(
 
 
 def _recorded_reward(trajectory: Trajectory) -> float | None:
-  """Returns a trajectory's recorded reward of its answer; None for no number."""
+  """Returns the answer's recorded reward; None if it is missing or not a number."""
   parts = trajectory.reward_parts
-  if not isinstance(parts, dict):  # of a foreign row, anything
+  if not isinstance(parts, dict):  # a foreign row may have any type here
     return None
   reward = parts.get("answer")
   return float(reward) if isinstance(reward, int | float) else None
@@ -340,7 +338,7 @@ def _reflection(
   trajectory: Trajectory, verdict: Parse, c: FiltersConfig
 ) -> tuple[str, str] | None:
   if not _has_reflection(verdict):
-    # Keyed by the trajectory, so that others in the set change nothing.
+    # Seeded by the trajectory, so that others in the set change nothing.
     key = f"{_SEED}/{trajectory.task_id}/{trajectory.sample}"
     if random.Random(key).random() >= c.keep_unreflected:
       return "reflection", "no_reflection"

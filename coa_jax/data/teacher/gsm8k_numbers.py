@@ -1,10 +1,10 @@
-"""Makes new tasks of GSM8K's: the same question with other numbers.
+"""Makes new tasks from GSM8K's: the same questions with other numbers.
 
-New values are drawn for the numbers that occur in a solution's notes and once in the
-question; the notes are calculated again, and question and solution are rewritten with
-the new numbers. Numbers written as words ("half", "a week") stay. A question is left
-out if its notes use a constant that it does not state. A draw is refused if a result is
-not positive any more, or no longer an integer.
+A number is changed if it occurs in the solution's notes and exactly once in the
+question: a new value is drawn, the notes are calculated again, and question and
+solution are rewritten. Numbers written as words ("half", "a week") stay. A question
+gets no copies if its notes use a constant missing from the question. A draw is refused
+if a result is no longer positive, or an integer result no longer an integer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from coa_jax.data.teacher.backend import Unsolvable
 from coa_jax.data.teacher.gsm8k_programs import said_in_words
 from coa_jax.data.teacher.gsm8k_replay import NUMBER, Solution, read_solution, value_of
 
-FAMILY = "new_numbers"  # of the new tasks
-_DRAWS = 60  # attempts to draw new numbers before a task is skipped
+FAMILY = "new_numbers"  # the new tasks' family
+_DRAWS = 60  # attempts to draw new numbers for one task
 _FINAL = re.compile(r"(\n#### *)(.*?)\s*$")
-# Numbers in a question that are part of a larger token: 1/2, 5th, 3:30, 10-12, 2x4.
+# Characters beside a number inside a larger token: 1/2, 5th, 3:30, 10-12, 2x4.
 _PART = re.compile(r"[\w/:.-]")
 _YEARS = range(1800, 2101)
 _OPERATIONS = {
@@ -50,7 +50,7 @@ def with_new_numbers(tasks: Iterable[Task], copies: int) -> list[Task]:
 
 
 def _copies(task: Task, copies: int) -> list[Task]:
-  """Yields different copies of a task, each with its own draw of numbers."""
+  """Makes up to `copies` different copies of a task, each with newly drawn numbers."""
   text = task.meta.get("solution")
   try:
     solution = read_solution(text) if isinstance(text, str) else None
@@ -104,7 +104,7 @@ def _constants(program: str) -> list[fractions.Fraction]:
 def _drawn(
   changing: Iterable[fractions.Fraction], question: str, rng: random.Random
 ) -> _Numbers:
-  """Draws a number for each, of half to double its size and as round."""
+  """Draws a new value for each number: half to double its size, and as round."""
   numbers = {}
   for value in changing:
     unit = fractions.Fraction(1)
@@ -125,11 +125,11 @@ def _drawn(
 def _recalculated(
   solution: Solution, numbers: _Numbers, question: str
 ) -> _Numbers | None:
-  """Adds the new results of all notes; None if a result or a constant will not do.
+  """Adds every note's new result; None if a result or a constant is unsuitable.
 
   Every number has one new value, so that text can be rewritten number by number. A
-  constant that is neither in the question, in digits or words, nor an earlier result
-  may be a result without a note: with other numbers it would be wrong.
+  constant must be in the question, in digits or words, or be an earlier result.
+  Otherwise it may be a result without a note, which new numbers would make wrong.
   """
   numbers = dict(numbers)
   kept: set[fractions.Fraction] = set()
@@ -142,21 +142,21 @@ def _recalculated(
     new = _calculated(step.program, numbers)
     if new is None or new <= 0 or numbers.setdefault(old, new) != new:
       return None
-    # An integer stays one; of others no more than cents are wanted.
+    # Integers stay integers; other results may have cents but no more decimals.
     if (new * (1 if old.denominator == 1 else 100)).denominator != 1:
       return None
     results.add(old)
   asked = {value_of(number) for number in NUMBER.findall(question)}
   if not all(value in asked or said_in_words(value, question) for value in kept):
     return None
-  # A fixed number and a changed one must not be equal in writing.
+  # A kept number must not equal a changed one: rewriting could not tell them apart.
   if any(numbers.get(value, value) != value for value in kept):
     return None
   return numbers
 
 
 def _calculated(program: str, numbers: Mapping) -> fractions.Fraction | None:
-  """The exact value of plain arithmetic with other numbers; None for one over 0."""
+  """Evaluates plain arithmetic exactly with other numbers; None on division by 0."""
 
   def value(node: ast.expr) -> fractions.Fraction:
     if isinstance(node, ast.BinOp):
@@ -177,7 +177,7 @@ def _calculated(program: str, numbers: Mapping) -> fractions.Fraction | None:
 def _rewritten(
   task: Task, numbers: _Numbers, changing: Iterable[fractions.Fraction], copy: int
 ) -> Task:
-  """The task with other numbers in its question, solution and answer."""
+  """Returns the task with new numbers in its question, solution and answer."""
   asked = {value: numbers[value] for value in changing}
   solution = _replaced(task.meta["solution"], numbers)
   return dataclasses.replace(
@@ -191,7 +191,7 @@ def _rewritten(
 
 
 def _replaced(text: str, numbers: _Numbers) -> str:
-  """A text with each of these numbers replaced by its new one."""
+  """Replaces old numbers in a text by their new values."""
 
   def new(match: re.Match[str]) -> str:
     value = value_of(match[0])

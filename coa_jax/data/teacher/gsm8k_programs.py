@@ -1,9 +1,9 @@
 """Plays GSM8K's worked solutions as one program each.
 
-`gsm8k_replay` runs a program for every calculator note. Here the notes of a solution
-are the lines of one program, with a name for every result, so a trajectory is short: a
-thought about the calculation, one call, the answer. Two styles (lines with and without
-comments) and the valid orders of the lines give several trajectories for a question.
+`gsm8k_replay` runs a program for every calculator note. Here a solution's notes are the
+lines of one program, with a name for every result, so a trajectory is short: a thought
+about the calculation, one call, the answer. Two styles (lines with and without
+comments) and the valid line orders give several trajectories per question.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coa_jax.data.teacher.gsm8k_replay import (
 )
 from coa_jax.protocol import tool_bodies
 
-ANSWER = "answer"  # the name of the last result
+ANSWER = "answer"  # the last result's name
 _MAX_NAME_WORDS = 3
 _MAX_COMMENT_WORDS = 20
 _DIGIT = re.compile(r"\d")
@@ -41,7 +41,7 @@ _FILLERS = re.compile(
 )
 # Names forbidden in a program.
 _TAKEN = frozenset((*keyword.kwlist, *keyword.softkwlist, *dir(builtins), ANSWER))
-# Words of a question for a number that is only in a note.
+# Number -> words for it in a question.
 _WORDS = {
   2: r"half|halves|twice|doubl|pair|couple|both|two",
   3: r"third|triple|thrice|three",
@@ -63,9 +63,9 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """One line of a program: its result's name, a Python expression, its note.
+  """A program line: its result's name, a Python expression, the calculator note.
 
-  `needs` has the indices of the lines with the earlier results in its expression.
+  `needs` has the line indices of the earlier results in its expression.
   """
 
   name: str
@@ -75,17 +75,17 @@ class Line:
 
 
 class Gsm8kPrograms(Gsm8kReplay):
-  """Answers as any agent, for its tasks; see `backend.ModelBackend`."""
+  """Plays every agent, for its own tasks; see `backend.ModelBackend`."""
 
   def __init__(self, tasks: Iterable[Task], sample: int):
-    """Takes the tasks, and the number of the runs that it plays; see `Gsm8kReplay`."""
+    """Takes the tasks and the sample number of its runs; see `Gsm8kReplay`."""
     super().__init__(tasks)
     self._sample = sample
 
   def _reply(
     self, agent: str, question: str, solution: Solution, replies: int, output: str
   ) -> str:
-    """Returns an agent's next reply, by its earlier ones and the program's output."""
+    """Returns the agent's next reply, by its reply count and the program's output."""
     last = solution.steps[-1]
     if agent == runs.REFLECTOR:
       check_output(last, output)
@@ -96,7 +96,7 @@ class Gsm8kPrograms(Gsm8kReplay):
       return "SCORE: 4"  # the program's output is the answer
     if agent == runs.ORCHESTRATOR and replies:
       return f"NEXT: {runs.SOLVER}"
-    # A question's samples alternate in style; the second of a style may have another
+    # A question's samples alternate in style; all but the first may have another line
     # order.
     first = random.Random(question).randrange(2)
     commented = (first + self._sample) % 2 == 1
@@ -109,10 +109,10 @@ class Gsm8kPrograms(Gsm8kReplay):
 
 
 def program_lines(solution: Solution, question: str) -> list[Line]:
-  """Makes a line of each note that the answer depends on.
+  """Makes a line from each note needed for the answer.
 
-  A number in a note is an earlier result of the same value: the newest one not used by
-  any line or, unless the question has this number, the newest.
+  A number in a note stands for an earlier result with the same value: the newest
+  unused result or, unless the question has this number, the newest.
   """
   values = [fractions.Fraction(value_of(step.value) or 0) for step in solution.steps]
   asked = {value_of(number) for number in NUMBER.findall(question)}
@@ -130,7 +130,7 @@ def program_lines(solution: Solution, question: str) -> list[Line]:
 
 
 class _Linked(ast.NodeTransformer):
-  """Replaces numbers by the names of earlier results with the same value."""
+  """Replaces numbers by the names of equal earlier results."""
 
   def __init__(
     self,
@@ -174,7 +174,7 @@ def _needed(lines: Sequence[Line]) -> list[Line]:
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
-  """A name for the result of each step, by its goal; `ANSWER` for the last."""
+  """Names each step's result after the step's goal; the last is `ANSWER`."""
   names: list[str] = []
   for step in steps[:-1]:
     words = [w for w in _WORD.findall(step.goal.lower()) if not _FILLERS.fullmatch(w)]
@@ -210,7 +210,7 @@ def _in_order(lines: Sequence[Line], order: Sequence[int]) -> list[Line]:
 
 
 def thought(lines: Sequence[Line], commented: bool) -> str:
-  """Describes the program's calculation: all of it, or the part without comments."""
+  """Describes the calculation: every goal, or the last if comments give the rest."""
   goals = [_goal(line) for line in lines]
   if commented:
     return f"Calculate {goals[-1]}."
@@ -218,7 +218,7 @@ def thought(lines: Sequence[Line], commented: bool) -> str:
 
 
 def _goal(line: Line) -> str:
-  """A line's goal, without numbers: the program has to produce them."""
+  """Returns a line's goal without numbers, which only the program may produce."""
   goal = line.step.goal
   if _DIGIT.search(goal):
     return line.name.replace("_", " ")
@@ -233,7 +233,7 @@ def program_text(lines: Sequence[Line], commented: bool) -> str:
     if commented:
       comment = _sentence(line.step)
       told = {value_of(number) for number in NUMBER.findall(comment)}
-      # A comment must not reveal results that the program is yet to calculate.
+      # A comment must not reveal results that the program has yet to calculate.
       if len(comment.split()) > _MAX_COMMENT_WORDS or told & results:
         comment = _goal(line)
       text.append(f"# {comment}")
@@ -243,7 +243,7 @@ def program_text(lines: Sequence[Line], commented: bool) -> str:
 
 
 def _sentence(step: Step) -> str:
-  """The last sentence around a note, with a question mark for its value."""
+  """Returns the last sentence around a note, with `?` for its value."""
   before = _SENTENCE_END.split(step.thought)[-1]
   after = step.finding.removeprefix("$").removeprefix(step.value)
   if before == step.goal:
@@ -252,7 +252,7 @@ def _sentence(step: Step) -> str:
 
 
 def _shown(step: Step) -> str:
-  """The expression that prints the answer, rounded if its note rounds it."""
+  """Returns the expression to print: the answer, rounded if its note rounds it."""
   decimals = step.value.partition(".")[2]
   if decimals and len(decimals) <= 2:
     return f"round({ANSWER}, 2)"

@@ -1,12 +1,12 @@
 """Replays GSM8K's worked solutions as a team with real tools.
 
-The solutions (arXiv 2110.14168) have calculator notes, `48/2 = <<48/2=24>>24 clips in
-May.` Each note becomes one round of the team: the text before it is the orchestrator's
-reason, its expression the code agent's program, the text after it, with the value, the
-reflector's review. The planner gives each note's goal, the solver the last value. A
-program's output must equal the note's value.
+The solutions (arXiv 2110.14168) have calculator notes: `48/2 = <<48/2=24>>24 clips in
+May.` Each note becomes one team round: the text before the note is the orchestrator's
+reason, its expression the code agent's program, and its value with the text after it
+the reflector's review. The planner lists the notes' goals; the solver gives the last
+value. A program's output must equal the note's value.
 
-The replay keeps no state: how often an agent has replied says which step it is at.
+The replay keeps no state: an agent's reply count gives its current step.
 
 budget: reading a solution's notes and playing them share every convention.
 """
@@ -35,14 +35,14 @@ _BECAUSE = re.compile(r" (?:because|since)\b( .+)?$")
 _VALUE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?|[+-]?\d+/\d+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _CLAUSE_END = re.compile(r"(?<!Mr)(?<!Mrs)(?<!Ms)(?<!Dr)[,;:.]+(?:\s|$)|\n")
-# A calculation at the end of a text, of numbers and signs only.
+# A calculation at a text's end: numbers and signs only.
 _CALCULATION = re.compile(
   r"(?<![\w.,])[$(]*[\d.](?:[\d.\s()+\-*/x\u00d7\u00f7$%]|,(?=\d{3}))*$"
 )
 # A calculation that continues after the text's end.
 _OPEN_END = re.compile(r"(?:[-+*/\u00d7\u00f7(]|\bx)$")
 
-# Unambiguous notations, in Python's form; all others are refused.
+# Unambiguous notations and their Python form; all others are refused.
 _NOTATIONS = (
   (re.compile(r"\s+"), " "),
   (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),  # 1,000
@@ -53,7 +53,7 @@ _NOTATIONS = (
 )
 _PERCENT = re.compile(r"(\d+\.?\d*|\.\d+)%")
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)
-_MAX_CHARS = 200  # of an expression; a longer one is not a calculator note
+_MAX_CHARS = 200  # a longer expression is not a calculator note
 _MAX_GOAL_WORDS = 8
 # A float's repr may be off by this much, relative to the value.
 _FLOAT_ERROR = fractions.Fraction(1, 10**9)
@@ -66,12 +66,12 @@ class Step:
   """One calculator note.
 
   Attributes:
-    thought: the text before it, without the calculation and its result.
-    program: its expression, as Python.
-    value: the claimed value of the expression, as a plain decimal.
-    rounding: the claim's tolerance: half of its last decimal, 0 for an integer.
-    finding: the value and the text after it.
-    goal: its purpose, in a few words.
+    thought: the text before the note, without the calculation and its result.
+    program: the expression, as Python.
+    value: the expression's claimed value, as a plain decimal.
+    rounding: the claim's tolerance: half a unit in its last decimal, 0 for an integer.
+    finding: the value and the text after the note.
+    goal: the note's purpose, in a few words.
   """
 
   thought: str
@@ -91,10 +91,10 @@ class Solution:
 
 
 class Gsm8kReplay:
-  """Answers as any agent, for the tasks it was made with."""
+  """Plays every agent, for its own tasks."""
 
   def __init__(self, tasks: Iterable[Task]):
-    """Takes the tasks it may be asked about and reads their `meta["solution"]`.
+    """Reads each task's `meta["solution"]`; only these tasks can be played.
 
     Raises:
       ValueError: a task has no solution.
@@ -135,7 +135,7 @@ class Gsm8kReplay:
   def _reply(
     self, agent: str, question: str, solution: Solution, replies: int, output: str
   ) -> str:
-    """Returns an agent's next reply, by its earlier ones and a program's output."""
+    """Returns the agent's next reply, by its reply count and a program's output."""
     del question
     steps = solution.steps
     if agent == runs.PLANNER:
@@ -148,8 +148,8 @@ class Gsm8kReplay:
     if agent == runs.SOLVER:
       return f"ANSWER: {steps[-1].value}"
     if agent == runs.VERIFIER:
-      return "SCORE: 4"  # `read_solution` has seen to it
-    # The orchestrator: the planner, the code agent once for every note, the solver.
+      return "SCORE: 4"  # `read_solution` has checked the answer
+    # The orchestrator calls the planner, the code agent once per note, and the solver.
     if replies == 0:
       return f"NEXT: {runs.PLANNER}"
     if replies <= len(steps):
@@ -170,7 +170,7 @@ def check_output(step: Step, output: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Note:
-  """`<<program=value>>` from `start` to `end` of a text; the value as it is written."""
+  """The note `<<program=value>>` at `text[start:end]`; the value as written."""
 
   start: int
   end: int
@@ -185,8 +185,8 @@ def read_solution(text: str) -> Solution:
 
   Raises:
     Unsolvable: with a reason: "no_program" (no note calculates), "broken_note" (a note
-      that is not `<<expression=value>>`), "not_arithmetic" (an expression refused by
-      `arithmetic`) or "answer_not_computed" (the final answer is not the last note's
+      is not `<<expression=value>>`), "not_arithmetic" (`arithmetic` refuses an
+      expression) or "answer_not_computed" (the final answer is not the last note's
       value).
   """
   final = _FINAL.search(text)
@@ -209,7 +209,7 @@ def read_solution(text: str) -> Solution:
       raise Unsolvable("not_arithmetic", match[0])
     notes.append(_Note(*match.span(), program, value))
 
-  # --- All of them can be played, and the last one gives the answer.
+  # --- Check that all notes can be played and the last one gives the answer.
   if re.search("<<|>>", _NOTE.sub("", body)):
     raise Unsolvable("broken_note", "a note that is not closed")
   if not notes:
@@ -221,7 +221,7 @@ def read_solution(text: str) -> Solution:
 
 
 def _solution(body: str, notes: Sequence[_Note]) -> Solution:
-  """Gives the text between notes to them: the line's rest to the one before."""
+  """Divides the text between notes: the rest of a line belongs to the note before."""
   steps = []
   before = body[: notes[0].start]
   ends = [note.start for note in notes[1:]] + [len(body)]
@@ -241,13 +241,13 @@ def _solution(body: str, notes: Sequence[_Note]) -> Solution:
 
 
 def _tidy(text: str) -> str:
-  """Text without notes, blank lines and spaces at the ends of lines."""
+  """Removes notes, blank lines, and spaces at both ends of each line."""
   lines = map(str.strip, _NOTE.sub("", text).splitlines())
   return "\n".join(filter(None, lines))
 
 
 def _step(before: str, note: _Note, after: str) -> Step:
-  """Returns the step of a note between two texts."""
+  """Makes a step from a note and the texts before and after it."""
   # --- The thought: the text before the note, without numbers that only the program may
   # give.
   after = after.rstrip(" .")
@@ -277,17 +277,16 @@ def _step(before: str, note: _Note, after: str) -> Step:
 
 
 def _without_calculation(text: str) -> str:
-  """Removes the calculation repeated by the note from the text before it."""
+  """Removes the calculation before a note, which the note repeats."""
   text = text.rstrip("=$: \n")
   bare = _CALCULATION.sub("", text).rstrip("=$: \n")
-  if _OPEN_END.search(bare):  # only half of it: one of its numbers has a unit
+  if _OPEN_END.search(bare):  # only half a calculation: one number has a unit
     return text
   return bare
 
 
 def _without_result(line: str, value: str) -> str:
-  """Rewrites `The dogs eat 6 because`, before a program that prints 6, as `The dogs eat
-  ?`."""
+  """Hides a result stated before its note: `They eat 6 because` -> `They eat ?`."""
   match = _BECAUSE.search(line)
   if match is None:
     return line
@@ -301,7 +300,7 @@ def _without_result(line: str, value: str) -> str:
 
 
 def _goal(line: str, after: str) -> str:
-  """Returns a few words of the clause after a note, or else of the one before it."""
+  """Returns a few words from the clause after a note, or else from the one before."""
 
   def num_words(clause: str) -> int:
     return len(_WORD.findall(clause))
@@ -309,8 +308,8 @@ def _goal(line: str, after: str) -> str:
   following = _CLAUSE_END.split(after)[0]
   if num_words(following) > 1:
     return " ".join(following.split()[:_MAX_GOAL_WORDS])
-  # One word after the note is only a unit: put the last clause before it in front,
-  # preferably one with several words.
+  # A single word after the note is only a unit: put the last clause before the note in
+  # front, preferably a clause with several words.
   clauses = _CLAUSE_END.split(line)
   preceding = ""
   for least in (2, 1):
@@ -324,8 +323,8 @@ def _goal(line: str, after: str) -> str:
 def arithmetic(expression: str) -> str | None:
   """Returns an expression as Python if it is plain arithmetic; None otherwise.
 
-  Plain are numbers, + - * / //, signs and parentheses. Other notations are accepted if
-  they are unambiguous: 1,000 and $5 and 007, `x` between numbers, and a percent sign
+  Plain arithmetic has numbers, + - * / //, signs and parentheses. Other unambiguous
+  notations are accepted: 1,000 and $5 and 007, `x` between numbers, and a percent sign
   without an addition (`100+10%` is ambiguous).
   """
   if len(expression) > _MAX_CHARS:
@@ -335,7 +334,7 @@ def arithmetic(expression: str) -> str | None:
     text = pattern.sub(plain, text)
   if "%" in text and not re.search(r"[+-]", text):
     text = _PERCENT.sub(r"(\1/100)", text)
-  # --- Python reads it now, and finds nothing in it but arithmetic.
+  # --- Python must read the text and find only arithmetic.
   try:
     tree = ast.parse(text, mode="eval").body
   except (SyntaxError, ValueError):
@@ -356,7 +355,7 @@ def _plain_tree(node: ast.expr) -> bool:
 
 
 def value_of(text: str) -> fractions.Fraction | None:
-  """Returns the exact value of a number in human or Python notation; None otherwise."""
+  """Returns a number's exact value from human or Python notation; None otherwise."""
   text = text.strip().removeprefix("$").replace(",", "")
   if not _VALUE.fullmatch(text):  # `Fraction` reads more: 1_000, other scripts' digits
     return None
@@ -367,13 +366,13 @@ def value_of(text: str) -> fractions.Fraction | None:
 
 
 def _rounding(value: str) -> fractions.Fraction:
-  """Half a unit of a number's last decimal; 0 for integers and fractions."""
+  """Returns half a unit in a number's last decimal; 0 for integers and fractions."""
   decimals = value.strip().partition(".")[2]
   return fractions.Fraction(bool(decimals), 2 * 10 ** len(decimals))
 
 
 def _plain(value: str) -> str:
-  """A number as a decimal without needless zeros; a fraction stays one."""
+  """Writes a number as a decimal without needless zeros; a fraction stays one."""
   exact = value_of(value)
   try:
     shown = decimal.Decimal(value.strip().removeprefix("$").replace(",", ""))

@@ -1,14 +1,14 @@
-"""The journal: every reply and every tool result, on disk before use.
+"""A journal of every reply and tool result, on disk before use.
 
 An interrupted run (also by SIGKILL) is repeated from its start; the journal answers its
 recorded calls, so nothing is paid for twice and the run ends as if it had never
-stopped. A call is identified by its content: its run, the agent, the hash of the whole
-conversation (or of the tool's arguments), and the number of identical calls before it
-in the run. Tool results are stored too, because the later conversation depends on them.
+stopped. A call is identified by its run, the agent, a hash over the whole conversation
+(or the tool's arguments), and the number of identical calls before it in the run. Tool
+results are stored too, because the later conversation depends on them.
 
 Only a reply in flight when the process died is lost. Infrastructure failures are not
-stored: they deserve a second attempt. A line goes to the kernel at once and survives
-the process; a power cut may lose the last ones.
+stored: they deserve a second attempt. Each line goes to the kernel at once and survives
+the process; a power cut may lose the last lines.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ RunKey = tuple[str, int]  # task id, sample
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# Kinds of lines.
+# Line kinds.
 _MODEL = "model"
 _TOOL = "tool"
-_FAILED = "failed"  # a call that was charged for but gave no usable reply
+_FAILED = "failed"  # a charged call without a usable reply
 
 
 @dataclasses.dataclass
@@ -50,15 +50,15 @@ class CallUsage:
   """Sums over the journal's calls; tokens as the endpoint counts them.
 
   Attributes:
-    calls: answered calls of the model.
-    failed: other charged calls, with only unusable replies; included in the tokens.
-    prompt: tokens sent, and likewise the next two; 0 if the endpoint does not count.
-    cached: the part of them from a prefix cache.
-    completion: tokens of the replies.
+    calls: answered model calls.
+    failed: charged calls with only unusable replies; the token counts include them.
+    prompt: prompt tokens; like the next two, 0 if the endpoint does not count.
+    cached: prompt tokens from a prefix cache.
+    completion: reply tokens.
     retries: attempts beyond the first.
-    seconds: seconds of waiting for replies, summed over concurrent calls.
-    tool_calls: calls run by tools.
-    by_agent: agent -> its calls.
+    seconds: time spent waiting for replies, summed over concurrent calls.
+    tool_calls: executed tool calls.
+    by_agent: agent -> calls.
     models: model name from the endpoint -> replies.
   """
 
@@ -74,7 +74,7 @@ class CallUsage:
   models: dict[str, int] = dataclasses.field(default_factory=dict)
 
   def add(self, row: dict[str, Any]) -> None:
-    """Counts a line of the journal."""
+    """Counts a journal line."""
     if row["kind"] == _TOOL:
       self.tool_calls += 1
       return
@@ -95,7 +95,7 @@ class CallUsage:
 
 
 class Journal:
-  """A file of calls. Threads may share it; close it after use."""
+  """A file with recorded calls. Threads may share it; close it after use."""
 
   def __init__(
     self,
@@ -106,14 +106,13 @@ class Journal:
     """Reads the existing rows; a line cut short by a kill is removed.
 
     Args:
-      path: a file of JSON lines, created if missing.
-      done: whether a run is finished, so that its calls are not needed again and use no
-        memory.
+      path: a JSON-lines file, created if missing.
+      done: whether a run is finished, so that its calls need no memory.
       usd: the cost of (prompt, cached, completion) tokens; see `ChatConfig.usd`.
 
     Raises:
-      ValueError: a line is not a journal's; the message names file and line. Or another
-        process writes to it.
+      ValueError: a line is not a journal line (the message names file and line), or
+        another process uses the file.
     """
     self.path = path
     self.usage = CallUsage()
@@ -121,11 +120,11 @@ class Journal:
     self._lock = threading.Lock()
     self._stopped = False
     self._done = done
-    # The places of replies, not the replies: they need not fit in memory.
+    # The replies' places in the file, because the replies need not fit in memory.
     self._at: dict[RunKey, dict[str, Place]] = {}  # run -> key -> its line
     self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-      # Held until the file is closed or the process dies.
+      # The lock is held until the file is closed or the process dies.
       fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
       self._log = JsonLog(path, self._replay)
     except BaseException as e:
@@ -154,9 +153,9 @@ class Journal:
     os.close(self._fd)
 
   def stop(self) -> None:
-    """Lets no further call begin: each raises InfrastructureError.
+    """Stops further calls: each raises InfrastructureError.
 
-    Runs on their way end at their next call instead of running to be thrown away.
+    Current runs end at their next call; their results would be thrown away.
     """
     self._stopped = True
 
@@ -166,14 +165,14 @@ class Journal:
       self._at.pop(run, None)
 
   def bill(self) -> dict[str, Any]:
-    """Returns the usage and, with prices, `usd`: of this start and all before."""
+    """Returns the usage over all starts, with its cost `usd` (None without prices)."""
     with self._lock:
       bill = dataclasses.asdict(self.usage)
     bill["usd"] = self._usd(bill["prompt"], bill["cached"], bill["completion"])
     return bill
 
   def values(self) -> dict[str, float]:
-    """Returns the bill's numbers, for a line of metrics."""
+    """Returns the bill's numbers, for a metrics line."""
     out = {}
     for name, value in self.bill().items():
       if isinstance(value, int | float):
@@ -183,7 +182,7 @@ class Journal:
     return out
 
   def spent(self) -> str:
-    """Says the bill so far in a few words, for a person who watches."""
+    """Returns the bill so far as a short text for people."""
     bill = self.bill()
     num_tokens = bill["prompt"] + bill["completion"]
     words = f"{bill['calls']:,} calls  {num_tokens:,} tokens"
@@ -194,10 +193,10 @@ class Journal:
   def in_order(
     self, work: Callable[[_Item], _Result], items: Iterable[_Item], workers: int
   ) -> Iterator[_Result]:
-    """Yields `work`'s result for each item, in order, from threads.
+    """Runs `work` on every item in threads, and yields the results in order.
 
-    Only a few more items than workers are taken ahead. An error stops the journal: the
-    other threads would continue to ask and pay.
+    About twice as many items as workers are taken ahead. An error stops the journal,
+    because the other threads would continue to ask and pay.
     """
     waiting: collections.deque[concurrent.futures.Future[_Result]] = collections.deque()
     pool = concurrent.futures.ThreadPoolExecutor(workers)
@@ -239,7 +238,7 @@ class Journal:
     return ask
 
   def tools(self, call: CallTool, run: RunKey) -> CallTool:
-    """Wraps the tools in the same way; infrastructure failures are called again."""
+    """Wraps the tools in the same way, but does not record infrastructure failures."""
     seen: collections.Counter[str] = collections.Counter()
 
     def ask(name: str, arguments: str) -> ToolCall:
@@ -287,10 +286,10 @@ class Journal:
 
 
 def _key(seen: collections.Counter[str], kind: str, name: str, content: object) -> str:
-  """Names one call of a run; `seen` counts the identical calls before it."""
+  """Returns a call's key within its run; `seen` counts identical calls before it."""
   text = json.dumps([kind, name, content]).encode()
   name = hashlib.blake2b(text, digest_size=12).hexdigest()
-  # A run may ask the very same twice, and then wants two replies.
+  # A run may repeat the same call and expect two replies.
   seen[name] += 1
   return f"{name}/{seen[name]}"
 

@@ -1,8 +1,8 @@
-"""The backend behind an OpenAI-compatible endpoint: requests, replies, failures.
+"""The backend for an OpenAI-compatible endpoint: requests, replies, failures.
 
 A reply is text, text after reasoning (which is dropped), or tool calls (converted to
-the format of the team's agents). Unusable replies that were charged for are counted
-with the usable one.
+the agents' format). Tokens charged for unusable replies are added to the usable reply's
+tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class TeacherChatConfig(ChatConfig):
 
   Attributes:
     max_tokens: the longest reply. Fields not listed here are as in `ChatConfig`.
-    temperature: the sampling temperature; several samples of a task differ only if it
-      is above 0.
-    retries: attempts beyond the first: an outage of half a minute ends no run.
+    temperature: the sampling temperature; a task's samples differ only above 0.
+    retries: attempts beyond the first: a half-minute outage ends no run.
   """
 
   max_tokens: int = 1024
@@ -48,7 +47,7 @@ class ChatBackend:
   def __init__(self, config: ChatConfig, api_key: str | None = None):
     """Opens a connection pool; sends nothing yet.
 
-    The key is the bearer token if the config names no key file; it is never logged.
+    `api_key` is the bearer token if the config names no key file; it is never logged.
 
     Raises:
       ValueError: the key file cannot be used.
@@ -77,7 +76,7 @@ class ChatBackend:
     """
     wasted = (0, 0, 0)  # tokens of unusable replies
 
-    # `ChatModel` retries if this raises, as it does without a reply.
+    # `ChatModel` retries if this raises, as it does when no reply comes.
     def read(data: bytes) -> Reply:
       nonlocal wasted
       text = data.decode("utf-8", "replace")
@@ -87,7 +86,7 @@ class ChatBackend:
         wasted = _sum(wasted, _charged(text))
         raise BadReply("not a chat completion", str(e)) from None
 
-    # --- Ask; attempts and pauses between them are `ChatModel`'s.
+    # --- Ask. `ChatModel` handles the attempts and the pauses between them.
     start = time.monotonic()
     try:
       reply, faults = self._chat.send([dataclasses.asdict(m) for m in messages], read)
@@ -96,7 +95,7 @@ class ChatBackend:
       error.charged = wasted
       raise error from None
 
-    # --- The reply, with the cost of all attempts.
+    # --- The reply, with all attempts' cost.
     counts = (reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
     prompt, cached, completion = _sum(counts, wasted)
     return dataclasses.replace(
@@ -112,8 +111,7 @@ class ChatBackend:
   def _error(
     self, agent: str, e: NoReply
   ) -> InfrastructureError | Unsolvable | RefusedError:
-    """Chooses the error for a missing reply, by its meaning for this run and the
-    others."""
+    """Chooses an error by its scope: this run, this task or all requests."""
     url = self.config.url
     status = e.refusal
     start = repr(e.text[:300])
@@ -139,14 +137,14 @@ class ChatBackend:
 
 
 def read_completion(text: str) -> Reply:
-  """Reads the body of a chat completion; `usage` is read if present.
+  """Reads a chat completion's body, with its `usage` if present.
 
   A function call (some endpoints turn a reply into one) is converted to the team's own
-  format; one with invalid JSON arguments is kept unchanged: it is malformed, and the
+  format. A call with invalid JSON arguments is kept as text: this is malformed, so the
   agent is asked again.
 
   Raises:
-    ValueError: it is not a chat completion; the message shows its start.
+    ValueError: the text is not a chat completion; the message shows its start.
   """
   try:
     body = json.loads(text)
@@ -176,27 +174,26 @@ def read_completion(text: str) -> Reply:
 
 
 _MOST_TOKENS = 1 << 40  # the largest meaningful count; costs are floats
-# The messages of endpoints (OpenAI, vLLM, SGLang, TGI) for a conversation that is too
-# long.
+# Endpoint messages (OpenAI, vLLM, SGLang, TGI) about an over-long conversation.
 _TOO_LONG = re.compile(
   r"context.?(length|window)|maximum (model|input|prompt) length|max_model_len|"
   r"(prompt|input|request) (is|was)? ?(too long|longer than)",
   re.IGNORECASE,
 )
-# The second: cut short. The third: it began in the prompt, by the model's template.
+# Reasoning: complete; cut short; or begun in the prompt, by the model's template.
 _THINKING = re.compile(
   r"^\s*<think>.*?</think>\s*|^\s*<think>.*\Z|^((?!<think>).)*</think>\s*", re.DOTALL
 )
 
 
 def _visible(content: str) -> str:
-  """The content without the reasoning before it, and without broken characters."""
+  """Removes the reasoning before the content, and replaces broken characters."""
   content = content.encode("utf-8", "replace").decode()
   return _THINKING.sub("", content, count=1)
 
 
 def _called(call: Any) -> str:
-  """Converts a function call to the format of the calling agents (`prompts`)."""
+  """Converts a function call to the calling agents' format (see `prompts`)."""
   function = call.get("function") if isinstance(call, dict) else None
   if not isinstance(function, dict):
     return str(call)
@@ -208,7 +205,7 @@ def _called(call: Any) -> str:
       arguments = json.loads(raw_arguments)
     except (ValueError, RecursionError):
       return f"{name} {raw_arguments}"
-  # The agents' tools take one text; whatever the model calls it, it is meant.
+  # The agents' tools take one text: accept it under any argument name.
   values = [arguments]
   if isinstance(arguments, dict):
     values = list(arguments.values())
@@ -220,7 +217,7 @@ def _called(call: Any) -> str:
 
 
 def _charged(text: str) -> tuple[int, int, int]:
-  """A response's (prompt, cached, completion) tokens; 0 if missing."""
+  """Returns a response's (prompt, cached, completion) tokens; 0 if missing."""
   try:
     usage = json.loads(text)["usage"]
     details = usage.get("prompt_tokens_details")
@@ -242,4 +239,4 @@ def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 def _count(value: object) -> int:
   if type(value) is int and 0 <= value <= _MOST_TOKENS:
     return value
-  return 0  # not a number of tokens: it counts for nothing
+  return 0  # not a token count

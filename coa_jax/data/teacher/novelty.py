@@ -1,8 +1,8 @@
-"""A trajectory's novelty: near duplicates, evaluation sets, blocked domains.
+"""Novelty checks: near duplicates, evaluation questions, blocked domains.
 
-Words are compared by hashes of n-grams: a duplicate shares most of its 5-grams with an
+Texts are compared by n-gram hashes: a duplicate shares most of its word 5-grams with an
 earlier trajectory (MinHash with banding: Broder 1997; Leskovec et al., Mining of
-Massive Datasets, chapter 3), a contaminated one shares a whole n-gram with an
+Massive Datasets, chapter 3), a contaminated trajectory shares a whole n-gram with an
 evaluation question (Brown et al. 2020, arXiv 2005.14165, appendix C).
 """
 
@@ -24,9 +24,9 @@ _UNSPACED = (
 )
 _LETTER = re.compile(f"[{_UNSPACED}]")
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
-_LETTERS = 2  # letters of such a script that count as a word
-_SHINGLE = 5  # n, in words, of the n-grams that identify duplicates
-# Hashes of a signature; bands of 4 catch a Jaccard of 0.7 with 98.7 %.
+_LETTERS = 2  # letters per word in such a script
+_SHINGLE = 5  # n, in words, for finding duplicates
+# Hashes per signature; bands of 4 catch a Jaccard similarity of 0.7 with 98.7 %.
 _HASHES = 64
 _BANDS = 16
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -36,12 +36,12 @@ _SHIFT = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64)
 
 
 def word_hashes(text: str) -> np.ndarray:
-  """Hashes each word of a text, case and punctuation aside; uint64 [words].
+  """Hashes each word in a text, ignoring case and punctuation; uint64 [words].
 
   In a script without spaces (Chinese, Japanese, Thai, ...) each letter is a word.
   """
   text = text.lower()
-  if text.isascii():  # the same words; encoded at once they take two thirds of the time
+  if text.isascii():  # the same words, in two thirds of the time
     words = _ASCII_WORD.findall(text.encode())
   else:
     words = [w.encode("utf-8", "replace") for w in _WORD.findall(text)]
@@ -49,7 +49,7 @@ def word_hashes(text: str) -> np.ndarray:
 
 
 def gram_hashes(words: np.ndarray, n: int) -> np.ndarray:
-  """Hashes each n-gram of hashed words; uint64 [words - n + 1], or none."""
+  """Hashes each n-gram of hashed words; uint64 [max(words - n + 1, 0)]."""
   count = len(words) - n + 1
   if count < 1:
     return np.zeros(0, np.uint64)
@@ -63,29 +63,29 @@ def gram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 def signature(text: str) -> np.ndarray:
   """Computes the MinHash signature of a text's word 5-grams; uint32 [64].
 
-  The share of equal positions in two signatures estimates the Jaccard similarity of the
-  two sets of 5-grams, with a standard error of at most 1 / 16. A shorter text is one
-  n-gram.
+  The share of equal positions in two signatures estimates the Jaccard similarity
+  between the two 5-gram sets, with a standard error of at most 1 / 16. A text with
+  fewer than 5 words is one n-gram.
   """
   words = word_hashes(text)
   grams = np.unique(gram_hashes(words, min(_SHINGLE, max(len(words), 1))))
   if not len(grams):
     return np.zeros(_HASHES, np.uint32)
-  # Modulo 2**64, which overflow does: each row orders the n-grams in a way of its own.
+  # Overflow gives the value modulo 2**64: each row orders the n-grams in its own way.
   mixed = grams[None, :] * _SCALE + _SHIFT
   return (mixed.min(axis=1) >> np.uint64(32)).astype(np.uint32)
 
 
 def policy_text(trajectory: Trajectory) -> str:
-  """Joins the text for finding duplicates: the question and the policy's spans."""
-  # Without tool results: two runs that read one page are not duplicates because of it.
+  """Joins the texts for finding duplicates: the prompt and the policy's spans."""
+  # Without tool results: reading the same page does not make two runs duplicates.
   ours = (Author.PROMPT, Author.POLICY)
   texts = (s.text for s in trajectory.segments if s.author in ours)
   return "\n".join(texts)
 
 
 class Duplicates:
-  """Remembers seen texts; some 2.5 kB a trajectory, for any length."""
+  """Finds near duplicates of earlier texts; about 2.5 kB per text, for any length."""
 
   def __init__(self, max_similarity: float):
     """Takes the Jaccard similarity above which a text is a near duplicate."""
@@ -94,8 +94,8 @@ class Duplicates:
     self._by_band: dict[bytes, int] = {}
 
   def is_new(self, text_signature: np.ndarray) -> bool:
-    """Whether no earlier text is too similar; remembers the text if so."""
-    # Only texts with a whole band in common are compared: locality-sensitive hashing.
+    """Whether no earlier text is too similar; if so, remembers this text."""
+    # Locality-sensitive hashing: only texts with a common band are compared.
     bands = []
     for number, band in enumerate(text_signature.reshape(_BANDS, -1)):
       bands.append(bytes([number]) + band.tobytes())
@@ -114,15 +114,15 @@ class Duplicates:
 
 
 class Benchmarks:
-  """The questions of evaluation sets, as hashed n-grams; a value workers can have."""
+  """Evaluation questions as hashed n-grams: plain data for worker processes."""
 
   def __init__(self, questions: Iterable[str], n: int):
-    """Takes the questions, and the n of forbidden common n-grams, in words.
+    """Takes the questions and n, a forbidden common n-gram's length in words.
 
-    For a question in a script without spaces, n is twice as many letters. A question
-    with fewer words counts only if a trajectory's question equals it.
+    For a question in a script without spaces, the length is 2 n letters. A shorter
+    question counts only if a trajectory's question equals it.
     """
-    # --- Hashes of the n-grams, by length; for a short question, its whole text.
+    # --- N-gram hashes by length; for a short question, one hash over the whole text.
     whole = []
     grams = {n: [], n * _LETTERS: []}
     for question in questions:
@@ -142,13 +142,13 @@ class Benchmarks:
         self._grams[length] = np.unique(np.concatenate([empty, *some]))
 
   def hold(self, question: str, trajectory: Trajectory) -> bool:
-    """Whether a question, or a text of its trajectory, is from an evaluation set."""
+    """Whether the question or a trajectory's text matches an evaluation question."""
     words = word_hashes(question)
     if len(words) and np.isin(gram_hashes(words, len(words)), self._whole).any():
       return True
     texts = [question]
     for segment in trajectory.segments:
-      # Instructions are the same for every task: they tell nothing of this one.
+      # Skip instructions: they are the same for every task.
       if segment.author != Author.PROMPT or segment.role == "question":
         texts.append(segment.text)
     return any(self._shares(word_hashes(text)) for text in texts)
@@ -168,8 +168,8 @@ def _unspaced(text: str, words: int) -> bool:
   return 2 * len(_LETTER.findall(text)) > words
 
 
-# A host at the beginning of a word, and its path; the path is only a look-ahead, so
-# that a URL inside another (an archive's) is found too.
+# A host at a word's start, and its path. The path is only a look-ahead, so that a URL
+# inside another URL (an archive's) is found too.
 _URL = re.compile(
   r"(?<![\w.-])(?:https?://)?((?:[a-z0-9-]+\.)+[a-z]{2,})(?::\d+)?"
   r"(?=(/[^\s\"'<>|)\]]{0,200})?)",
@@ -178,9 +178,9 @@ _URL = re.compile(
 
 
 def visits(trajectory: Trajectory, domains: Sequence[str]) -> bool:
-  """Whether a tool call's arguments name a URL of one of the domains.
+  """Whether a tool call's arguments name a URL in one of the domains.
 
-  A domain is `host`, with its subdomains, or `host/path`, for URLs that begin with it.
+  A domain is `host` or `host/path`, a URL's beginning; subdomains are included.
   """
   if not domains:
     return False

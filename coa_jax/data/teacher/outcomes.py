@@ -1,4 +1,4 @@
-"""Results of a distillation's runs: verdicts, costs, trajectories, figures."""
+"""Distillation results: verdicts, costs, trajectories, figures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import Grader
 
-Job = tuple[Task, int]  # a task, and which of its samples
+Job = tuple[Task, int]  # a task and a sample number
 
 
 def grade_run(run: Run, task: Task, grader: Grader) -> Run:
-  """Returns the run with its answer judged by the grader of the task's kind.
+  """Grades the run's answer with the grader for the task's kind; returns a new run.
 
   A run that cannot be judged becomes `infrastructure`, not a wrong answer.
 
   Raises:
-    ValueError: a grader of the user's own fails or returns nonsense.
+    ValueError: the user's own grader fails or returns nonsense.
   """
   if run.status == Status.INFRASTRUCTURE:
     return run
@@ -41,7 +41,7 @@ def grade_run(run: Run, task: Task, grader: Grader) -> Run:
 
 
 def usage_record(run: Run, task: Task) -> Trajectory:
-  """Returns a run's cost, calls, answer and reward as a trajectory without its text."""
+  """Returns a trajectory with only the run's cost, calls, answer and reward."""
   answer = Segment(Author.POLICY, ANSWER, wrap(ANSWER, run.prediction or ""))
   return Trajectory(
     run.task_id,
@@ -64,18 +64,18 @@ def convert_all(
   config: ConvertConfig,
   selections: Mapping[str, Selection] | None,
 ) -> tuple[list[Trajectory], list[tuple[Task, Trajectory]], Counter[str]]:
-  """Converts every finished run of these jobs, in order.
+  """Converts every job's finished run, in order.
 
   Args:
     jobs: the runs; those missing from the file are skipped.
     file: the runs.
-    variant: the dialect of the trajectories.
-    style: the style of their prompt; see `protocol.prompts`.
+    variant: the trajectories' dialect.
+    style: the trajectories' prompt style; see `protocol.prompts`.
     config: the allowed changes.
     selections: task id -> its selected run; None selects all.
 
   Returns:
-    Every run's usage record; tasks with their trajectories; counts of drop reasons.
+    Every run's usage record; (task, trajectory) pairs; drop counts by reason.
   """
   usage_records: list[Trajectory] = []
   pairs: list[tuple[Task, Trajectory]] = []
@@ -83,7 +83,7 @@ def convert_all(
   for task, sample in jobs:
     run = file.read(task.id, sample)
     if run is None:
-      continue  # infrastructure failed it
+      continue  # its infrastructure failed
     # Unselected runs cost as much as selected ones.
     usage_records.append(usage_record(run, task))
     if selections is not None and selections[task.id].sample != sample:
@@ -103,7 +103,7 @@ def convert_all(
 def figures(
   usage_records: Sequence[Trajectory], kept: Sequence[Trajectory]
 ) -> dict[str, Any]:
-  """Computes shares of right answers, a run's mean cost, the kept set's make-up."""
+  """Computes mean rewards, a run's mean cost, and the kept trajectories by family."""
   # --- All runs: their rewards and costs.
   rewards: list[float] = []
   by_family: dict[str, list[float]] = {}
@@ -111,12 +111,12 @@ def figures(
   for record in usage_records:
     for name, amount in dataclasses.asdict(record.usage).items():
       usage.setdefault(name, []).append(amount)
-    if record.reward is not None:  # nobody could judge the others: no wrong answers
+    if record.reward is not None:  # an unjudged answer is not a wrong answer
       rewards.append(record.reward)
       family = record.meta["family"] or "all"
       by_family.setdefault(family, []).append(record.reward)
 
-  # --- The remaining trajectories for training.
+  # --- The trajectories kept for training.
   families = Counter(trajectory.meta["family"] for trajectory in kept)
   return {
     "right": _mean(rewards),

@@ -1,4 +1,4 @@
-"""Every agent's system prompt, and the events it sees of other agents."""
+"""Each agent's system prompt, and its view of the other agents' events."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ REVIEWS = {
   "trajectory_monitoring : Good'.",
 }
 
-# Kinds of other agents' events that each agent sees; it always sees its own replies.
+# Agent -> the kinds of other agents' events it sees. It always sees its own replies.
 SEES = {
   runs.ORCHESTRATOR: {
     runs.FACTS,

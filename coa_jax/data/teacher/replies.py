@@ -32,7 +32,7 @@ class MalformedReply(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-  """A parsed reply: its event's kind, content and detail; a planner's facts."""
+  """A parsed reply: its event's kind, content and detail, and a planner's facts."""
 
   kind: str
   content: str
@@ -48,15 +48,15 @@ def read_reply(
   review: str,
   facts: bool,
 ) -> Parsed:
-  """Reads a reply of one of the agents of `runs`.
+  """Parses a reply from one of the agents in `runs`.
 
   `legal` are the orchestrator's choices; `review` and `facts` are as in
   `agents.TeamConfig`.
 
   Raises:
-    MalformedReply: it does not have the format in the agent's prompt.
+    MalformedReply: the reply does not have the format in the agent's prompt.
   """
-  # --- Agents with a line or a block in their own format as reply.
+  # --- Agents with their own reply format: lines or a block.
   if agent == runs.ORCHESTRATOR:
     following = _field(_NEXT, text, "a line 'NEXT: <agent>'").lower()
     if following not in legal:
@@ -80,7 +80,7 @@ def read_reply(
   if agent == runs.VERIFIER:
     score = _field(_SCORE, text, "a line 'SCORE: <1-4>'")
     return Parsed(runs.VERDICT, _optional(_WHY, text), score)
-  # --- Agents who write prose.
+  # --- Agents with prose replies.
   if not text.strip():
     raise MalformedReply("the reply was empty")
   if agent == runs.PLANNER:

@@ -1,4 +1,4 @@
-"""The record of a team's work on one task: events, their cost, their JSON, the file."""
+"""A team's record for one task: events and their costs, as JSON in a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOLVER = "solver"
 VERIFIER = "verifier"
 SELECTOR = "selector"  # outside a team: it compares several runs
 
-# Kinds of events.
+# Event kinds.
 DECISION = "decision"
 PLAN = "plan"
 CALL = "call"
@@ -40,15 +40,15 @@ class Event:
   """One event in a run.
 
   Attributes:
-    agent: its agent; a tool's name for an observation.
+    agent: the agent; for an observation, the tool's name.
     kind: one of the kinds above.
     content: the decision's reason, facts, plan, tool arguments, tool result, review,
       candidate, rationale or final answer; for a malformed reply, its text.
-    detail: the next agent of a decision, the tool of a call or an observation, the
-      score of a verdict, the fault of a malformed reply, or the reason for giving up
-      (with details in the content); else "".
-    prompt: context tokens sent; 0 without a model call.
-    cached: the part of them available from a prefix cache.
+    detail: a decision's next agent, a call's or an observation's tool, a verdict's
+      score, a malformed reply's fault, or the reason for giving up (with details in the
+      content); else "".
+    prompt: prompt tokens; 0 without a model call.
+    cached: prompt tokens available from a prefix cache.
     generated: the reply's tokens.
     seconds: the model's time.
     retries: HTTP attempts beyond the first.
@@ -69,19 +69,19 @@ class Event:
 
 @dataclasses.dataclass
 class Run:
-  """A team's run of one task.
+  """A team's run on one task.
 
   Attributes:
     task_id: the task.
     events: all events in order; each call's event is followed by its observation's.
     calls: every tool call, in order.
     prediction: the answer; None if the run ended without one.
-    status: how it ended: ended, turn_limit (given up, too) or infrastructure.
+    status: how the run ended: ended, turn_limit (also if given up) or infrastructure.
     usage: the sum over events.
     sample: the run's number for this task (0-based).
     error: the cause of an infrastructure failure.
-    reward: its answer's reward, 0 to 1; None if not judged.
-    graded: its grader's other values, as `Graded.record`.
+    reward: the answer's reward, 0 to 1; None if not judged.
+    graded: the grader's other values, as `Graded.record`.
   """
 
   task_id: str
@@ -97,14 +97,14 @@ class Run:
 
   @property
   def reported(self) -> tuple[int, ...]:
-    """The endpoint's own (prompt, cached, completion); () unless it counted all."""
+    """The endpoint's (prompt, cached, completion) counts; () if any call lacks them."""
     counts = [e.reported for e in self.events if e.prompt]
-    if not all(counts):  # a sum over some of them would be read as one over all
+    if not all(counts):  # a partial sum would look like the whole
       return ()
     return tuple(map(sum, zip(*counts, strict=True)))
 
   def to_json(self) -> dict[str, Any]:
-    """A JSON-serialisable dict; `from_json` reads it back."""
+    """Returns a JSON-serialisable dict, which `from_json` reads back."""
     return dataclasses.asdict(self)
 
   @classmethod
@@ -119,9 +119,9 @@ class Run:
 
 
 def render(event: Event) -> str:
-  """Writes an event as the other agents read it: a header line, then its content.
+  """Formats an event for the other agents: a header line, then the content.
 
-  No line of the content can look like a header: a line starting with "[" is indented.
+  A content line starting with "[" is indented, so that it cannot look like a header.
   """
   words = filter(None, (event.kind, event.detail))
   content = re.sub(r"^\[", " [", event.content, flags=re.MULTILINE)
@@ -129,7 +129,7 @@ def render(event: Event) -> str:
 
 
 class RunFile:
-  """A file of runs: appended to, read by task and sample, sorted at last."""
+  """A run file: append runs, read them by task and sample, sort at the end."""
 
   def __init__(self, path: str):
     """Indexes the existing runs; a line cut short by a kill is removed.
@@ -157,7 +157,7 @@ class RunFile:
     self._at[done.task_id, done.sample] = self._log.append(done.to_json())
 
   def read(self, task_id: str, sample: int) -> Run | None:
-    """Reads the run of this task and sample, if present."""
+    """Reads the task's run with this sample number; None if missing."""
     place = self._at.get((task_id, sample))
     if place is None:
       return None

@@ -1,15 +1,15 @@
 """The offline backend: a scripted policy that plays every agent in the seeded world.
 
-It gets the same messages as a language model and reads all its information from them:
+The script gets the same messages as a language model and reads everything from them:
 the question identifies the task and its program, decisions and reviews give the known
-values, observations are parsed as pages. It has no state, so it also works behind an
+values, observations are parsed as pages. It is stateless, so it also works behind an
 HTTP endpoint, and every choice is a function of (seed, task, sample, occasion).
 
-It makes a real team's mistakes (wrong queries, programs with bugs, answers one hop
-short), notices most of them, and has two advantages over a small student: it knows some
-facts by heart and does some arithmetic in its head.
+The script makes a real team's mistakes (wrong queries, programs with bugs, answers one
+hop short) and notices most of them. It has two advantages over a small student: it
+knows some facts by heart and does some arithmetic in its head.
 
-budget: all agents share one convention of how facts are written and read.
+budget: all agents share one convention for writing and reading facts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ScriptedConfig:
   """Config section `scripted`.
 
   Attributes:
-    seed: the seed of every choice.
+    seed: the seed for every choice.
   """
 
   seed: int = 0
@@ -41,13 +41,13 @@ class ScriptedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-  """How often the script errs and guesses: probabilities.
+  """Probabilities of the script's errors and shortcuts.
 
   Attributes:
     wrong_query: a search uses a wrong query.
     buggy_program: a program computes something else or fails.
     premature: a question with several steps is answered one step short.
-    caught: one of these three is noticed, if not obvious.
+    caught: one of these three mistakes is noticed, if not obvious.
     recall: a fact is known by heart, so nothing is searched.
     mental: arithmetic is done in the head, so no program is run.
     slip: a recalled fact or a mental result is wrong, unnoticed.
@@ -67,14 +67,14 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-  """A message to an agent, or (kind "own") its own earlier reply."""
+  """An event shown to the agent, or (kind "own") the agent's own earlier reply."""
 
   kind: str
   content: str
 
 
 class ScriptedBackend:
-  """Answers as any agent, for the tasks it was made with."""
+  """Plays every agent, for its own tasks."""
 
   def __init__(
     self,
@@ -83,7 +83,7 @@ class ScriptedBackend:
     sample: int = 0,
     rates: Rates | None = None,
   ):
-    """Takes its known tasks; it follows their `meta["program"]`.
+    """Takes the tasks; the script follows their `meta["program"]`.
 
     Raises:
       ValueError: a task has no program.
@@ -100,7 +100,7 @@ class ScriptedBackend:
     self._sample = sample
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
-    """The scripted reply; see `backend.ModelBackend`."""
+    """Returns the scripted reply; see `backend.ModelBackend`."""
     question = _QUESTION.search(messages[1].content)
     task = None
     if question:
@@ -115,7 +115,7 @@ _QUESTION = re.compile(r"^Question: (.*)$", re.MULTILINE)
 _HEADER = re.compile(r"^\[(\w+)(?: \w+)?\]\n", re.MULTILINE)
 _NUMBER = re.compile(r"-?\d+")
 _DECISION = re.compile(r"NEXT: \w+(?:\nREASON: (.*))?")
-_PROGRAMS = ("compute ", "compare ")  # the start of the code agent's assignments
+_PROGRAMS = ("compute ", "compare ")  # the first word in a code assignment
 _STEP_WORDS = {"+": "sum", "-": "difference", "*": "product"}
 _STEP_WORDS |= {"min": "smaller", "max": "larger"}
 # Operator -> its replacement in a wrong program.
@@ -126,7 +126,7 @@ def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
   entries = []
   for message in messages[1:]:
     if message.role == "assistant":
-      # Its own replies are remembered like the others' reports.
+      # Own replies are remembered like other agents' reports.
       decision = _DECISION.match(message.content)
       if decision:
         entries.append(_Entry(runs.DECISION, decision[1] or ""))
@@ -135,7 +135,7 @@ def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
       else:
         entries.append(_Entry("own", message.content))
       continue
-    # Text, then header and content, interleaved: see `runs.render`.
+    # Text, then headers and contents in turn: see `runs.render`.
     parts = _HEADER.split(message.content)
     for kind, content in zip(parts[1::2], parts[2::2], strict=True):
       entries.append(_Entry(kind, content.removesuffix("\n")))
@@ -143,7 +143,7 @@ def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
 
 
 class _Mind:
-  """One reply: the agent's messages, its beliefs, its text."""
+  """Makes one reply: reads the messages, forms beliefs, plays the agent."""
 
   def __init__(self, task: Task, seed: int, rates: Rates, sample: int):
     self.rates = rates
@@ -162,7 +162,7 @@ class _Mind:
     return getattr(self, f"_{agent}")()
 
   def chance(self, *occasion: object) -> float:
-    """A number in [0, 1), a function of only the run and the occasion."""
+    """Returns a number in [0, 1), determined by the run and the occasion alone."""
     text = self.key + "/".join(map(str, occasion))
     hashed = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return int.from_bytes(hashed, "big") / 2**48
@@ -182,7 +182,7 @@ class _Mind:
         elif " = " in part:
           self._computed(part.split(" = ")[1])
     elif entry.kind == runs.REFLECTION and "Poor" not in entry.content:
-      # "RELATION VALUE ; ..." of a looked-up page, or "result VALUE".
+      # "RELATION VALUE ; ..." from a looked-up page, or "result VALUE".
       entity = self.assignment.removeprefix("look up ")
       for part in entry.content.split(" ; "):
         relation, value = part.split(" ", 1)
@@ -199,35 +199,35 @@ class _Mind:
         return
 
   def _computed(self, value: str) -> None:
-    """One program runs every computation, so its result settles all of them."""
+    """Sets every computed step to `value`: one program runs all computations."""
     for i, step in enumerate(self.program):
       if step["op"] != "lookup":
         self.known[i] = value
 
   def _entity(self, i: int) -> str | None:
-    """The entity of look-up i as far as it is known."""
+    """Returns look-up i's entity; None if it is not known yet."""
     entity = self.program[i]["entity"]
     if not entity.startswith("$"):
       return entity
-    return self.known.get(int(entity[1:]))  # "$2": the value of step 2
+    return self.known.get(int(entity[1:]))  # "$2" is step 2's value
 
   def _last(self, *kinds: str) -> _Entry | None:
-    """Returns the agent's last message of one of these kinds."""
+    """Returns the last entry with one of these kinds."""
     for entry in reversed(self.entries):
       if entry.kind in kinds:
         return entry
     return None
 
   def _mentions(self, text: str) -> int:
-    """Counts the agent's messages that contain a text."""
+    """Counts the entries containing a text."""
     return sum(text in entry.content for entry in self.entries)
 
   def _open(self) -> list[int]:
-    """Steps without a known value."""
+    """Lists the steps without a known value."""
     return [i for i in range(len(self.program)) if i not in self.known]
 
   def _expression(self, argument: str) -> str:
-    """The infix form of a computation; look-ups are replaced by their numbers."""
+    """Writes a computation in infix form, with the looked-up values in it."""
     if not argument.startswith("$"):
       return argument
     step = self.program[int(argument[1:])]
@@ -258,7 +258,7 @@ class _Mind:
 
   def _next_step(self) -> str:
     """Goes through the open steps until one needs an agent; then the solver follows."""
-    facts: list[str] = []  # values known without a step
+    facts: list[str] = []  # values found without an agent
     for i in self._open():
       step = self.program[i]
       if self._stops_short(i):
@@ -267,7 +267,7 @@ class _Mind:
       # --- A page to look up, or a fact known by heart.
       if step["op"] == "lookup":
         entity = self._entity(i)
-        # No fact is known by heart about a mistaken entity.
+        # Memory has no facts about a mistaken entity.
         misled = entity != resolve(step["entity"], self.truth)
         if misled or self.chance("recall", i) >= self.rates.recall:
           if self._mentions(f"look up {entity}") >= 3:
@@ -279,7 +279,7 @@ class _Mind:
       # --- A comparison, by a program or in the head.
       elif step["op"] == "compare":
         left, right = (resolve(a, self.known) for a in step["args"])
-        # Asked so that it is true if the answer is the first one.
+        # The claim is true if the first entity is the answer.
         sign = "<" if step["name"] == "min" else ">"
         claim = f"{left} {sign} {right}"
         if self.chance("mental") >= self.rates.mental:
@@ -298,7 +298,7 @@ class _Mind:
     return _decide(runs.SOLVER, *facts)
 
   def _stops_short(self, i: int) -> bool:
-    """Whether the last step is forgotten, the first time."""
+    """Whether the script forgets the last step, on its first attempt."""
     if i != len(self.program) - 1 or self.program[i]["op"] == "compare":
       return False
     if i == 0 or self.program[0]["op"] != "lookup":
@@ -308,7 +308,7 @@ class _Mind:
     return self.chance("short") < self.rates.premature
 
   def _result(self) -> str:
-    """The last step's value, from the believed look-ups."""
+    """Computes the last step's value from the believed look-ups."""
     return evaluate(self.program, {}, self.known)[-1]
 
   def _task_in_words(self) -> str:
@@ -317,7 +317,7 @@ class _Mind:
       return "only arithmetic"
     relations = [step["relation"] for step in lookups]
     entities = [step["entity"] for step in lookups]
-    # A chain, each page named by the one before; or pages side by side.
+    # A chain, each page named by the page before; or pages side by side.
     if len(lookups) == 1 or any(entity.startswith("$") for entity in entities):
       return "find " + " then ".join(
         [f"{relations[0]} of {entities[0]}", *relations[1:]]
@@ -344,11 +344,11 @@ class _Mind:
     return self.chance("query", entity) < self.rates.wrong_query
 
   def _tried(self, entity: str) -> bool:
-    """Whether the entity was already assigned before this time."""
+    """Whether an earlier assignment had this entity."""
     return self._mentions(f"look up {entity}") > 1
 
   def _wrong_name(self, entity: str) -> str:
-    """Half a name, or another entity's name that shares a word with it."""
+    """Returns half the name, or another entity's name with a word in common."""
     which = self.chance("which word", entity)
     namesakes = self.namesakes.get(entity, ())
     if which < 0.25 or not namesakes:
@@ -358,14 +358,14 @@ class _Mind:
     return namesakes[-1]
 
   def _from_memory(self, value: str, occasion: object) -> str:
-    """Returns the value or, on a slip of memory, a number or a name close to it."""
+    """Returns the value or, on a memory slip, a similar number or name."""
     if self.chance("slip", occasion) >= self.rates.slip:
       return value
     if value.isdecimal():
       error = (1, 2, 10, 100)[int(self.chance("by", occasion) * 4)]
       return str(int(value) + error)
     namesakes = self.namesakes.get(value)
-    if not namesakes:  # nothing to take it for: it is remembered after all
+    if not namesakes:  # no similar name: no slip
       return value
     return namesakes[-1]
 
@@ -432,7 +432,7 @@ class _Mind:
       self.known[len(self.program) - 1] = self._result()
     if not self.known:
       return "ANSWER: unknown"
-    return f"ANSWER: {self.known[max(self.known)]}"  # of the last known step
+    return f"ANSWER: {self.known[max(self.known)]}"  # the last known step's value
 
   def _verifier(self) -> str:
     is_right = self._last(runs.CANDIDATE).content == self.truth[-1]
@@ -453,7 +453,7 @@ def _bracketed(expression: str) -> str:
 
 
 def _goal(step: Mapping[str, Any]) -> str:
-  """A step's purpose, in a word."""
+  """Returns a step's purpose in a word."""
   return step.get("relation") or _STEP_WORDS.get(step["name"], "compare")
 
 

@@ -1,8 +1,8 @@
-"""Test-time scaling of a team: the best of several runs, chosen list-wise.
+"""Team test-time scaling: chooses the best of several runs, list-wise.
 
 One model call sees all candidates together and names the best (a list-wise selector;
-arXiv 2506.12928 finds list-wise ahead of scoring and of voting). It does not know the
-right answer. Runs that agree need no selector: the first of them is selected.
+arXiv 2506.12928 finds list-wise choice better than scoring and voting). The selector
+does not know the right answer. Runs that agree need no selector: `_quality` ranks them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.rewards.votes import vote_key
 
 SAMPLE = -1  # the selector's run number in a journal
-# Events that help to judge the work; the order of agents does not.
+# Events that help to judge the work; the agents' order does not.
 _SHOWN = frozenset(
   {runs.PLAN, runs.CALL, runs.OBSERVATION, runs.REFLECTION, runs.VERDICT}
 )
@@ -34,21 +34,21 @@ _WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-  """A task's selected run, and the cost of the selection.
+  """A task's selected run, and the selection's cost.
 
   Attributes:
     task_id: the task.
     sample: the run; None if no run has an answer.
-    how: "selector"; "agreement" if all answers are the same; "only" if there is one;
-      "vote" if the selector gave no usable reply, so the commonest answer was taken;
+    how: "selector"; "agreement" if all answers are the same; "only" if there is only
+      one; "vote" if the selector gave no usable reply, so the commonest answer won;
       "none".
     why: the selector's reason.
-    candidates: the runs with an answer.
-    prompt: tokens of the selector's calls, counted by the endpoint, and likewise the
-      next two.
-    cached: the part of them from a prefix cache.
-    completion: its replies' tokens.
-    seconds: its time.
+    candidates: the number of runs with an answer.
+    prompt: prompt tokens in the selector's calls; like the next two, as the endpoint
+      counts them.
+    cached: prompt tokens from a prefix cache.
+    completion: reply tokens.
+    seconds: the selector's time.
   """
 
   task_id: str
@@ -68,7 +68,7 @@ def select_all(
   journal: Journal,
   workers: int,
 ) -> Iterator[Selection]:
-  """Chooses for many tasks at once, in their order; calls go through the journal."""
+  """Selects runs for many tasks at once, in order; calls go through the journal."""
 
   def work(item: tuple[Task, Sequence[Run]]) -> Selection:
     task, runs_of_task = item
@@ -80,16 +80,16 @@ def select_all(
 def select(
   task: Task, done: Sequence[Run], backend: ModelBackend, max_chars: int = 600
 ) -> Selection:
-  """Chooses among a task's finished runs; the task's answers are not used.
+  """Selects one of a task's finished runs, without using the task's answers.
 
-  The backend answers as the agent `selector`. An event's text of more than `max_chars`
+  The backend answers as the agent `selector`. An event text longer than `max_chars`
   loses its middle.
 
   Raises:
-    InfrastructureError: the backend can not answer.
+    InfrastructureError: the backend cannot answer.
   """
   answered = [r for r in done if r.prediction is not None and r.prediction.strip()]
-  # A model prefers the first candidate: the order is random for every task.
+  # Models prefer the first candidate, so the order is random for every task.
   random.Random(f"selector/{task.id}").shuffle(answered)
 
   # --- Runs that agree, or no runs at all, need no selector.
@@ -108,7 +108,7 @@ def select(
   how = "selector"
   if chosen is None:
     how = "vote"
-    # Among groups of equal size, the first drawn.
+    # Among equal groups, the first in the random order.
     chosen = min(max(groups.values(), key=len), key=_quality)
   return Selection(
     task.id,
@@ -126,7 +126,7 @@ def select(
 def _ask(
   task: Task, answered: Sequence[Run], backend: ModelBackend, max_chars: int
 ) -> tuple[Run | None, str, list[Reply]]:
-  """The selector's choice and reason, and its replies; None after two unusable ones."""
+  """Returns the choice (None after two unusable replies), the reason, the replies."""
   messages = [
     Message("system", PROMPTS[runs.SELECTOR]),
     Message("user", _shown(task, answered, max_chars)),
@@ -135,7 +135,7 @@ def _ask(
   for _ in range(2):
     try:
       reply = backend(runs.SELECTOR, messages)
-    except Unsolvable:  # the candidates are longer than its context
+    except Unsolvable:  # the candidates exceed the model's context
       break
     replies.append(reply)
     # A cut-off reply could have continued to another choice.
@@ -160,10 +160,9 @@ def figures(
   """Summarises the selections, by task id, and the rewards, by task id and sample.
 
   Returns:
-    `right` (mean reward of the runs taken, over the tasks that have a finished run; a
-    task without an answer counts 0), `first` (of sample 0's runs, or of the first there
-    is), `any` (1 where some run is right), `tasks`, `how` (counts) and the selector's
-    tokens. A mean over no task is None.
+    Mean rewards over the tasks with a finished run (None without any): `right` (the
+    selected run; 0 without an answer), `first` (sample 0, or else the lowest sample)
+    and `any` (the best run); `tasks` and `how` (counts); and the selector's tokens.
   """
   # --- Rewards by task and sample; none for a task with only failed runs.
   by_task: dict[str, dict[int, float]] = {}
@@ -203,7 +202,7 @@ def figures(
 
 
 def _quality(run: Run) -> tuple[int, int, int]:
-  """Orders agreeing runs: verified ones first, then fewer calls, then earlier."""
+  """Orders agreeing runs: verified runs first, then fewer calls, then earlier."""
   return (run.status.value != "ended", len(run.calls), run.sample)
 
 

@@ -1,4 +1,4 @@
-"""A distillation's settings: backend, number of runs, dialect."""
+"""Distillation settings: backend, number of runs, dialect."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class TeacherConfig:
   """Config section `teacher`.
 
   Attributes:
-    backend: the model of the team's agents: "scripted" (section `scripted`; tasks of
-      the generated world only), "gsm8k_replay" (tasks with worked solutions, such as
+    backend: the model behind the agents: "scripted" (section `scripted`; tasks from the
+      generated world only), "gsm8k_replay" (tasks with worked solutions, such as
       GSM8K's training rows; a program for each note), "gsm8k_programs" (the same, one
       program for all notes) or "chat" (section `chat`; any OpenAI-compatible endpoint).
     samples: runs per task.
     select: True to keep one run per task, chosen by a list-wise selector (best of N);
       for backend "chat" only.
     facts: whether plans begin with the known and needed facts; for "chat".
-    new_numbers: copies of each question with other numbers, if they can be changed; for
+    new_numbers: copies per question with other numbers, if they can be changed; for
       "gsm8k_programs" only.
     workers: runs at once.
-    variant: the dialect of the trajectories.
-    prompt: the style of their prompt; see `protocol.prompts`.
-    tokenizer: folder of the tokenizer for counting costs; None counts words, digits and
+    variant: the trajectories' dialect.
+    prompt: the trajectories' prompt style; see `protocol.prompts`.
+    tokenizer: the tokenizer's folder, for counting costs; None counts words, digits and
       punctuation marks.
-    max_calls: tool calls of a run; after the last one the team has to answer.
+    max_calls: tool calls per run; after the last one the team has to answer.
   """
 
   backend: str = choice("scripted", of=BACKENDS)
@@ -62,7 +62,7 @@ class TeacherConfig:
       raise ValueError("select chooses among samples: set samples to 2 or more")
 
   def limits(self, variant: Variant) -> TeamConfig:
-    """Returns the limits of a run for a trajectory in this variant."""
+    """Returns the run limits for trajectories in this variant."""
     return TeamConfig(
       max_calls=self.max_calls,
       review=review_style(variant),

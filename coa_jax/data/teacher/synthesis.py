@@ -1,11 +1,11 @@
 """Task synthesis: questions that need the tools, made from documents and verified.
 
 After TaskCraft (arXiv 2506.10055): an atomic task asks for one fact in a document
-returned by a tool; it grows in depth if another document's description replaces the
-name in it, and in width if two tasks are combined. A model writes the text; code
-verifies the task: the answer is in the tool's result and not in the question, a
-description does not name its subject, a model with the documents answers right, and one
-without them does not.
+returned by a tool. The task grows in depth if another document's description replaces
+the name in its question, and in width if two tasks are combined. A model writes the
+text; code verifies the task: the answer is in the tool's result and not in the
+question, a description does not name its subject, and a model answers right with the
+documents but not without them.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class SynthesisConfig:
     backend: the writer and answerer: "chat" (an endpoint, section chat), or "cloze" (no
       model: gaps in sentences, for any text and offline).
     seeds: documents to begin with, drawn from the corpus.
-    depth: the maximum of deepening steps; every valid step is a task.
+    depth: the maximum number of deepening steps; every valid step gives a task.
     width: the share of tasks also combined in pairs.
     guesses: attempts without documents; a right one rejects the task.
     workers: documents processed at once.
-    seed: the seed of the draws.
+    seed: the seed for random draws.
   """
 
   backend: str = choice("chat", of=("chat", "cloze"))
@@ -87,23 +87,23 @@ class SynthesisConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SynthesisResult:
-  """A valid task, or the reason for rejecting one, short enough to count."""
+  """A valid task, or the reason for a rejection, short enough to count."""
 
   task: Task | None
   reason: str = ""
 
 
 class Corpus:
-  """Titled documents, and which of them mention which."""
+  """Titled documents, and the mentions between them."""
 
   def __init__(self, documents: Mapping[str, str]):
-    """Takes title -> text. A title of one lower-case word is mentioned nowhere."""
+    """Takes title -> text. Mentions of titles starting in lower case are not found."""
     self.documents = dict(documents)
     longest = max((len(t.split()) for t in self.documents), default=0)
     self._mentions: dict[str, list[str]] = collections.defaultdict(list)
     for title, text in self.documents.items():
-      # Every phrase that may be a title is looked up: linear in the text, for any
-      # number of titles.
+      # Look up every possible title: the time is linear in the text, for any number
+      # of titles.
       words = re.findall(r"[\w'-]+", text)
       phrases = set()
       for i, word in enumerate(words):
@@ -129,7 +129,7 @@ class Synthesizer:
     config: SynthesisConfig,
     tool: str = "wiki_search",
   ):
-    """Takes the documents, the writer and answerer, and the runner of the tool."""
+    """Takes the documents, the backend (writer and answerer), and the tool runner."""
     self._corpus = corpus
     self._backend = backend
     self._call = call
@@ -137,7 +137,7 @@ class Synthesizer:
     self._tool = tool
 
   def grow(self, title: str) -> Iterator[SynthesisResult]:
-    """Yields a document's atomic task, then each deeper one, until one does not hold.
+    """Yields a document's atomic task, then deeper tasks, up to the first rejection.
 
     Raises:
       InfrastructureError: the backend or the tool does not answer.
@@ -172,8 +172,8 @@ class Synthesizer:
     return self._checked(question, answer, [title], "atomic")
 
   def deepen(self, task: Task) -> SynthesisResult:
-    """Replaces the first name in a task by another document's description of it."""
-    # --- Another document that mentions it, and does not give the answer away.
+    """Replaces a task's first title by another document's description."""
+    # --- Another document mentioning the subject, without the answer in its title.
     titles = list(task.meta["titles"])
     subject = titles[0]
     answer = task.answers[0]
@@ -188,7 +188,7 @@ class Synthesizer:
     if page is None or not _stands_in(subject, page):
       return SynthesisResult(None, "not_found")
 
-    # --- A phrase that describes it, from this document only.
+    # --- A phrase describing the subject, from this document only.
     request = f"Title: {title}\nDocument:\n{page}\nDescribe: {subject}"
     phrase = self._ask(DESCRIBER, request).get("PHRASE", "").rstrip(".")
     if not phrase:
@@ -203,13 +203,13 @@ class Synthesizer:
     return self._checked(question, answer, [title, *titles], "depth")
 
   def widen(self, first: Task, second: Task) -> SynthesisResult:
-    """Asks both tasks at once; right only if both answers are, in order."""
+    """Asks both questions at once; right only if both answers are, in order."""
     question = (
       "Answer both questions, in this order, joined by ' and '. "
       f"{first.question} {second.question}"
     )
     answer = f"{first.answers[0]} and {second.answers[0]}"
-    # One of them may tell the other's answer.
+    # One question may tell the other's answer.
     if any(_stands_in(t.answers[0], question) for t in (first, second)):
       return SynthesisResult(None, "answer_in_question")
     titles = [*first.meta["titles"], *second.meta["titles"]]
@@ -218,18 +218,18 @@ class Synthesizer:
   def _checked(
     self, question: str, answer: str, titles: Sequence[str], family: str
   ) -> SynthesisResult:
-    """The task, if a reader of its documents solves it and no guesser does."""
+    """Returns the task if a reader solves it from its documents and no guesser does."""
     meta = {"titles": list(titles), "hops": len(titles)}
     name = f"synth-{family}-{len(titles)}-{'-'.join(titles)}"
     task = Task(name, question, (answer,), source="synth", family=family, meta=meta)
 
-    # --- It follows from its documents, as the tool returns them.
+    # --- The answer follows from the documents, as the tool returns them.
     pages = [self._look_up(title) or "" for title in titles]
     request = "Documents:\n" + "\n".join(pages) + f"\nQuestion: {question}"
     if not grade(task, self._ask(READER, request).get("ANSWER")):
       return SynthesisResult(None, "does_not_follow")
 
-    # --- Nobody knows it by heart.
+    # --- Nobody knows the answer by heart.
     for number in range(self._config.guesses):
       # Each guess is a separate question, so that a journal distinguishes them.
       request = f"Question: {question}\n(attempt {number + 1})"
@@ -249,11 +249,11 @@ class Synthesizer:
     return result.result
 
   def _ask(self, agent: str, request: str) -> dict[str, str]:
-    """NAME -> text of the reply's lines `NAME: text`."""
+    """Returns NAME -> text, from the reply's lines `NAME: text`."""
     messages = [Message("system", PROMPTS[agent]), Message("user", request)]
     try:
       reply = self._backend(agent, messages)
-    except Unsolvable:  # the documents are longer than its context
+    except Unsolvable:  # the documents exceed the model's context
       return {}
     if reply.cut:
       return {}
@@ -267,7 +267,7 @@ def _stands_in(answer: str, text: str) -> bool:
   """Whether the answer's words occur in the text, in order.
 
   Case and articles do not count. A possessive ("Quill's") names the same thing, so
-  punctuation parts words.
+  punctuation separates words.
   """
   words = _words(answer)
   return bool(words) and f" {' '.join(words)} " in f" {' '.join(_words(text))} "

@@ -1,4 +1,4 @@
-"""Counts the tokens of a team's calls, and those available from a prefix cache."""
+"""Counts the tokens in a team's calls, and those available from a prefix cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WORD = re.compile(rf"</?(?:{_TAGS})>|[^\W\d]+|\d|[^\w\s]")
 
 
 def word_ids(text: str) -> list[int]:
-  """A substitute for a tokenizer: words, single digits, punctuation marks and tags."""
+  """Replaces a tokenizer: words, single digits, punctuation marks and tags get ids."""
   return [zlib.crc32(word.encode()) for word in _WORD.findall(text)]
 
 
 def encoder(folder: str | None) -> Encode:
-  """Returns the tokenizer for costs: a folder's, or `word_ids` for None."""
+  """Returns the encoder for costs: the folder's tokenizer, or `word_ids` for None."""
   if folder is None:
     return word_ids
   from coa_jax.protocol.tokens import Tokenizer  # takes seconds to import
@@ -30,19 +30,19 @@ def encoder(folder: str | None) -> Encode:
 
 
 class TokenMeter:
-  """Counts tokens, and those of each prompt available from a prefix cache."""
+  """Counts each call's tokens, and prompt tokens available from a prefix cache."""
 
   def __init__(self, encode: Encode):
-    """Takes the tokenizer for all counts."""
+    """Takes the encoder for all counts."""
     self._encode = encode
     self._ids: dict[Message, tuple[int, ...]] = {}
     self._sent: list[list[tuple[int, ...]]] = []
 
   def charge(self, messages: Sequence[Message], reply: str) -> tuple[int, int, int]:
-    """Counts the (prompt, cached, generated) tokens of a call.
+    """Counts a call's (prompt, cached, generated) tokens.
 
-    Cached tokens are the longest common token prefix with any earlier call and its
-    reply: a prefix cache without eviction.
+    Cached tokens are the longest token prefix shared with an earlier call and its
+    reply, as in a prefix cache without eviction.
     """
     chunks = [self._chunk(message) for message in messages]
     cached = 0

@@ -1,8 +1,7 @@
-"""The same trajectory under other tool names, argument formats and descriptions.
+"""Copies trajectories with other tool names, argument formats and descriptions.
 
-An augmented copy's prompt gives its tools' names and call formats, and the copy is
-consistent with it; roles, order and observations stay. Reason: see
-`protocol.tool_naming`.
+A copy's prompt gives its tool names and call formats, and its calls follow them; roles,
+order and observations stay. For the reason, see `protocol.tool_naming`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from coa_jax.protocol.tool_naming import draw_naming
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 from coa_jax.runtime.fields import bounded, check_fields
 
-_SEED = 0  # of the draws
+_SEED = 0  # for the draws
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +39,13 @@ class ToolAugmentation:
 def augment(
   trajectory: Trajectory, variant: Variant, number: int
 ) -> tuple[Trajectory, Variant] | None:
-  """Makes the copy of this number; each number has its own draw.
+  """Makes the trajectory's copy with this number; each number has its own draw.
 
   Returns:
-    The copy, without ids, its prompt the full one, with `meta["format"]` (tag -> name
-    and format in words) and `meta["copy"]`; and its variant, in which it is well formed
-    if it was. None where no format can hold a call, a call is not one span, or the
-    question is not on record.
+    The copy and its variant, in which the copy is well formed if the trajectory was in
+    `variant`. The copy has the full prompt, no token ids, `meta["format"]` (tag -> name
+    and format in words) and `meta["copy"]`. None if no format can hold a call, a call
+    is not one span, or the question is not on record.
   """
   question = trajectory.meta.get("question")
   if not question:
@@ -62,7 +61,7 @@ def augment(
   names = naming.names
   formats = naming.formats
 
-  # --- A prompt with their description, and the policy's calls in them.
+  # --- A prompt with the new tools' description, and the policy's calls rewritten.
   renamed = naming.apply(variant)
   segments = prompt_segments(renamed, str(question), "full")
   for s in trajectory.segments:
@@ -97,7 +96,7 @@ def augmented_copies(
   out = []
   for trajectory in kept:
     if "copy" in trajectory.meta:
-      continue  # its first copy has them
+      continue  # the original gets the augmented copies
     for number in range(1, config.copies + 1):
       augmented = augment(trajectory, variant, number)
       if augmented is not None:
@@ -114,6 +113,6 @@ def _rewrite_span(
   if not opening or not closing or head.strip() or tail.strip():
     return None
   body = argument_format.write(content.removeprefix(" "))
-  if body is None:  # a content that this format cannot hold
+  if body is None:  # this format cannot hold the content
     return None
   return f"{head}{roles.wrap(name, body)}{tail}"

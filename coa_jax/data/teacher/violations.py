@@ -2,10 +2,10 @@
 
 Chain-of-Agents (arXiv 2508.13167, section on supervised fine-tuning data) drops
 trajectories that violate instructions even if the answer is right, and finds them by
-prompting; it gives no prompt. The rules here are this project's own. One call a
-trajectory, at temperature 0, recorded in a journal, so that none is paid for twice. An
-unreachable judge is an error and never a verdict; unreadable replies leave the
-trajectory unchecked.
+prompting; it gives no prompt. The rules here are this project's own. Each trajectory
+takes one call at temperature 0 (two if the first reply is unreadable), recorded in a
+journal, so that no call is paid for twice. An unreachable judge is an error and never a
+verdict; unreadable replies leave the trajectory unchecked.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.runtime.fields import bounded, check_fields
 
 INSPECTOR = "inspector"
-_REPLIES = 2  # for one verdict
-_MAX_CHARS = 100_000  # of a trajectory for the judge; a longer one loses its middle
+_REPLIES = 2  # attempts per verdict
+_MAX_CHARS = 100_000  # a longer trajectory loses its middle for the judge
 RULES = (
   "It claims to have seen or computed what neither the task nor any observation gives.",
   "It breaks a requirement of the task or of its instructions (form or language of the "
@@ -58,7 +58,7 @@ _AGAIN = (
 
 @dataclasses.dataclass(frozen=True)
 class ViolationsConfig(TeacherChatConfig):
-  """Config section `violations`: the OpenAI-compatible endpoint of the judge.
+  """Config section `violations`: the judge's OpenAI-compatible endpoint.
 
   Attributes:
     temperature: the judge's temperature. Fields not listed here are as in
@@ -78,7 +78,7 @@ class ViolationInspector:
   """Inspects trajectories and counts the verdicts. Use `with`, or close it."""
 
   def __init__(self, config: ViolationsConfig, path: str, api_key: str | None = None):
-    """Opens the journal of the judge's calls; sends nothing yet.
+    """Opens the journal for the judge's calls; sends nothing yet.
 
     Raises:
       ValueError: as `Journal`.
@@ -88,7 +88,7 @@ class ViolationInspector:
     self._backend = ChatBackend(config, api_key)
     self._counts = {"inspected": 0, "violating": 0, "unread": 0}
     self._rules: collections.Counter[int] = collections.Counter()
-    self.values = self._journal.values  # of the calls so far, for metrics
+    self.values = self._journal.values  # the calls so far, for metrics
     self.spent = self._journal.spent
 
   def __enter__(self) -> ViolationInspector:
@@ -113,7 +113,7 @@ class ViolationInspector:
       yield verdict
 
   def counts(self) -> dict[str, Any]:
-    """Counts trajectories inspected, violating and unread, by rule; and the bill."""
+    """Counts trajectories (inspected, violating, unread, by rule); and the bill."""
     rules = {str(rule): n for rule, n in sorted(self._rules.items())}
     return {**self._counts, "rules": rules, **self._journal.bill()}
 
@@ -141,7 +141,7 @@ def inspect(
   trajectory: Trajectory, backend: ModelBackend, config: ViolationsConfig
 ) -> Inspection:
   """Gives the verdict on one trajectory; see `inspect_all`."""
-  # --- The record as data: a judge that followed its instructions could be misled.
+  # --- The record goes as data: a judge that followed its text could be misled.
   instructions = ""
   task = ""
   for segment in trajectory.segments:
@@ -163,7 +163,7 @@ def inspect(
   for _ in range(_REPLIES):
     try:
       reply = backend(INSPECTOR, messages)
-    except Unsolvable:  # longer than its context
+    except Unsolvable:  # the record exceeds the judge's context
       break
     if not reply.cut:
       violations = read_violations(reply.text)
@@ -177,7 +177,7 @@ def read_violations(reply: str) -> tuple[tuple[int, str], ...] | None:
   """Reads a reply's violations as (rule, quote) pairs; None if unreadable.
 
   Ignores fences, prose and thoughts around the object, and accepts single quotes,
-  trailing commas, and rules as bare numbers; of several objects the last counts. An
+  trailing commas, and rules as bare numbers; the last of several objects counts. An
   unknown rule makes the reply unreadable.
   """
   reply = reply.rpartition("</think>")[2]
@@ -206,7 +206,7 @@ def _object(text: str) -> Any:
 
 
 def _violation(item: Any) -> tuple[int, str] | None:
-  """One violation as (rule, quote); a rule may be 2, "2" or "2. It ..."."""
+  """Reads one violation as (rule, quote); a rule may be 2, "2" or "2. It ..."."""
   rule = item
   quote = ""
   if isinstance(item, dict):

@@ -1,9 +1,9 @@
-"""`config.json` of Hugging Face as a ModelConfig, and back.
+"""Converts Hugging Face's `config.json` to a ModelConfig, and back.
 
-Tables at the top of this file hold all known fields: the families, the fields read, the
-fields that may change the computation with their neutral values, and the fields without
-effect. A field outside the tables is ignored with a warning, because transformers adds
-some with every version.
+The tables at the top list the model families and all known fields: fields that are
+read, fields that would change the computation (with their neutral values), and fields
+without effect. An unknown field is ignored with a warning, because every version of
+transformers adds some.
 
 budget: half tables, half their reader.
 """
@@ -31,18 +31,20 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A transformers model type supported by our transformer.
+  """A transformers model type that our transformer supports.
+
+  The defaults are transformers', for fields missing in config.json.
 
   Attributes:
-    name: of its class NameForCausalLM.
+    name: prefix of the class NameForCausalLM.
     attention_bias: True for biases on q, k, v.
     qk_norm: True for RMSNorm on each query and key head.
-    head_dim: transformers' default without one in config.json; 0 for width over heads.
-    kv_heads: its default likewise; 0 for as many as heads.
-    positions: its default for `max_position_embeddings` likewise.
-    divided: whether the width must be a multiple of the heads.
-    hybrid: whether layers may be linear attention; attention is then gated, norms have
-      an offset of 1, and a part of each head is rotated.
+    head_dim: the default; 0 for width / heads.
+    kv_heads: the default; 0 for the number of heads.
+    positions: the default for `max_position_embeddings`.
+    divided: True if the width must be a multiple of the number of heads.
+    hybrid: True if layers may use linear attention; attention is then gated, norms have
+      an offset of 1, and only a part of each head is rotated.
   """
 
   name: str
@@ -62,16 +64,15 @@ FAMILIES = {
   "llama": Family("Llama", False, False, 0, 0, 2_048, divided=True),
   "qwen3_5_text": Family("Qwen3_5", False, True, 256, 4, 32_768, hybrid=True),
 }
-# The model type of a folder with a vision tower -> that of its decoder, whose fields
-# are in `text_config`.
+# Model type with a vision tower -> its decoder's, whose fields are in `text_config`.
 _WITH_VISION = {"qwen3_5": "qwen3_5_text"}
 
-# Accepted values: in words, and the test.
+# Accepted values: a description, and a test.
 _Kind = tuple[str, Callable[[Any], bool]]
 
 
 def _whole(x: Any) -> bool:
-  return type(x) is int and abs(x) < 2**63  # True is none, and 2.0 neither
+  return type(x) is int and abs(x) < 2**63  # neither True nor 2.0
 
 
 def _number(x: Any) -> bool:
@@ -119,10 +120,10 @@ _SHARE: _Kind = ("a number above 0, at most 1", lambda x: _number(x) and 0 < x <
 
 # `layer_types`' name for a layer with full causal attention.
 _FULL = "full_attention"
-# Layers' kinds in a hybrid, by those names.
+# A hybrid's name in `layer_types` -> our layer kind.
 _KINDS = {_FULL: "attention", "linear_attention": "delta"}
 
-# config.json's name -> ModelConfig's, with equal values.
+# config.json field -> ModelConfig field with the same value.
 _SAME = {
   "vocab_size": "vocab_size",
   "hidden_size": "width",
@@ -154,7 +155,7 @@ _READ: dict[str, _Kind] = {
   "max_window_layers": _FROM_0,
   "layer_types": _or_null(_NAMES),
 }
-# Those of `rope_scaling` and `rope_parameters`; others there are refused.
+# Fields of `rope_scaling` and `rope_parameters`; others there are refused.
 _ROPE: dict[str, _Kind] = {
   "rope_theta": _POSITIVE,
   "partial_rotary_factor": _SCALE_1,
@@ -167,8 +168,8 @@ _ROPE: dict[str, _Kind] = {
   "low_freq_factor": _POSITIVE,
   "high_freq_factor": _POSITIVE,
 }
-# Fields of a hybrid, and those of its `rope_parameters`. Text has one position a token:
-# the multimodal rotation (mrope) of text equals the plain one.
+# A hybrid's additional fields, also in its `rope_parameters`. Text has one position per
+# token, so its multimodal rotation (mrope) equals the plain rotation.
 _HYBRID: dict[str, _Kind] = {
   "linear_num_key_heads": _COUNT,
   "linear_num_value_heads": _COUNT,
@@ -189,7 +190,7 @@ _HYBRID_ROPE: dict[str, _Kind] = {
   "mrope_section": _ANYTHING,
   "mrope_interleaved": _ANYTHING,
 }
-# DeltaNet's fields: config.json's name, and transformers' default.
+# DeltaNet field -> config.json field, and transformers' default.
 _DELTA = {
   "key_heads": ("linear_num_key_heads", 16),
   "value_heads": ("linear_num_value_heads", 32),
@@ -197,8 +198,8 @@ _DELTA = {
   "value_dim": ("linear_value_head_dim", 128),
   "conv": ("linear_conv_kernel_dim", 4),
 }
-# rope_type, which is ModelConfig's field, too -> the field's class, and the fields of
-# that by their names in config.json.
+# rope_type (also the ModelConfig field) -> its class, and config.json field -> class
+# field.
 _SCALINGS: dict[str, tuple[type, dict[str, str]]] = {
   "yarn": (
     Yarn,
@@ -221,8 +222,8 @@ _SCALINGS: dict[str, tuple[type, dict[str, str]]] = {
     },
   ),
 }
-# Decoder fields that change the computation, with their neutral values: a model with
-# another value is refused.
+# Decoder fields that would change the computation, with their neutral values; other
+# values are refused.
 _UNSUPPORTED: dict[str, _Kind] = {
   "hidden_act": _only("silu"),
   "hidden_activation": _only("silu", None),
@@ -248,7 +249,7 @@ _UNSUPPORTED: dict[str, _Kind] = {
   "hidden_dropout": _OFF,
   "resid_pdrop": _OFF,
   "residual_dropout": _OFF,
-  # Other layers, or parameters missing in ours.
+  # Other layers, or parameters absent from our model.
   "mlp_bias": _OFF,
   "use_bias": _OFF,
   "qkv_bias": _OFF,
@@ -280,8 +281,8 @@ _UNSUPPORTED: dict[str, _Kind] = {
   "is_encoder_decoder": _OFF,
   "add_cross_attention": _OFF,
 }
-# Fields without effect here: a folder's origin and tokenizer. Training keeps them
-# unchanged (see `io.save_model`).
+# Fields without effect here, about a folder's origin and tokenizer. Training keeps them
+# (see `io.save_model`).
 CARRIED: dict[str, _Kind] = {
   "bos_token_id": _or_null(_ID),
   "eos_token_id": _or_null(_IDS),
@@ -289,7 +290,7 @@ CARRIED: dict[str, _Kind] = {
   "max_position_embeddings": _COUNT,
   "pad_token_id": _or_null(_ID),
 }
-# Others without effect; fields neither here nor above give a warning.
+# Other fields without effect. A field in none of the tables gives a warning.
 _IGNORED: dict[str, _Kind] = {
   "_name_or_path": _or_null(_TEXT),
   "architectures": _or_null(_NAMES),
@@ -311,16 +312,15 @@ _IGNORED: dict[str, _Kind] = {
 def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
   """Reads the architecture from a Hugging Face `config.json`.
 
-  Fields outside the tables above are ignored, with one warning naming them.
+  Unknown fields are ignored, with one warning that names them.
 
   budget: field after field.
 
   Raises:
-    ValueError: the family is not in FAMILIES, a needed field is missing, or a field's
-      value is invalid or unsupported by this model; the message names `where`, field
-      and value.
+    ValueError: the family is not in FAMILIES, a required field is missing, or a field's
+      value is invalid or unsupported; the message names `where`, field and value.
   """
-  # --- The family, and the values of all fields one by one.
+  # --- The family, and each field's value by itself.
   config = decoder_fields(config, where)
   model_type = config.get("model_type")
   if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -330,7 +330,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
     )
   family = FAMILIES[model_type]
   _check_fields(config, family, where)
-  # Qwen2 always has biases on q, k, v; with this field others would have one on o too.
+  # Qwen2 always has q, k and v biases; elsewhere this field would add an o bias too.
   bias = family.attention_bias
   if config.get("attention_bias", bias) != bias:
     raise ValueError(
@@ -338,7 +338,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
       f"{model_type}: {bias!r}"
     )
 
-  # --- Fields with equal values under other names.
+  # --- Fields with the same value under another name.
   values = {}
   missing = []
   for hf, ours in _SAME.items():
@@ -349,7 +349,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
   if missing:
     raise ValueError(f"{where}: lacks field {min(missing)!r}")
 
-  # --- transformers' defaults for null and for missing fields.
+  # --- transformers' defaults for null and missing fields.
   is_null = "num_key_value_heads" in config or not family.kv_heads
   if is_null:
     values.setdefault("kv_heads", values["heads"])
@@ -380,10 +380,10 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
 def decoder_fields(
   config: dict[str, Any], where: str = "config.json"
 ) -> dict[str, Any]:
-  """Returns the fields of the decoder, which has its own object beside a vision tower.
+  """Returns the decoder's fields: `text_config`'s if the model has a vision tower.
 
   Raises:
-    ValueError: there is no such object, or the two disagree.
+    ValueError: `text_config` is no object, or contradicts the outer fields.
   """
   inner_type = _WITH_VISION.get(str(config.get("model_type")))
   if inner_type is None:
@@ -407,8 +407,8 @@ def decoder_fields(
 def _hybrid(
   config: dict[str, Any], values: dict[str, Any], where: str
 ) -> dict[str, Any]:
-  """Reads what a hybrid has beside a dense model's fields."""
-  # --- Layers' kinds: listed, or every so many one of full attention.
+  """Reads a hybrid's additional fields."""
+  # --- Layer kinds: listed, or full attention at regular intervals.
   layers = values["layers"]
   names = config.get("layer_types")
   if names is None:
@@ -426,7 +426,7 @@ def _hybrid(
   kinds = tuple(_KINDS[name] for name in names)
   period = next(n for n in range(1, layers + 1) if kinds[:n] * (layers // n) == kinds)
 
-  # --- The rotated part of a head, and the sizes of linear attention.
+  # --- A head's rotated part, and linear attention's sizes.
   rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
   share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
   out: dict[str, Any] = {
@@ -445,11 +445,11 @@ def _hybrid(
 
 
 def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
-  """Writes the `config.json` of an architecture; `from_hf_config` reads it back.
+  """Returns an architecture's `config.json`; `from_hf_config` reads it back.
 
   Raises:
-    ValueError: Hugging Face has no such architecture: none of FAMILIES with these
-      biases and norms, or sizes that its reader refuses.
+    ValueError: Hugging Face has no such architecture: no family has these biases and
+      norms, or transformers refuses the sizes.
   """
   model_type, family = _family_of(cfg)
   _check_family(cfg, family)
@@ -466,21 +466,21 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     "torch_dtype": cfg.param_dtype,
   }
 
-  # --- A hybrid's own fields; its rotation is one object.
+  # --- A hybrid's own fields; its rotary fields are in one object.
   if family.hybrid:
     names = {kind: name for name, kind in _KINDS.items()}
     out["layer_types"] = [names[kind] for kind in cfg.kinds]
     if cfg.delta:
       for ours, (hf, _) in _DELTA.items():
         out[hf] = getattr(cfg.delta, ours)
-      out["mamba_ssm_dtype"] = "float32"  # vLLM's states would be the model's dtype
+      out["mamba_ssm_dtype"] = "float32"  # else vLLM's states have the model's dtype
     out["rope_parameters"] = {
       "rope_type": "default",
       "rope_theta": out.pop("rope_theta"),
       "partial_rotary_factor": (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim,
     }
 
-  # --- Rotary scaling; the model then has the stretched number of positions.
+  # --- Rotary scaling, which increases the number of positions.
   for kind, (_, names) in _SCALINGS.items():
     scaling = getattr(cfg, kind)
     if not scaling:
@@ -488,7 +488,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     stated = {"rope_type": kind}
     for hf, ours in names.items():
       value = getattr(scaling, ours)
-      # Readers compute a field of 0.
+      # 0 means unset: readers then compute the value.
       if value or value is False:
         stated[hf] = value
     out["max_position_embeddings"] = round(scaling.factor * scaling.positions)
@@ -500,7 +500,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
-  """Returns an architecture's model type, and its row in FAMILIES."""
+  """Returns an architecture's model type and its row in FAMILIES."""
   if cfg.attention_gate != cfg.norm_offset:
     raise ValueError(
       f"model.attention_gate is {cfg.attention_gate} and model.norm_offset "
@@ -518,7 +518,7 @@ def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
 
 
 def _check_family(cfg: ModelConfig, family: Family) -> None:
-  """Refuses sizes refused by transformers for a family."""
+  """Refuses sizes that transformers refuses for this family."""
   who = f"{family.name} (attention_bias={cfg.attention_bias}, qk_norm={cfg.qk_norm})"
   if not family.hybrid and (cfg.delta or cfg.rotary_dim):
     raise ValueError(
@@ -535,7 +535,8 @@ def _check_fields(config: dict[str, Any], family: Family, where: str) -> None:
   """Refuses invalid values, and warns of unknown fields.
 
   Raises:
-    ValueError: naming `where`, the field, its value and the accepted ones.
+    ValueError: a value is invalid; the message names `where`, the field, the value and
+      the accepted values.
   """
   kinds = _READ | _UNSUPPORTED | CARRIED | _IGNORED
   rope = _ROPE
@@ -572,8 +573,8 @@ def _warn(where: str, fields: str) -> None:
 
 
 def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-  """Reads rotary base and scaling, in the layout of transformers 5 or earlier."""
-  # --- The object; fields are removed from it when read.
+  """Reads rotary base and scaling, in transformers 5's layout or the earlier one."""
+  # --- The object; a field is removed when it is read.
   name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
   if config.get("rope_parameters") and config.get("rope_scaling"):
     raise ValueError(
@@ -582,7 +583,7 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     )
   rope = dict(config.get(name) or {})
 
-  # --- The base, which transformers 5 has inside, and the kind of scaling.
+  # --- The base, which transformers 5 has inside, and the scaling's kind.
   theta = float(rope.pop("rope_theta", config.get("rope_theta") or 10_000.0))
   kind = rope.pop("rope_type", rope.pop("type", "default"))
   rope.pop("type", None)
@@ -612,14 +613,14 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
 
 
 def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama3Rope:
-  """Removes and returns the fields for a kind of scaling."""
+  """Moves the fields of this kind of scaling from `rope` into its dataclass."""
   cls, names = _SCALINGS[kind]
   values = {}
   for hf, ours in names.items():
     value = rope.pop(hf, None)
     if value is None:
       continue
-    # Files write 4 for 4.0; positions alone are a whole number.
+    # Files may write 4 for 4.0; only positions are a whole number.
     if _whole(value) and ours != "positions":
       value = float(value)
     values[ours] = value
@@ -628,14 +629,14 @@ def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama
   if kind == "yarn":
     values.setdefault("factor", longest / values["positions"])
   for hf, ours in names.items():
-    needed = getattr(cls, ours, None) is None  # a field with a default has it there
+    needed = getattr(cls, ours, None) is None  # a default is a class attribute
     if needed and ours not in values:
       raise ValueError(f"lacks {hf!r}, which {kind!r} needs")
   return cls(**values)
 
 
 def _check_layer_types(config: dict[str, Any], layers: int, where: str) -> None:
-  """Refuses a model with sliding-window attention in some layer."""
+  """Refuses layers without full attention, such as sliding-window layers."""
   # --- Newer files list every layer's kind.
   kinds = config.get("layer_types")
   if kinds is not None:
@@ -648,7 +649,7 @@ def _check_layer_types(config: dict[str, Any], layers: int, where: str) -> None:
         )
     return
 
-  # --- Older ones state the first layer; 4096 and 28 are transformers' defaults.
+  # --- Older files state the first sliding layer; transformers' defaults: 4096, 28.
   size = config.get("sliding_window", 4_096)
   first = config.get("max_window_layers", 28)
   if config.get("use_sliding_window") and size and first < layers:

@@ -1,4 +1,4 @@
-"""The two ends of a run: its initial model folder, and its output folders."""
+"""A run's two ends: its initial model folder and its output folders."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from coa_jax.runtime.bucket.inputs import named
 def open_folder(
   path: str | os.PathLike[str], load: LoadConfig | None = None
 ) -> tuple[ModelConfig, Tokenizer]:
-  """Reads the architecture and tokenizer of a model folder, which fit each other.
+  """Reads a model folder's architecture and tokenizer, and checks that they fit.
 
   Raises:
     FileNotFoundError, ValueError: as `load_config` and `Tokenizer.load`; or the model
-      is larger than all devices together, or the tokenizer than its vocabulary, or
-      there is no chat template.
+      is too large for all devices together, the tokenizer has more ids than the model,
+      or there is no chat template.
   """
-  # Neither check reads a weight: a bad folder is refused at once.
+  # No check reads weights, so a bad folder is refused at once.
   file = os.path.join(path, "config.json")
   cfg = load_config(path, load)
   memory.check_model(cfg, file)
@@ -58,20 +58,20 @@ def save_run(
 ) -> Any:
   """Writes `workdir/model` and, after training adapters, `workdir/adapter`.
 
-  Every process calls it; the first one writes.
+  All processes call this function; the first one writes.
 
   Args:
-    workdir: of the run.
+    workdir: the run's folder.
     cfg: the architecture.
     trained: `lora.split`'s first half, after training.
     frozen: the other half.
-    config: the adapters' config; None if everything was trained.
-    tokenizer: goes into the model's folder.
+    config: the adapters' config; None if all parameters were trained.
+    tokenizer: saved in the model folder.
     like: the initial model folder; "" for none.
-    origin: how the model was trained, for `coa.json` in both; None if unknown.
+    origin: how the model was trained, for `coa.json` in both folders; None if unknown.
 
   Returns:
-    The parameters of `workdir/model`: adapters are folded into them.
+    The parameters in `workdir/model`, with adapters merged.
   """
   params = merged(trained, frozen, config)
   save_model(os.path.join(workdir, "model"), cfg, params, tokenizer, like)
@@ -90,23 +90,23 @@ def save_adapter(
   config: LoraConfig,
   base: str,
 ) -> None:
-  """Writes adapter_config.json and adapter_model.safetensors, as peft reads them.
+  """Writes adapter_config.json and adapter_model.safetensors in peft's format.
 
-  Every process calls it; the first one writes.
+  All processes call this function; the first one writes.
 
   Args:
-    path: made if missing.
+    path: the folder, created if missing.
     cfg: the architecture.
-    adapters: as from `init_adapters`.
-    config: their config.
-    base: name or folder of their base model.
+    adapters: a tree as from `init_adapters`.
+    config: the adapters' config.
+    base: the base model's name or folder.
   """
-  # Gathering takes part in a collective: every process does it.
+  # Gathering is a collective, so every process takes part.
   tensors = {}
   whole = jax.tree.map(gather, adapters)
   if jax.process_index() > 0:
     return
-  # --- Arrays under peft's names, which are [outputs, inputs] like Hugging Face's.
+  # --- Arrays under peft's names, as [outputs, inputs] like Hugging Face's.
   for layer, arrays in unstack(whole, cfg.layers).items():
     number = layer.removeprefix("layer_")
     for key, x in arrays.items():
@@ -123,7 +123,7 @@ def save_adapter(
       tensors[full] = entry.write(x)
   os.makedirs(path, exist_ok=True)
   save_tensors(os.path.join(path, "adapter_model.safetensors"), tensors)
-  # --- peft's config for them.
+  # --- The adapters' config for peft.
   matrices = {name_of(p)[:-2] for p, _ in jax.tree_util.tree_leaves_with_path(adapters)}
   modules = sorted(hf_name(n).split(".")[-2] for n in matrices)
   description = {

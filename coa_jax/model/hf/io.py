@@ -1,9 +1,9 @@
 """Model folders in Hugging Face's layout: config.json, safetensors, tokenizer.
 
-A model is a folder everywhere in this project: RL, evaluation, transformers and vLLM
-read SFT's output; `hf.config` reads its config.json, `hf.names` maps its arrays' names.
-Arrays are read slice by slice, each device's part straight from the file, so no process
-ever holds more of a model than one array and its own parts.
+Everywhere in this project a model is a folder: RL, evaluation, transformers and vLLM
+read SFT's output. `hf.config` reads its config.json, `hf.names` maps its array names.
+Arrays are read slice by slice, each device's part straight from the file, so a process
+never holds more than its own parts and one array.
 
 budget: a folder's reader and writer are together.
 """
@@ -54,7 +54,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _DTYPES = ("F32", "BF16", "F16")
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-# Arrays beside a decoder.
+# Arrays outside the decoder.
 _NOT_DECODER = re.compile(r"(model\.visual|mtp)\.")
 # Git's placeholder for a file stored elsewhere (LFS).
 _LFS = b"version https://git-lfs"
@@ -68,34 +68,34 @@ def save_model(
   like: str | os.PathLike[str] = "",
   shard_bytes: int = 5_000_000_000,
 ) -> None:
-  """Writes a folder for transformers and vLLM: weights, config, tokenizer.
+  """Writes a model folder for transformers and vLLM: weights, config, tokenizer.
 
-  budget: the order of writes leaves no half folder.
+  budget: one order of writes, which leaves no half-written folder.
 
-  Every process calls it; the first one writes.
+  All processes call this function; the first one writes.
 
   Args:
-    path: made if missing.
+    path: the folder, created if missing.
     cfg: the architecture.
-    params: its parameters, layers stacked or not, on any devices.
-    tokenizer: saved beside the weights; its end and padding ids go into the config, and
-      `end_id` before them, so that other engines stop after the answer.
-    like: the initial model folder; its config fields outside the architecture
-      (`hf.config.CARRIED`), and its generation config, are kept.
+    params: the parameters, layers stacked or not, on any devices.
+    tokenizer: saved beside the weights; the config gets its end and padding ids, with
+      `end_id` first, so that other engines stop after the answer.
+    like: the initial model folder; its generation config and its config fields outside
+      the architecture (`hf.config.CARRIED`) are kept.
     shard_bytes: maximum bytes per file; several files get an index.
 
   Raises:
     ValueError: Hugging Face has no such architecture, or the parameters do not match
       `cfg` (all differences are listed); nothing is written.
   """
-  # --- Check everything first; nothing is written if it does not fit.
+  # --- Check everything first: on a mismatch nothing is written.
   path = os.fspath(path)
   config = to_hf_config(cfg) | _carried(tokenizer, like)
   _compare(cfg, params)
   table = name_table(params, cfg)
   files = _split(table, np.dtype(cfg.param_dtype).itemsize, shard_bytes)
 
-  # --- The arrays, a file at a time; every process takes part in gathering them.
+  # --- The arrays, file by file; every process takes part in gathering.
   first = jax.process_index() == 0
   if first:
     os.makedirs(path, exist_ok=True)
@@ -107,14 +107,14 @@ def save_model(
         tensors[name] = table[name].write(array)
     if first:
       save_tensors(os.path.join(path, file), tensors)
-  # --- The index, config and tokenizer, once all arrays are there.
+  # --- The index, tokenizer and config, after all arrays.
   if first:
     if len(files) > 1:
       where = {name: file for file, names in files.items() for name in names}
       size = sum(math.prod(e.stored) for e in table.values())
       size *= np.dtype(cfg.param_dtype).itemsize
       _write_json(path, _INDEX, {"metadata": {"total_size": size}, "weight_map": where})
-    # From an earlier save. transformers reads a single file before any index.
+    # Remove an earlier save's files: transformers prefers a single file to an index.
     current = set(files)
     if len(files) > 1:
       current.add(_INDEX)
@@ -127,22 +127,22 @@ def save_model(
     _write_json(path, _CONFIG, config)
 
   if jax.process_count() > 1:
-    # Not the whole path: each process may have its own path to the same folder.
+    # Only the name: processes may have different paths to the same folder.
     multihost_utils.sync_global_devices(f"saved {os.path.basename(path)}")
 
 
 def _compare(cfg: ModelConfig, params: Any) -> None:
-  """Refuses parameters that do not match an architecture."""
+  """Refuses parameters that do not match the architecture."""
 
   def leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) by path."""
+    """Returns (shape, dtype) by path."""
     out = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       out[name] = tuple(x.shape), str(x.dtype)
     return out
 
-  # Layers may be stacked or not, whatever `cfg.scan`.
+  # Layers may be stacked or not, regardless of `cfg.scan`.
   stacked = dataclasses.replace(cfg, scan="layers" in params)
   actual = leaves(params)
   expected = leaves(param_shapes(stacked))
@@ -164,8 +164,8 @@ def _compare(cfg: ModelConfig, params: Any) -> None:
 
 
 def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
-  """Reads a config.json's fields outside the architecture."""
-  # `like` comes first; the tokenizer fills in the rest.
+  """Returns the config.json fields outside the architecture."""
+  # `like` comes first; the tokenizer fills in missing fields.
   out = {}
   if like:
     origin = decoder_fields(read_object(os.path.join(like, _CONFIG)))
@@ -180,7 +180,7 @@ def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
 def _generation(
   config: dict[str, Any], tokenizer: Tokenizer | None, like: str | os.PathLike[str]
 ):
-  """Returns `like`'s generation config, or one of the end and padding ids."""
+  """Returns `like`'s generation config, or a new one with the config's token ids."""
   if like and os.path.exists(os.path.join(like, _GENERATION)):
     return _stopping(read_object(os.path.join(like, _GENERATION)), tokenizer)
   ids = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -188,7 +188,7 @@ def _generation(
 
 
 def _stopping(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-  """Returns the config, with the answer's end id before other end ids."""
+  """Returns the config with the answer's end id before other end ids."""
   if tokenizer is None or tokenizer.end_id is None:
     return config
   # A file has one id, a list, or none; a single id is written without a list.
@@ -203,7 +203,7 @@ def _stopping(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, 
 def _split(
   table: dict[str, Entry], itemsize: int, shard_bytes: int
 ) -> dict[str, list[str]]:
-  """File name -> names of its arrays, each file of at most `shard_bytes`."""
+  """Returns array names by file; only one larger array may exceed `shard_bytes`."""
   files: list[list[str]] = [[]]
   room = shard_bytes
   for name, entry in table.items():
@@ -222,7 +222,7 @@ def _split(
 
 
 def _pick(params: Any, entry: Entry) -> Any:
-  """Returns an entry's array, from any device."""
+  """Returns an entry's array from the parameter tree."""
   for key in entry.path:
     params = params[key]
   if entry.layer is not None:
@@ -233,9 +233,9 @@ def _pick(params: Any, entry: Entry) -> Any:
 def gather(x: jax.Array | np.ndarray) -> np.ndarray | None:
   """Gathers a whole array on the first process's host; None on others.
 
-  Every process calls it, one array after the other: while it is gathered, each device
-  has all of it. JAX can send an array to the first process's devices alone only if they
-  are as many as the array's own.
+  All processes call this function, for one array at a time, because meanwhile every
+  device holds the whole array. JAX can send an array to the first process's devices
+  alone only if they are as many as the array's own devices.
   """
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     x = _replicated(x.sharding.mesh)(x).addressable_data(0)
@@ -244,7 +244,7 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray | None:
 
 @functools.cache
 def _replicated(mesh: Mesh) -> Any:
-  """Returns the program that copies an array to all devices of a mesh."""
+  """Returns the program that copies an array to all the mesh's devices."""
   return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -256,11 +256,11 @@ def _write_json(path: str, name: str, value: dict[str, Any]) -> None:
 def load_config(
   path: str | os.PathLike[str], load: LoadConfig | None = None
 ) -> ModelConfig:
-  """Reads the architecture of a model folder.
+  """Reads a model folder's architecture.
 
   Args:
     path: the folder.
-    load: options outside the folder; None for the defaults.
+    load: options that the folder does not decide; None for the defaults.
 
   Raises:
     FileNotFoundError: there is no config.json.
@@ -276,10 +276,10 @@ def load_config(
 
 
 def _remedy(path: str) -> str:
-  """Suggests a path if there is no model."""
+  """Returns advice for the error message if the path does not exist."""
   if os.path.exists(path):
     return ""
-  # Like a Hugging Face model name: one slash, and no part typical of a path.
+  # A Hub name has one slash, starts like a word, and its owner is no local folder.
   if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) and not os.path.isdir(
     os.path.dirname(path)
   ):
@@ -302,21 +302,21 @@ def load_model(
 
   Args:
     path: the folder.
-    load: what the folder does not decide; None for the defaults.
+    load: options that the folder does not decide; None for the defaults.
     partitioner: the parameters' mesh.
 
   Returns:
-    The architecture and its parameters, stacked if `scan`.
+    The architecture and its parameters, with layers stacked if `scan`.
 
   Raises:
     FileNotFoundError: config.json or a shard is missing.
     ValueError: an array is missing, left over, of the wrong shape or an unsupported
-      dtype (all are listed), a file is damaged, config.json is not supported, the mesh
-      does not divide, or the devices lack the attention kernel. All before an array is
-      read, except comparing a tied output matrix with the embedding. Or an array holds
-      NaN or infinity.
+      dtype (the message lists them), a file is damaged, config.json is not supported,
+      the mesh does not divide the model, or the devices lack the attention kernel; no
+      array is read before these checks, except to compare a tied output matrix with the
+      embedding. Or an array holds NaN or infinity.
   """
-  # --- Refuse misfits before an array is read.
+  # --- Refuse mismatches before any array is read.
   path = os.fspath(path)
   cfg = load_config(path, load)
   partitioner.check(cfg.axes)
@@ -329,7 +329,7 @@ def load_model(
       slices = _decoder_only(path, slices)
     _check(path, table, slices)
 
-    # --- Our arrays by path: each comes from one array in the files, or one per layer.
+    # --- Our arrays by path: each comes from one stored array, or from one per layer.
     entries: dict[tuple[str, ...], list[tuple[Entry, Any]]] = {}
     for name, entry in table.items():
       entries.setdefault(entry.path, []).append((entry, slices[name]))
@@ -339,7 +339,7 @@ def load_model(
       read = _reader(parts, np.dtype(want.dtype))
       return jax.make_array_from_callback(want.shape, sharding, read)
 
-    # --- Every device reads its own part of every array.
+    # --- Each device reads its own part of each array.
     where = partitioner.tree(shapes)
     return cfg, jax.tree_util.tree_map_with_path(leaf, shapes, where)
 
@@ -347,14 +347,14 @@ def load_model(
 def _reader(
   parts: list[tuple[Entry, Any]], dtype: np.dtype
 ) -> Callable[[tuple[slice, ...]], np.ndarray]:
-  """Reads our part at an index, including its stacked layers."""
+  """Returns a reader of our array's part at an index, stacked layers included."""
   if parts[0][0].layer is None:
     ((entry, stored),) = parts
     return lambda index: np.ascontiguousarray(entry.read(stored, index), dtype)
   by_layer = sorted(parts, key=lambda p: p[0].layer)
 
   def read(index: tuple[slice, ...]) -> np.ndarray:
-    # Filled layer by layer, so that at most one exists twice.
+    # Filled layer by layer, so that at most one layer is in memory twice.
     picked = by_layer[index[0]]
     out = None
     for i, (entry, stored) in enumerate(picked):
@@ -368,13 +368,13 @@ def _reader(
 
 
 def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
-  """Returns a folder's weight files, and the index: array -> file; empty without one.
+  """Returns a folder's weight files, and its index (array -> file), empty if none.
 
   Raises:
-    FileNotFoundError: naming every file that is missing.
+    FileNotFoundError: weight files are missing; the message names them all.
     ValueError: the index is invalid, or there are two sets of weights.
   """
-  # --- The names: one file, or those of the index.
+  # --- File names: the single file's, or the index's.
   index = os.path.join(path, _INDEX)
   promised: dict[str, str] = {}
   names = [_SINGLE]
@@ -383,19 +383,19 @@ def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
     if not isinstance(promised, dict) or not promised:
       raise ValueError(f"{index}: field 'weight_map' is no table of arrays and files")
     names = sorted(set(map(str, promised.values())))
-  # A folder's index is foreign text: it may not lead out of the folder. Its files may
-  # be links: the hub's cache has them elsewhere.
+  # The index is untrusted text: its names may not leave the folder. The files may be
+  # links, as in the Hub's cache.
   check_names(names, index)
   if deep := [name for name in names if "/" in name]:
     raise ValueError(f"{index}: file name {deep[0]!r} is not directly in the folder")
-  # transformers takes the single file, others the index; one of them is stale.
+  # transformers reads the single file, other readers the index; one of them is stale.
   if names != [_SINGLE] and os.path.exists(os.path.join(path, _SINGLE)):
     raise ValueError(
       f"{path}: has {_SINGLE} and {_INDEX}, and readers differ in which counts; remove "
       "the one that is out of date"
     )
 
-  # --- Missing files, and placeholders for them.
+  # --- Missing files, with advice if PyTorch's own format is there.
   missing = [n for n in names if not os.path.exists(os.path.join(path, n))]
   if missing:
     file = os.path.join(path, missing[0])
@@ -411,7 +411,7 @@ def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredArray]]:
-  """Yields (name, array) of every array in the safetensors files of a folder.
+  """Yields (name, array) for each array in a folder's safetensors files.
 
   Raises:
     FileNotFoundError, ValueError: as `_weight_files`; or a file is not a safetensors
@@ -419,7 +419,7 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
   """
   names, promised = _weight_files(path)
   for name in names:
-    # --- A file in another format gets its own message.
+    # --- A folder or an LFS pointer gets its own message.
     file = os.path.join(path, name)
     if os.path.isdir(file):
       raise ValueError(f"{file}: is a folder, not a safetensors file")
@@ -430,7 +430,7 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
           "the folder was cloned"
         )
 
-    # --- Its header; arrays stay on disk until they are sliced.
+    # --- The file's header; arrays stay on disk until they are sliced.
     try:
       opened = files.enter_context(safetensors.safe_open(file, framework="numpy"))
     except safetensors.SafetensorError as e:
@@ -445,11 +445,11 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
 
 
 def _decoder_only(path: str, slices: dict[str, Any]) -> dict[str, Any]:
-  """Leaves out a folder's vision tower and multi-token prediction."""
+  """Drops the arrays of the vision tower and of multi-token prediction."""
   out = {}
   for name, stored in slices.items():
     if not _NOT_DECODER.match(name):
-      # Beside a vision tower, the decoder's names have one part more.
+      # Beside a vision tower, decoder names have an additional part.
       out[name.replace("model.language_model.", "model.", 1)] = stored
   if len(out) < len(slices):
     _log.info(
@@ -462,14 +462,14 @@ def _decoder_only(path: str, slices: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
-  """Lists all misfits between files and architecture."""
+  """Refuses files that do not match the architecture."""
   faults = []
   for name, stored in slices.items():
     shape = tuple(stored.get_shape())
     dtype = stored.get_dtype()
     entry = table.get(name)
     if entry is None and name == _HEAD:
-      # Some tools write the output matrix beside its tied embedding.
+      # Some tools write a tied output matrix as well as the embedding.
       entry = table[_EMBEDDING]
     if entry is None:
       faults.append(f"unknown {name} {shape}")
@@ -497,8 +497,8 @@ def _listed(faults: list[str], most: int = 8) -> str:
 
 
 def _equal(a: Any, b: Any) -> bool:
-  """Whether two stored matrices of one shape are the same, some rows at a time."""
-  # An embedding may exceed the free memory: 4 M numbers at a time.
+  """Compares two stored matrices of equal shape, some rows at a time."""
+  # An embedding may exceed the free memory, so compare 4 M numbers at a time.
   rows, columns = a.get_shape()
   some = max(1, 2**22 // columns)
   for begin in range(0, rows, some):

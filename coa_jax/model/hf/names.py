@@ -1,6 +1,6 @@
-"""Names and shapes of a model's arrays in Hugging Face's layout and in ours.
+"""Maps array names and shapes between Hugging Face's layout and ours.
 
-One table, used in both directions.
+One table serves both directions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from coa_jax.model.config import ModelConfig
 
-# Ours: (Hugging Face's name, our axes that form each of its axes). Hugging Face stores
-# a matrix as [outputs, inputs], ours are [inputs..., outputs...].
+# Our name -> Hugging Face's name, and our axes joined into each of its axes. Hugging
+# Face stores a matrix as [outputs, inputs], we as [inputs..., outputs...].
 _VECTOR = ((0,),)
 _MATRIX = ((1,), (0,))
 _INTO_HEADS = ((1, 2), (0,))
@@ -47,8 +47,8 @@ _LAYER = {
   "delta_norm": ("linear_attn.norm.weight", _VECTOR),
   "delta_out": ("linear_attn.out_proj.weight", _FROM_HEADS),
 }
-# Ours have a key head's query, key and values together, so that devices may split them
-# by head; Hugging Face's have all queries, then all keys, then all values.
+# We store each key head's query, key and values together, so that devices may split
+# them by head; Hugging Face stores all queries, then all keys, then all values.
 _BY_HEAD = ("delta_qkv", "delta_conv")
 _TOP = {
   "embed": ("model.embed_tokens.weight", ((0,), (1,))),
@@ -59,15 +59,15 @@ _TOP = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """One array of Hugging Face's and its place among ours.
+  """A Hugging Face array, and its place in our parameters.
 
   Attributes:
-    path: keys in the parameters' tree.
-    layer: its index on the stacked layer axis; None without one.
-    groups: our axes (without the layer axis) that form each of its axes.
+    path: keys in the parameter tree.
+    layer: index on the stacked layer axis; None if not stacked.
+    groups: our axes (without the layer axis) joined into each file axis.
     shape: our shape, without the layer axis.
-    sections: widths of the parts of our second axis of its first group, if the file has
-      all heads' first parts, then all second ones, ...; () if it has head after head.
+    sections: part widths along the first group's second axis, if the file stores all
+      heads' first parts, then all second parts, ...; () if it stores head after head.
   """
 
   path: tuple[str, ...]
@@ -87,24 +87,24 @@ class Entry:
     return tuple(map(self._size, self.groups))
 
   def _size(self, axes: tuple[int, ...]) -> int:
-    """Returns the product of some of our axes' sizes."""
+    """Returns the product of these axes' sizes."""
     return math.prod(self.shape[i] for i in axes)
 
   def read(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads our part at `index` from a sliceable file array."""
-    # --- The slice of each of our axes, and so of each file axis.
+    """Reads our array's part at `index` from a sliceable file array."""
+    # --- The slice along each of our axes, then along each file axis.
     spans = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
     cuts = []
     for group in self.groups:
-      if not group:  # an axis of one in the file
+      if not group:  # a file axis of size 1
         cuts.append(slice(0, 1))
         continue
-      # Only the first axis of a group is ever split.
+      # Only a group's first axis is ever split.
       first = spans[group[0]]
       rest = self._size(group[1:])
       cuts.append(slice(first.start * rest, first.stop * rest))
 
-    # --- The part in the file's order, and its axes back into ours.
+    # --- The part in the file's layout, then in ours.
     if self.sections:
       part = self._read_sections(stored, spans[self.groups[0][0]], cuts)
     else:
@@ -113,7 +113,7 @@ class Entry:
     return part.transpose(np.argsort(self.axes))
 
   def _read_sections(self, stored: Any, heads: range, cuts: list[slice]) -> np.ndarray:
-    """Reads some heads' rows; returns them with axes heads, their parts, and others."""
+    """Reads the rows of `heads`, as [heads, parts, ...]."""
     parts = []
     begin = 0
     for width in self.sections:
@@ -124,7 +124,7 @@ class Entry:
     return np.concatenate(parts, axis=1)
 
   def write(self, x: np.ndarray) -> np.ndarray:
-    """Makes the file's array of ours."""
+    """Converts our array to the file's layout."""
     x = x.transpose(self.axes)
     if self.sections:
       parts = np.split(x, np.cumsum(self.sections)[:-1], axis=1)
@@ -133,12 +133,12 @@ class Entry:
 
 
 def hf_name(name: str) -> str:
-  """Returns Hugging Face's name, inside a layer, of one of our arrays."""
+  """Returns Hugging Face's name for one of our arrays, relative to its layer."""
   return _LAYER[name][0]
 
 
 def sections_of(cfg: ModelConfig, name: str) -> tuple[int, ...]:
-  """Returns `Entry.sections` of one of our arrays."""
+  """Returns `Entry.sections` for one of our arrays."""
   if name not in _BY_HEAD:
     return ()
   d = cfg.delta
@@ -146,10 +146,10 @@ def sections_of(cfg: ModelConfig, name: str) -> tuple[int, ...]:
 
 
 def name_table(shapes: dict[str, Any], cfg: ModelConfig) -> dict[str, Entry]:
-  """Lists Hugging Face's names of a tree of parameters, stacked or not.
+  """Maps Hugging Face's names to our parameters, with layers stacked or not.
 
   Raises:
-    ValueError: listing parameters that have no name there.
+    ValueError: some parameters have no name there; the message lists them.
   """
   out = {}
   unmapped = []
@@ -162,7 +162,7 @@ def name_table(shapes: dict[str, Any], cfg: ModelConfig) -> dict[str, Entry]:
     elif len(path) > 1 and name in _LAYER:
       hf, groups = _LAYER[name]
       sections = sections_of(cfg, name)
-      # Stacked, we have one array; the file has one per layer.
+      # Stacked layers are one array here, and one per layer in the file.
       if path[0] == "layers":
         block = int(path[1].removeprefix("block_")) if len(path) == 3 else 0
         for turn in range(x.shape[0]):

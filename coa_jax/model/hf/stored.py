@@ -13,7 +13,7 @@ from coa_jax.runtime.disk import atomic_path
 
 
 def save_tensors(path: str, tensors: dict[str, np.ndarray]) -> None:
-  """Writes a safetensors file, with the folder's default mode."""
+  """Writes a safetensors file with the folder's default file mode."""
   with atomic_path(path) as unfinished:
     # The library makes a file that only its owner can read.
     with open(unfinished, "wb") as f:
@@ -24,7 +24,7 @@ def save_tensors(path: str, tensors: dict[str, np.ndarray]) -> None:
 
 
 class StoredArray:
-  """One array in a safetensors file; every read part is finite.
+  """An array in a safetensors file; reading NaN or infinity is refused.
 
   Attributes:
     get_shape: returns the array's shape.
@@ -32,11 +32,11 @@ class StoredArray:
   """
 
   def __init__(self, file: str, name: str, array: Any):
-    """Takes the file, the array's name there, and its slice (`safe_open`)."""
+    """Takes the file, the array's name there, and its slice from `safe_open`."""
     self._file = file
     self._name = name
     self._array = array
-    # The array's own methods: `hf.io` asks this one as it would ask the file's.
+    # `hf.io` uses this object like the library's own slice.
     self.get_shape = array.get_shape
     self.get_dtype = array.get_dtype
 
@@ -44,7 +44,7 @@ class StoredArray:
     """Reads a part.
 
     Raises:
-      ValueError: it holds NaN or infinity; the message names the file and the array.
+      ValueError: the part holds NaN or infinity; the message names file and array.
     """
     part = self._array[index]
     if not is_finite(part):
@@ -56,23 +56,23 @@ class StoredArray:
 
 
 def is_finite(x: np.ndarray) -> bool:
-  """Returns whether no entry of a floating-point array is NaN or infinite.
+  """Returns whether all numbers in a floating-point array are finite.
 
-  Takes a fraction of the time of `np.isfinite(x).all()`, and next to no memory: every
-  loaded weight is checked.
+  Takes a fraction of the time of `np.isfinite(x).all()` and almost no memory; this
+  matters because every loaded weight is checked.
   """
   # --- float32: a sum of squares is finite only if every number is.
   if x.dtype == np.float32:
     flat = x.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
       squares = np.dot(flat, flat)
-    # Those of large numbers overflow, too.
+    # Large finite numbers overflow too, so an infinite sum is checked again.
     return bool(np.isfinite(squares) or np.isfinite(x).all())
 
   # --- Half precision.
   if x.size == 0 or x.itemsize != 2:
     return bool(np.isfinite(x).all())
-  # NumPy is slow in half precision. By bits, nonfinite numbers are above all others
-  # with the same sign, and the sign is the highest bit.
+  # NumPy is slow in half precision. As bits, nonfinite numbers exceed all others of the
+  # same sign, and the sign is the highest bit.
   positive, negative = np.array([np.inf, -np.inf], x.dtype).view(np.uint16)
   return bool(x.view(np.int16).max() < positive and x.view(np.uint16).max() < negative)

@@ -1,11 +1,11 @@
-"""Attention over long packed rows block by block, in plain XLA.
+"""Blockwise attention over long packed rows, in plain XLA.
 
-Scores exist for a few blocks of queries at a time, each against one block of keys,
-forward and backward, and blocks without the queries' segments are not visited: the cost
-follows the segments, not the rows. For platforms without their own flash kernel.
+Forward and backward, only a few query blocks have scores at a time, each against one
+key block. Key blocks without the queries' segments are skipped, so the cost depends on
+segment lengths, not on row lengths. For platforms without a flash kernel.
 
-Blocks of queries with equally many blocks of keys are grouped across rows, and walk
-back through their keys in step: no row waits for another's longer segments, and
+Query blocks with similar numbers of key blocks are grouped across rows, and walk back
+through their keys together. So no row waits for another row's longer segments, and
 operations are larger with little waste.
 
 Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
@@ -23,22 +23,22 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# Finite, so that a fully masked row of scores has no NaN.
+# Finite, so that a fully masked row of scores gives no NaN.
 _MASKED = -1e30
 
 
 class _Plan(NamedTuple):
-  """Groups of blocks: g groups of C blocks of queries, the busiest first.
+  """Groups of query blocks: g groups of C blocks each, the busiest first.
 
-  M counts the blocks of queries of all rows, J their blocks of keys; U places each.
+  All rows together have M query blocks and J key blocks of U places.
 
   Attributes:
     segment_MU: the queries' segments.
     segment_JU: the keys' segments.
-    newest_M: the last block of keys seen by a block of queries.
-    block_gC: a group's blocks; block 0 again pads the last group.
-    visits_gC: blocks of keys to visit, from the newest back; 0 for padding.
-    place_M: each block's index among all groups' blocks.
+    newest_M: each query block's last visible key block.
+    block_gC: each group's query blocks; block 0 pads the last group.
+    visits_gC: number of key blocks to visit, from the newest back; 0 for padding.
+    place_M: each query block's index among all groups' blocks.
   """
 
   segment_MU: jax.Array
@@ -60,21 +60,21 @@ def attend_segments(
 ) -> jax.Array:
   """Attends causally inside segments; the queries are the last T of S places.
 
-  budget: the arguments' shapes are most of it.
+  budget: mostly the arguments' shapes.
 
   Args:
     q_BTNH: queries.
     k_BSKH: keys.
     v_BSKH: values.
-    segment_BS: int segment number of each place; a segment's places stand together.
-    name: the backward pass's inputs for checkpoint policies.
+    segment_BS: int segment number per place; a segment's places are contiguous.
+    name: names the backward pass's inputs for checkpoint policies.
     block: U, queries and keys per block.
-    together: C, blocks of queries per operation.
+    together: C, query blocks per operation.
 
   Returns:
     out_BTNH in q's dtype.
   """
-  # --- Sizes: n blocks of queries and m blocks of keys in a row.
+  # --- Sizes: n query blocks and m key blocks per row.
   B, T, N, H = q_BTNH.shape
   _, S, K, _ = k_BSKH.shape
   U = block
@@ -83,14 +83,14 @@ def attend_segments(
   near = _near(before, U)
   m = near + n
 
-  # --- Rows filled up to whole blocks.
+  # --- Rows padded to whole blocks.
   q_BTNH = jnp.pad(q_BTNH * H**-0.5, ((0, 0), (0, n * U - T), (0, 0), (0, 0)))
-  # Places after the end are separate segments, not read by others.
+  # Padding is a segment of its own, which other segments do not read.
   segment_BS = jnp.pad(
     segment_BS, ((0, 0), (0, m * U - S)), constant_values=jnp.iinfo("int32").max
   )
 
-  # --- Each block's range of key blocks, and its group.
+  # --- Each query block's range of key blocks, and its group.
   of_queries = slice(before, before + n * U)
   first_Bn = starts(segment_BS)[:, of_queries].reshape(B, n, U).min(2) // U
   newest_Bn = near + jnp.arange(n) + jnp.zeros_like(first_Bn)
@@ -102,7 +102,7 @@ def attend_segments(
     C=min(together, B * n),
   )
 
-  # --- Blocks of all rows in one axis; R: the rows of a kv head's query heads.
+  # --- All rows' blocks on one axis; R = G U: a kv head's query rows.
   def key_blocks(x_BSKH: jax.Array) -> jax.Array:
     x = jnp.pad(x_BSKH, ((0, 0), (0, m * U - S), (0, 0), (0, 0)))
     return x.reshape(B * m, U, K, H).transpose(0, 2, 3, 1)  # JKHU
@@ -124,14 +124,14 @@ def _near(before: int, U: int) -> int:
 
 
 def starts(segment_BS: jax.Array) -> jax.Array:
-  """Returns the first place seen by each place, int [B, S].
+  """Returns each place's first visible place, int [B, S].
 
   Args:
-    segment_BS: segment number of each place; a segment's places stand together.
+    segment_BS: segment number per place; a segment's places are contiguous.
   """
   place_S = jnp.arange(segment_BS.shape[1])
   new_BS = segment_BS != jnp.roll(segment_BS, 1, axis=1)
-  # The last segment start up to each place.
+  # The last segment start at or before each place.
   return jax.lax.cummax(jnp.where(new_BS, place_S, 0), axis=1)
 
 
@@ -157,12 +157,12 @@ def _group(
 
 
 def _take(x: jax.Array, at_C: jax.Array) -> jax.Array:
-  """x[at_C]; as slices, which a CPU copies faster than it gathers."""
+  """Returns x[at_C], by slices, which a CPU copies faster than it gathers."""
   return jnp.stack([x[i] for i in at_C])
 
 
 def _add(total: jax.Array, more: jax.Array, at_C: jax.Array) -> jax.Array:
-  """total, and `more` added at at_C."""
+  """Returns `total` with `more` added at at_C."""
   for i, x in zip(at_C, more, strict=True):
     total = total.at[i].add(x)
   return total
@@ -174,15 +174,15 @@ def _score(
   same_CUU: jax.Array,
   apart: jax.Array,
 ) -> jax.Array:
-  """score_CKRU in float32, masked.
+  """Returns the masked score_CKRU in float32.
 
   Args:
     q_CKRH: queries.
-    k_CKHU: their keys.
+    k_CKHU: keys.
     same_CUU: whether query and key share a segment.
     apart: places from a block's first key to its first query.
   """
-  # --- The mask, by distance.
+  # --- The causal mask, by distance.
   U = k_CKHU.shape[-1]
   back_UU = apart + jnp.arange(U)[:, None] - jnp.arange(U)
   seen_UU = back_UU >= 0
@@ -206,7 +206,7 @@ def _attend(
   before: int,
   name: str,
 ) -> jax.Array:
-  """out_MKRH: every block of queries over its visible blocks of keys."""
+  """Returns out_MKRH: each query block attends to its visible key blocks."""
   return _forward(q_MKRH, k_JKHU, v_JKHU, plan, before)[0]
 
 
@@ -217,7 +217,7 @@ def _meeting(
   before: int,
   g: jax.Array,
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-  """Of group g: (queries, how far back) to at_C, keys and values there, scores."""
+  """Makes group g's function (queries, blocks back) -> (at_C, keys, values, scores)."""
   U = k_JKHU.shape[-1]
   block_C = plan.block_gC[g]
   segment_CU = _take(plan.segment_MU, block_C)
@@ -225,7 +225,7 @@ def _meeting(
 
   def meet(q_CKRH: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
     seen_C = back < plan.visits_gC[g]
-    # A finished block stays at its newest block, and sees nothing there.
+    # A finished query block stays at its newest key block, and sees nothing there.
     at_C = newest_C - jnp.where(seen_C, back, 0)
     k_CKHU = _take(k_JKHU, at_C)
     v_CKHU = _take(v_JKHU, at_C)
@@ -244,17 +244,17 @@ def _forward(
   plan: _Plan,
   before: int,
 ) -> tuple[jax.Array, jax.Array]:
-  """out_MKRH, and lse_MKR: the logarithm of each row's sum of exponentials."""
+  """Returns out_MKRH, and lse_MKR: each query row's log-sum-exp of scores."""
 
   def queries(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     q_CKRH = _take(q_MKRH, plan.block_gC[g])
     meet = _meeting(k_JKHU, v_JKHU, plan, before, g)
 
-    # The softmax so far: its maximum, its sum, and the values under both.
+    # The softmax so far: maximum, sum, and weighted values.
     def visit(back, carry):
       max_CKR, sum_CKR, out_CKRH = carry
       _, _, v_CKHU, s_CKRU = meet(q_CKRH, back)
-      # A larger maximum than before: older sums are rescaled.
+      # Older sums are rescaled to the new maximum.
       new_max_CKR = jnp.maximum(max_CKR, s_CKRU.max(-1))
       p_CKRU = jnp.exp(s_CKRU - new_max_CKR[..., None])
       rescale_CKR = jnp.exp(max_CKR - new_max_CKR)
@@ -278,13 +278,13 @@ def _forward(
 
 
 def _in_place(grouped: Any, plan: _Plan) -> Any:
-  """[groups, C, ...] to [M, ...]."""
+  """Reorders [groups, C, ...] to [M, ...]."""
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[plan.place_M], grouped)
 
 
 def _forward_rule(q_MKRH, k_JKHU, v_JKHU, plan, before, name):
   out_MKRH, lse_MKR = _forward(q_MKRH, k_JKHU, v_JKHU, plan, before)
-  # Under this name a checkpoint policy keeps them, and the forward pass runs once.
+  # A checkpoint policy may keep this name, so that the forward pass runs only once.
   out_MKRH = checkpoint_name(out_MKRH, name)
   lse_MKR = checkpoint_name(lse_MKR, name)
   return out_MKRH, (q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR)
@@ -304,15 +304,15 @@ def _backward_rule(before, name, residuals, d_out_MKRH):
     do_CKRH = _take(d_out_MKRH, block_C)
     lse_CKR = _take(lse_MKR, block_C)
     delta_CKR = _take(delta_MKR, block_C)
-    # Rows last, once for all visits: else these products would be slower ones.
+    # Rows last, transposed once for all visits: otherwise the products are slower.
     q_CKHR = q_CKRH.swapaxes(2, 3)
     do_CKHR = do_CKRH.swapaxes(2, 3)
     meet = _meeting(k_JKHU, v_JKHU, plan, before, g)
 
-    # --- Their gradient, and their share of the keys' and values' gradients.
+    # --- Their gradients, and their share of the keys' and values' gradients.
     def visit(back, carry):
       dq_CKRH, dk_JKHU, dv_JKHU = carry
-      # Probabilities again, from the scores and the forward pass's sums.
+      # The probabilities again, from scores and the forward pass's log-sum-exp.
       at_C, k_CKHU, v_CKHU, s_CKRU = meet(q_CKRH, back)
       p_CKRU = jnp.exp(s_CKRU - lse_CKR[..., None])
       dp_CKRU = jnp.einsum(
@@ -331,7 +331,7 @@ def _backward_rule(before, name, residuals, d_out_MKRH):
     dq_CKRH, dk_JKHU, dv_JKHU = jax.lax.fori_loop(0, plan.visits_gC[g, 0], visit, start)
     return (dk_JKHU, dv_JKHU), dq_CKRH.astype(q_MKRH.dtype)
 
-  # Sums over blocks of queries, in float32.
+  # Sums over query blocks, in float32.
   start = (jnp.zeros(k_JKHU.shape, jnp.float32), jnp.zeros(v_JKHU.shape, jnp.float32))
   groups = jnp.arange(len(plan.visits_gC))
   (dk_JKHU, dv_JKHU), dq = jax.lax.scan(queries, start, groups)

@@ -1,19 +1,19 @@
 """The gated delta rule: linear attention with a matrix as each head's state.
 
-A token decays its head's state, then replaces the value stored under its key:
+In each head, a token decays the state, then replaces the value stored under its key:
 
   S_t = exp(g_t) S_{t-1} + k_t (w_t (v_t - exp(g_t) S_{t-1}^T k_t))^T;  o_t = S_t^T q_t
 
 with a log decay g <= 0 and a write strength w in (0, 1). Many tokens are computed in
-chunks, as matrix products and one triangular system each; one token by the formula. All
-in float32.
+chunks, each with matrix products and one triangular system; one token by the formula.
+All arithmetic is in float32.
 
 Sources: Gated DeltaNet (arXiv 2412.06464), its chunks (arXiv 2406.06484); equal to
-`torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule` of transformers
+`torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule` in transformers'
 `models/qwen3_next`.
 
-Letters of its own: Y key heads, Z = Y G value heads, M units of a key, U of a value;
-n chunks of C tokens.
+This file's axis letters: Y key heads, Z = Y G value heads, M units per key, U per
+value; n chunks of C tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import jax.numpy as jnp
 CHUNK = 64
 # Chunks whose products are in memory at once; the backward pass recomputes them.
 _AT_ONCE = 32
-# Rows of a block that is inverted as a whole.
+# Rows per diagonal block that is inverted as a whole.
 _WHOLE = 16
-# A TPU would round the factors of float32 products to bfloat16, a GPU to TF32.
+# By default a TPU rounds float32 factors to bfloat16, and a GPU to TF32.
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
 class Tokens(NamedTuple):
-  """What the rule reads of each token.
+  """The rule's inputs for each token.
 
   Attributes:
     q_BTYM: queries, of unit length.
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
     v_BTZU: values.
     write_BTZ: write strengths; 0 for a token that leaves the state alone.
     decay_BTZ: log decays, at most 0.
-    segment_BT: int segment of each token; states do not cross segments.
+    segment_BT: int segment per token; states do not cross segments.
   """
 
   q_BTYM: jax.Array
@@ -54,14 +54,14 @@ class Tokens(NamedTuple):
 
 
 def one_token(tokens: Tokens, state_BZMU: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Applies the rule to one token of each row.
+  """Applies the rule to one token per row.
 
   Args:
     tokens: T = 1.
-    state_BZMU: each row's states before it, float32.
+    state_BZMU: each row's states before the token, float32.
 
   Returns:
-    out_B1ZU and the states after it, float32.
+    out_B1ZU and the states after the token, float32.
   """
   t = jax.tree.map(lambda x: x[:, 0], tokens)
   groups = t.v_BTZU.shape[1] // t.q_BTYM.shape[1]
@@ -70,7 +70,8 @@ def one_token(tokens: Tokens, state_BZMU: jax.Array) -> tuple[jax.Array, jax.Arr
   k_BZM = jnp.repeat(t.k_BTYM.astype(jnp.float32), groups, axis=1)
   decay_BZ1 = jnp.exp(t.decay_BTZ)[..., None]
 
-  # Both reads are of the old state, so that it is read once: q reads the new value too.
+  # k and q both read the old state, so it is loaded once; q's share of the new value is
+  # added separately.
   def read(x_BZM: jax.Array) -> jax.Array:
     return decay_BZ1 * jnp.sum(x_BZM[..., None] * state_BZMU, axis=2)
 
@@ -85,18 +86,18 @@ def one_token(tokens: Tokens, state_BZMU: jax.Array) -> tuple[jax.Array, jax.Arr
 def many_tokens(
   tokens: Tokens, state_BZMU: jax.Array, segment_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Applies the rule to all tokens of each row, in chunks.
+  """Applies the rule to all of each row's tokens, in chunks.
 
   Args:
-    tokens: of any number.
-    state_BZMU: each row's states before them, float32.
+    tokens: any number.
+    state_BZMU: each row's states before the tokens, float32.
     segment_B: the states' segments.
 
   Returns:
-    out_BTZU and the states after the last token, float32. A token's output depends on
-    nothing of other segments, bit for bit.
+    out_BTZU and the states after the last token, float32. A token's output is
+    bit-identical for any content in other segments.
   """
-  # --- Whole groups of chunks: added tokens write nothing.
+  # --- Tokens padded to whole groups of chunks; padding writes nothing.
   B, T, Z, U = tokens.v_BTZU.shape
   chunks = -(-T // CHUNK)
   at_once = min(chunks, _AT_ONCE)
@@ -104,13 +105,13 @@ def many_tokens(
   added = turns * at_once * CHUNK - T
 
   def grouped(x: jax.Array) -> jax.Array:
-    """[B, T, ...] to [turns, B, n, C, ...]; the last segment goes on."""
+    """Pads [B, T, ...] with the last segment, as [turns, B, n, C, ...]."""
     mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
     x = jnp.pad(x, [(0, 0), (0, added)] + [(0, 0)] * (x.ndim - 2), mode=mode)
     x = x.reshape(B, turns, at_once, CHUNK, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
 
-  # --- A group after the other.
+  # --- One group after another.
   def group(carry, tokens):
     out, *carry = _group(tokens, *carry)
     return tuple(carry), out
@@ -130,12 +131,12 @@ def _product(formula: str, *args: jax.Array) -> jax.Array:
 def _group(
   t: Tokens, state_BZMU: jax.Array, segment_B: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Applies the rule to chunks; tokens have axes [B, n, C, ...].
+  """Applies the rule to one group of chunks; tokens have axes [B, n, C, ...].
 
   budget: the terms of one formula, which share their arrays.
 
   Returns:
-    out [B, n, C, Z, U], the states after them, and those states' segments.
+    out [B, n, C, Z, U], the states after the chunks, and these states' segments.
   """
   B, n, C, Y, M = t.q_BTYM.shape
   Z, U = t.v_BTZU.shape[3:]
@@ -152,8 +153,9 @@ def _group(
   write_BYGnC = heads_first(t.write_BTZ, Y, G)
   decay_BYGnC = heads_first(t.decay_BTZ, Y, G)
 
-  # --- Pairs of one segment, and decays between them. A sum of decays has only the own
-  # segment's terms: differences of sums over all would depend on the others' rounding.
+  # --- Token pairs within a segment, and their decays. Each decay sum has only its own
+  # segment's terms: differences of sums over all segments would depend on the other
+  # segments' rounding.
   last_Bn = t.segment_BT[:, :, -1]
   before_Bn = jnp.concatenate([segment_B[:, None], last_Bn[:, :-1]], axis=1)
   same_BnCC = t.segment_BT[..., :, None] == t.segment_BT[..., None, :]
@@ -161,7 +163,7 @@ def _group(
   sum_BYGnC = _product("bnij,bygnj->bygni", same_BnCC.astype(jnp.float32), decay_BYGnC)
   pair_BYGnCC = sum_BYGnC[..., :, None] - sum_BYGnC[..., None, :]
   pair_BYGnCC = jnp.exp(jnp.where(same_BnCC[:, None, None], pair_BYGnCC, -jnp.inf))
-  # Tokens that read the state before the chunk, and those that write the one after it.
+  # Tokens that read the state before the chunk, and tokens that write the next state.
   reads_BnC = t.segment_BT == before_Bn[..., None]
   reads_BYGnC = jnp.where(reads_BnC[:, None, None], jnp.exp(sum_BYGnC), 0)
   writes_BnC = t.segment_BT == last_Bn[..., None]
@@ -173,8 +175,8 @@ def _group(
     (last_Bn == before_Bn)[:, None, None], jnp.exp(sum_BYGnC[..., -1]), 0
   )
 
-  # --- Each token's change of its key's value, for any state before the chunk: a
-  # triangular system, since it reads the changes of the tokens before it.
+  # --- Each token's change to its key's value, for any state before the chunk. It reads
+  # the earlier tokens' changes, so the system is triangular.
   kk_BYnCC = _product("byncm,byndm->byncd", k_BYnCM, k_BYnCM)
   system = write_BYGnC[..., None] * kk_BYnCC[:, :, None] * pair_BYGnCC
   right = jnp.concatenate(
@@ -185,7 +187,7 @@ def _group(
   )
   new_BYGnCU, known_BYGnCM = jnp.split(solved, [U], axis=-1)
 
-  # --- Chunk after chunk: the state.
+  # --- The state, chunk after chunk.
   inner_BYGnCC = _product("byncm,byndm->byncd", q_BYnCM, k_BYnCM)[:, :, None]
   inner_BYGnCC = inner_BYGnCC * pair_BYGnCC
   reading_BYGnCM = reads_BYGnC[..., None] * q_BYnCM[:, :, None]
@@ -219,17 +221,17 @@ def _group(
 
 @jax.custom_vjp
 def _inverse(x: jax.Array) -> jax.Array:
-  """Inverts 1 + the part below the diagonal of matrices [..., C, C]; C is 2^n, >= 16.
+  """Inverts I + the strictly lower triangle of matrices [..., C, C]; C is 2^n, >= 16.
 
-  By blocks of growing size: from two inverted blocks on the diagonal, the block below
-  them follows by two products. A sum of powers would cancel large terms where keys are
-  alike; XLA's own triangular solver hangs on a CPU beside other programs (jax 0.10.2).
+  Blocks grow: two inverted diagonal blocks give the block below them by two products.
+  A sum of powers would cancel large terms if keys are similar; XLA's own triangular
+  solver hangs on a CPU beside other programs (jax 0.10.2).
   """
   C = x.shape[-1]
-  # XLA's CPU back-end crashes over arrays of ten axes.
+  # XLA's CPU back-end crashes on arrays with ten axes.
   x_RCC = x.reshape(-1, C, C)
 
-  # --- The blocks on the diagonal, whole: a TPU pads smaller ones to its tiles.
+  # --- Diagonal blocks, each as a whole: a TPU pads smaller blocks to its tiles.
   x_RnDD = jnp.stack(
     [x_RCC[:, i : i + _WHOLE, i : i + _WHOLE] for i in range(0, C, _WHOLE)], axis=1
   )
@@ -238,13 +240,13 @@ def _inverse(x: jax.Array) -> jax.Array:
   size = 1
   while size < _WHOLE:
     block = place // size
-    # Below the diagonal's blocks, within each pair of them.
+    # Entries below the diagonal blocks, within each pair of blocks.
     is_below = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
     below = jnp.where(is_below, x_RnDD, 0)
     out -= _product("rnij,rnjk,rnkl->rnil", out, below, out)
     size *= 2
 
-  # --- Larger blocks, from pairs.
+  # --- Larger blocks from pairs.
   while size < C:
     below = jnp.stack(
       [x_RCC[:, i + size : i + 2 * size, i : i + size] for i in range(0, C, 2 * size)],

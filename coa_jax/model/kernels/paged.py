@@ -1,10 +1,10 @@
-"""Attention of decoders over keys and values in pages, in plain XLA.
+"""A decoder's attention over keys and values in pages, in plain XLA.
 
-Every page has its own products and sums, added in the order of a row's blocks; so
+Each page has its own products and sums, which are added in the row's block order. So
 unread places add exact zeros at the end, and results are bit-identical for any pool
-size, page numbers and other readers (float32, CPU).
+size, page numbers and other rows (float32, CPU).
 
-Letters of its own: J pages of P places; C blocks of a row; R = G T rows of queries.
+This file's axis letters: J pages of P places; C blocks per row; R = G T query rows.
 
 budget: three ways to read the same pages, and their common code.
 """
@@ -17,23 +17,23 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-# Maximum places in a CPU's row for attending with several tokens at once.
+# Maximum places per row for which several tokens read all blocks at once on a CPU.
 SHORT = 1024
-# Finite, so that a token without readable places has no NaN.
+# Finite, so that a token without readable places gives no NaN.
 _MASKED = -1e30
 
 
 @flax.struct.dataclass
 class RowPages:
-  """The pages of a call's rows; the same for every layer.
+  """The pages of a call's rows; all layers share them.
 
   Attributes:
-    table_BC: int page of each block of a row; -1 where it has none.
-    owner_J: for rows of one token reading pages in place, the page's reading row, any
-      row for an unread page; otherwise None.
-    block_J: the page's block number in its row; past the last one if no row reads it.
-    slot_B: the slot of each row, past the last one for unused rows; None if they are
-      all slots in their order. Linear attention's states are by slot.
+    table_BC: int page per block of a row; -1 if it has none.
+    owner_J: the row that reads each page, any row for an unread page; None unless rows
+      of one token read pages in place.
+    block_J: each page's block number in its row; C for an unread page.
+    slot_B: each row's slot, which holds its linear-attention states; past the last slot
+      for unused rows; None if the rows are all slots in order.
   """
 
   table_BC: jax.Array
@@ -61,44 +61,43 @@ def attend(
   position_BT: jax.Array,
   places_last: bool,
 ) -> jax.Array:
-  """Attends with each row's tokens over its pages, up to their own places.
+  """Attends causally from each row's tokens to the row's pages.
 
-  One token per row reads the pages in place, if `rows` has their owners: the whole
-  pool, if it is no larger than the rows. Several tokens' scores with all places of a
-  long row would be large: they read block after block, up to their last readable one,
-  in memory independent of the row's length. On a CPU short rows read all blocks at
-  once.
+  If `rows` has page owners, each row has one token, and the whole pool is read in
+  place. Several tokens would have large scores in a long row, so they read block after
+  block up to their last readable block, with memory independent of the row's length.
+  On a CPU, short rows read all blocks at once.
 
   Args:
     q_BTNH: queries.
     keys: [J, K, H, P] with `places_last`, else [K, J, P, H].
     values: [J, K, P, H] with `places_last`, else [K, J, P, H].
-    rows: their pages.
+    rows: the rows' pages.
     position_BT: each query's position in its own sequence.
-    places_last: their layout.
+    places_last: the layout of keys and values.
 
   Returns:
     out_BTNH in q's dtype.
   """
-  # --- One token of each row: no page is moved.
+  # --- One token per row: no page is moved.
   if rows.owner_J is not None:
     return _attend_in_place(q_BTNH, keys, values, rows, position_BT[:, 0])
 
-  # --- Several: pages are gathered by rows, all or block after block.
+  # --- Several tokens: gather each row's pages, all at once or block after block.
   P = values.shape[2]
   K = values.shape[1 if places_last else 0]
   C = rows.table_BC.shape[1]
-  page_BC = jnp.maximum(rows.table_BC, 0)  # missing pages are not read either
+  page_BC = jnp.maximum(rows.table_BC, 0)  # page 0 in place of a missing page
 
   def blocks(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, K, c, H, P] (else P, H) and values [B, K, c, P, H] of the rows."""
+    """Returns keys [B, K, c, H, P] (or P, H) and values [B, K, c, P, H]."""
     page_Bc = jax.lax.dynamic_slice_in_dim(page_BC, first, count, axis=1)
     axis = 0 if places_last else 1
     k = jnp.take(keys, page_Bc, axis=axis, mode="clip")
     v = jnp.take(values, page_Bc, axis=axis, mode="clip")
     if places_last:
       return k.swapaxes(1, 2), v.swapaxes(1, 2)
-    # Keys are not transposed: for one row's, XLA would transpose the whole pool.
+    # Keys stay untransposed: XLA would transpose the whole pool for one row's keys.
     return jnp.moveaxis(k, 0, 1), jnp.moveaxis(v, 0, 1)
 
   if places_last and C * P <= SHORT:
@@ -109,7 +108,7 @@ def attend(
 
 
 def _mask(position: jax.Array, place: jax.Array) -> jax.Array:
-  """True if a token at a position reads a place: those up to its own."""
+  """Returns True where a token reads a place: up to its own position."""
   return place <= position
 
 
@@ -120,21 +119,21 @@ def _attend_in_place(
   rows: RowPages,
   position_B: jax.Array,
 ) -> jax.Array:
-  """Attends with one token per row: every page meets its row's token in one product.
+  """Attends from one token per row: one product of all pages with their rows' tokens.
 
-  No page is moved, and none may have two readers.
+  No page is moved, and no page may have two readers.
   """
   B, _, N, H = q_B1NH.shape
   _, K, _, P = k_JKHP.shape
   q_BKGH = (q_B1NH * H**-0.5).reshape(B, K, N // K, H)
 
   def by_row(x_J: jax.Array, filler: float) -> jax.Array:
-    """[J, K, G, ...] to [B, K, C, G, ...]: each row's own pages."""
+    """Gathers each row's own pages: [J, K, G, ...] to [B, K, C, G, ...]."""
     x_BC = jnp.take(x_J, jnp.maximum(rows.table_BC, 0), axis=0, mode="clip")
     there_BC = jnp.expand_dims(rows.table_BC >= 0, range(2, x_BC.ndim))
     return jnp.where(there_BC, x_BC, filler).swapaxes(1, 2)
 
-  # --- Scores of all pages; places past the row's own are masked.
+  # --- Scores of all pages; places past the row's position are masked.
   score_JKGP = jnp.matmul(
     q_BKGH[rows.owner_J], k_JKHP, preferred_element_type=jnp.float32
   )
@@ -146,7 +145,7 @@ def _attend_in_place(
   max_BKG = by_row(score_JKGP.max(-1), _MASKED).max(2)
   sum_JKG, out_JKGH = _weighted(score_JKGP, max_BKG[rows.owner_J], v_JKPH)
   sum_BKG = by_row(sum_JKG, 0.0).sum(2)
-  sum_BKG = jnp.maximum(sum_BKG, 1e-30)  # of a row without pages
+  sum_BKG = jnp.maximum(sum_BKG, 1e-30)  # for a row without pages
   return _normalized(q_B1NH, sum_BKG, by_row(out_JKGH, 0.0).sum(2))
 
 
@@ -158,7 +157,7 @@ def _attend(
   Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
   """
   score_BKCRP = _scores(q_BTNH, k_BKCHP, mask_BTS, places_last=True)
-  # One maximum of all blocks, and each block's own sum.
+  # One maximum over all blocks, and each block's own sum.
   max_BKR = score_BKCRP.max((2, 4))
   sum_BKCR, out_BKCRH = _weighted(score_BKCRP, max_BKR[:, :, None], v_BKCPH)
   return _normalized(q_BTNH, sum_BKCR.sum(2), out_BKCRH.sum(2))
@@ -171,16 +170,16 @@ def _attend_by_block(
   shape: tuple[int, int, int],
   places_last: bool,
 ) -> jax.Array:
-  """Attends as `_attend` does, one block after the other; sums in their order.
+  """Attends like `_attend`, but one block after another; sums in block order.
 
-  The maximum is found first, over all blocks: a running one would rescale, and so
-  round, earlier sums. The scores are computed twice for it.
+  A first pass finds the maximum over all blocks, so scores are computed twice: a
+  running maximum would rescale, and so round, earlier sums.
 
   Args:
     q_BTNH: queries.
-    blocks: (the first block, how many) to keys and values of the call's rows.
+    blocks: maps (first block, count) to the rows' keys and values.
     position_BT: each query's position.
-    shape: kv heads K, blocks C and places P of each.
+    shape: K kv heads, C blocks, P places per block.
     places_last: the keys' layout.
 
   Returns:
@@ -205,13 +204,14 @@ def _attend_by_block(
     sum_BK1R, out_BK1RH = _weighted(score_BK1RP, max_BKR[:, :, None], v_BK1PH)
     return sums[0] + sum_BK1R[:, :, 0], sums[1] + out_BK1RH[:, :, 0]
 
-  # Blocks past every query's place would add exact zeros. XLA may not see a single
-  # block: without the loops it would choose other kernels, with other rounding.
+  # Blocks past every query's position would add exact zeros. The barrier hides the
+  # count: for a single block XLA would drop the loops and choose other kernels, with
+  # other rounding.
   count = jnp.clip(position_BT.max() // P + 1, 1, C)
   count = jax.lax.optimization_barrier(count)
   max_BKR = jnp.full((B, K, R), _MASKED, jnp.float32)
   max_BKR = jax.lax.fori_loop(0, count, highest, max_BKR)
-  # Zeros that depend on these queries: otherwise a GPU allocates all layers' at once.
+  # Zeros that depend on the queries: else a GPU allocates all layers' zeros at once.
   zero = (q_BTNH[0, 0, 0, 0] > jnp.inf).astype(jnp.float32)
   sums = (jnp.full((B, K, R), zero), jnp.full((B, K, R, H), zero))
   sum_BKR, out_BKRH = jax.lax.fori_loop(0, count, summed, sums)
@@ -221,13 +221,13 @@ def _attend_by_block(
 def _scores(
   q_BTNH: jax.Array, keys: jax.Array, mask_BTS: jax.Array, places_last: bool
 ) -> jax.Array:
-  """score_BKCRP of all blocks, float32. R: the G T rows of a kv head's queries."""
+  """Returns all blocks' score_BKCRP in float32; R = G T: a kv head's query rows."""
   B, T, N, H = q_BTNH.shape
   K, C = keys.shape[1:3]
   P = keys.shape[4 if places_last else 3]
   G = N // K
-  # One matrix product per kv head, with the rows of its G query heads together. The
-  # queries are repeated: a product over all blocks at once would move the keys.
+  # One matrix product per kv head, for all G query heads together. Queries are repeated
+  # for each block: a product over all blocks at once would move the keys.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
   q_BKCRH = jnp.broadcast_to(q_BKGTH.reshape(B, K, 1, G * T, H), (B, K, C, G * T, H))
   score_BKCRP = jnp.einsum(
@@ -245,7 +245,7 @@ def _scores(
 def _weighted(
   score: jax.Array, highest: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Each block's sum of weights and its weighted values, float32.
+  """Returns each block's sum of weights and weighted values, float32.
 
   Args:
     score: [..., R, P].
@@ -253,7 +253,7 @@ def _weighted(
     values: [..., P, H].
   """
   e = jnp.exp(score - highest[..., None])
-  # XLA would join the sums over places and over blocks.
+  # Otherwise XLA would merge the sums over places and over blocks.
   total = jax.lax.optimization_barrier(e.sum(-1))
   out = jnp.matmul(e.astype(values.dtype), values, preferred_element_type=jnp.float32)
   return total, out
@@ -262,7 +262,7 @@ def _weighted(
 def _normalized(
   q_BTNH: jax.Array, sum_BKR: jax.Array, out_BKRH: jax.Array
 ) -> jax.Array:
-  """out_BTNH in q's dtype; the division comes last, where it is cheapest."""
+  """Returns out_BTNH in q's dtype; the division comes last, where it is cheapest."""
   B, T, N, H = q_BTNH.shape
   K = sum_BKR.shape[1]
   out_BKGTH = (out_BKRH / sum_BKR[..., None]).reshape(B, K, N // K, T, H)

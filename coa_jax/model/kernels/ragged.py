@@ -1,7 +1,7 @@
-"""Attention of decoders over pages on a TPU: JAX's own ragged paged attention.
+"""A decoder's attention over pages on a TPU: JAX's own ragged paged attention.
 
-One kernel for rows of one token and of many: it reads only the rows' pages, and keeps
-no scores. Source: Jiang et al. 2026, arXiv 2604.15464.
+One kernel serves rows of one token and of many. It reads only the rows' own pages and
+stores no scores. Source: Jiang et al. 2026, arXiv 2604.15464.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
   ragged_paged_attention,
 )
 
-# Bytes of pages in the kernel's buffer, held twice. It reads whole blocks of this size:
-# larger ones read more in vain.
+# Page bytes per kernel buffer; there are two. The kernel reads whole blocks of this
+# size, so larger blocks read more in vain.
 _BLOCK_BYTES = 2**20
-# Queries per block. A block's queries meet the keys of all its rows, so it is small if
-# every row has one query.
+# Queries per block. Each query meets the keys of all rows in its block, so blocks are
+# small if every row has one query.
 _DECODING = 8
 _GIVEN = 64
 
 
 def takes(dtype: str, page_size: int) -> bool:
-  """Tells whether the kernel can read pages with these places and dtype."""
+  """Returns whether the kernel can read pages of this size and dtype."""
   return page_size % 16 == 0 and jnp.dtype(dtype) == jnp.bfloat16
 
 
 def head_size(head_dim: int) -> int:
-  """Returns a head's size in a page: the kernel reads multiples of 128."""
+  """Returns a head's padded size in a page: the kernel reads multiples of 128."""
   return -(-head_dim // 128) * 128
 
 
@@ -37,20 +37,20 @@ def attend(
   table_BC: jax.Array,
   position_BT: jax.Array,
 ) -> jax.Array:
-  """Attends with each row's tokens over its pages, up to their own places.
+  """Attends causally from each row's tokens to the row's pages.
 
   Args:
     q_BTNH: queries.
-    pool_JPKH: each head's keys before its values, 2 K heads; zeros after H of each.
-    table_BC: int page of each block of a row; -1 where it has none.
-    position_BT: each query's position; a row's are consecutive.
+    pool_JPKH: 2 K heads, each head's keys before its values; zeros after H of each.
+    table_BC: int page per block of a row; -1 if it has none.
+    position_BT: each query's position, consecutive within a row.
 
   Returns:
     out_BTNH in q's dtype.
   """
   B, T, N, H = q_BTNH.shape
   C = table_BC.shape[1]
-  # Tokens past a row's last are computed in vain; a row without pages reads one too.
+  # Padding tokens are computed in vain, and a row without pages reads page 0.
   length_B = jnp.where(table_BC[:, 0] >= 0, position_BT[:, -1] + 1, T)
   page_bytes = pool_JPKH[0].size * pool_JPKH.dtype.itemsize
   q_XNH = q_BTNH.reshape(B * T, N, H)
@@ -71,21 +71,21 @@ def attend(
 def pages_read(
   rows: int, tokens: int, places: float, page_size: int, blocks: int, page_bytes: int
 ) -> float:
-  """Counts the pages read by `attend`, for programs compiled but not run.
+  """Estimates the pages that `attend` reads, for programs compiled but not run.
 
   Args:
-    rows: the call's rows.
-    tokens: T, per row.
-    places: average places per row; half a block more is read.
-    page_size: places of a page.
-    blocks: pages of a row at most, C.
+    rows: rows per call.
+    tokens: T, tokens per row.
+    places: average places per row; the kernel reads half a block more.
+    page_size: places per page.
+    blocks: C, the maximum pages per row.
     page_bytes: bytes per page of one layer on one device.
   """
   half = _pages_at_once(blocks, page_bytes) / 2
-  times = -(-tokens // _GIVEN)  # all of a row for every so many of its queries
+  times = -(-tokens // _GIVEN)  # each block of queries reads the whole row
   return rows * times * min(blocks, places / page_size + half)
 
 
 def _pages_at_once(blocks: int, page_bytes: int) -> int:
-  """Returns the pages per kernel block, for rows of N pages."""
+  """Returns the pages per kernel block, for rows of at most `blocks` pages."""
   return max(1, min(blocks, _BLOCK_BYTES // page_bytes))

@@ -1,10 +1,10 @@
-"""The TPU's splash attention over packed rows: unseen blocks are not visited.
+"""The TPU's splash attention over packed rows; unseen blocks are skipped.
 
-jax's kernels walk a list of blocks made before compilation: the lower triangle for a
-causal mask. Here the device makes the list for each row from its segments' starts: a
-block of another segment's keys is neither fetched nor multiplied. The backward kernel
-runs separately for each block of keys, because XLA sums the queries' gradients of
-several calls in a sixth of the time needed for one call's.
+JAX's kernels walk a list of blocks made before compilation: for a causal mask, the
+lower triangle. Here the device makes each row's list from its segment starts, so key
+blocks of other segments are neither fetched nor multiplied. The backward kernel runs
+once per key block, because XLA sums several calls' query gradients in a sixth of the
+time needed for one call's gradients.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from coa_jax.model.kernels import blockwise
 
-# Maximum places per block of queries or keys: a core's kernel memory without a flag.
+# Maximum places per query or key block: a core's kernel memory limits them, unless a
+# flag raises it.
 _BLOCK = 1024
-# One backward kernel instead of two takes a third less time, but writes the queries'
-# gradient once for each block of keys, summed afterwards. So its blocks have twice as
-# many keys; rows with more blocks than this save memory instead.
+# One fused backward kernel takes a third less time than two, but writes one query
+# gradient per key block, to be summed afterwards. So its blocks have twice as many
+# keys; rows with more blocks than this use two kernels to save memory.
 _FUSED_UP_TO = 16
 
-# The library's lists of visited blocks: for out, for dq (None with one backward
+# The library's lists of visited blocks: for out, for dq (None with the fused backward
 # kernel), for dk and dv.
 Blocks = tuple[Any, Any, Any]
 
@@ -46,8 +47,8 @@ def attend_segments(
     q_BTNH: queries.
     k_BSKH: keys.
     v_BSKH: values.
-    segment_BS: int segment number of each place; a segment's places stand together.
-    name: under which a checkpoint policy may keep what the backward pass needs.
+    segment_BS: int segment number per place; a segment's places are contiguous.
+    name: names the backward pass's inputs for checkpoint policies.
     interpret: runs the kernels without a TPU, slowly.
 
   Returns:
@@ -64,7 +65,7 @@ def attend_segments(
       "the row length so, or model.attention='xla'"
     )
 
-  # --- The kernel's layout: heads before places, one call for each kv head of each row.
+  # --- The kernel's layout: heads before places, one call per row and kv head.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
   k_BKSH = k_BSKH.swapaxes(1, 2)
   v_BKSH = v_BSKH.swapaxes(1, 2)
@@ -93,7 +94,7 @@ def _kernel(
   sizes: library.BlockSizes,
   interpret: bool,
 ) -> Any:
-  """The library's kernel for G query heads of a kv head, in rows without segments."""
+  """Makes the library's kernel for a kv head's G query heads, without segments."""
   mask = library.CausalMask((T, S), offset=S - T)
   return library.make_splash_mqa_single_device(
     library.MultiHeadMask([mask] * G),
@@ -103,14 +104,14 @@ def _kernel(
 
 
 def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
-  """Makes a function of blocks, q_GTH, k_SH, v_SH and segments of the kernel.
+  """Makes the kernel a differentiable function.
 
   Args:
-    kernel: the library's.
-    name: under which a checkpoint policy may keep what the backward pass needs.
+    kernel: the library's kernel.
+    name: names the backward pass's inputs for checkpoint policies.
 
   Returns:
-    A function that gives out_GTH, with a gradient in q, k and v.
+    A function (blocks, q_GTH, k_SH, v_SH, ids) -> out_GTH, with gradients in q, k, v.
   """
 
   @jax.custom_vjp
@@ -146,9 +147,9 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Computes the gradients of queries, keys and values.
 
-  The joint kernel returns the queries' gradient once for each block of keys. Its
-  library sums them as one array, by a reduction of 24M cycles a layer (Qwen2.5-7B, 32k,
-  v5p, by the compiler); separate arrays take 4M. So it runs once per block.
+  The fused kernel returns one query gradient per key block. The library sums them as
+  one array, which takes 24M cycles a layer (Qwen2.5-7B, 32k, v5p, by the compiler);
+  separate arrays take 4M. So the kernel runs once per key block.
   """
   _, dq_blocks, dkv_blocks = blocks
   S = len(k_SH)
@@ -176,7 +177,7 @@ def _gradients(
       dq_blocks,
       of_piece,
     )
-    # Private: the library has no other way to the gradients of some keys.
+    # Private: the library has no public function for some keys' gradients.
     *_, dq, dk, dv, _, _ = splash_attention_kernel._splash_attention_bwd(
       **settings, res=residuals, do=d_out_GTH
     )
@@ -189,23 +190,23 @@ def _gradients(
 
 
 def block_sizes(T: int, S: int, H: int = 128) -> library.BlockSizes:
-  """Chooses the blocks of T queries and S keys of H, and the backward kernels."""
+  """Chooses blocks and backward kernels for T queries, S keys and head size H."""
   q = _divisor(T, _BLOCK)
   kv = _divisor(S, _BLOCK)
-  # With heads of 256 (Qwen3.5) whole blocks exceed v5e's and v5p's kernel memory.
+  # At head size 256 (Qwen3.5), whole blocks exceed v5e's and v5p's kernel memory.
   back_block = _BLOCK if H <= 128 else _BLOCK // 2
   back_q = _divisor(T, back_block)
   back = _divisor(S, 2 * back_block)
   fused = S // back <= _FUSED_UP_TO
-  # Around the kernels XLA keeps places after a head's elements, for the rotation:
-  # transposing blocks in the kernels costs less than copying arrays in XLA.
+  # For the rotation XLA keeps places as the last axis around the kernels. Transposing
+  # blocks in the kernels costs less than copying arrays in XLA.
   layout = splash_attention_kernel.QKVLayout.SEQ_MINOR
   return library.BlockSizes(
     block_q=q,
     block_kv=kv,
     block_q_dkv=back_q,
     block_kv_dkv=back if fused else kv,
-    block_kv_dkv_compute=_divisor(S, _BLOCK // 2),  # at once, of those
+    block_kv_dkv_compute=_divisor(S, _BLOCK // 2),  # keys at once
     block_q_dq=None if fused else q,
     block_kv_dq=None if fused else kv,
     use_fused_bwd_kernel=fused,
@@ -216,18 +217,18 @@ def block_sizes(T: int, S: int, H: int = 128) -> library.BlockSizes:
 
 
 def _divisor(n: int, most: int) -> int:
-  """The largest power of two of at most `most` that divides n."""
+  """Returns the largest power of two, at most `most`, that divides n."""
   return min(most, n & -n)
 
 
 def visited(start_S: jax.Array, T: int, q: int, kv: int) -> jax.Array:
-  """Returns the key blocks seen by each query block, bool [i, j].
+  """Returns which key blocks each query block sees, bool [i, j].
 
   Args:
-    start_S: the first place seen by each place; never decreasing.
+    start_S: each place's first visible place; never decreasing.
     T: queries, the last of the S places.
-    q: queries of a block, i of them in a row.
-    kv: keys of a block, j of them.
+    q: queries per block; a row has i blocks.
+    kv: keys per block; a row has j blocks.
   """
   S = len(start_S)
   first_i = start_S[S - T :: q] // kv
@@ -237,10 +238,10 @@ def visited(start_S: jax.Array, T: int, q: int, kv: int) -> jax.Array:
 
 
 def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
-  """Lists these blocks for the kernel, in place of its static mask's.
+  """Makes the kernel's lists of these blocks, in place of its static mask's lists.
 
   Args:
-    kernel: the library's.
+    kernel: the library's kernel.
     seen_ij: `visited` for the blocks of the out and dq kernels.
     back_ij: likewise for the dk and dv kernel.
   """
@@ -251,7 +252,7 @@ def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
       block_mask=seen_ij[None].astype(jnp.int32),
     )
 
-  # The out and dq kernels walk keys within queries, the dk and dv kernel the reverse.
+  # The out and dq kernels walk keys within queries, the dk and dv kernel the opposite.
   keys_ij = _fetched(seen_ij)
   queries_ij = _fetched(back_ij.T).T
   dq = kernel.dq_mask_info
@@ -263,9 +264,9 @@ def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
 
 
 def _fetched(seen_xy: jax.Array) -> jax.Array:
-  """Returns the block held by each step y within x: y if visited, else the next.
+  """Returns the block held at each step y of x: y if visited, else the next.
 
-  So a step without a visit fetches nothing.
+  So a skipped step fetches nothing.
   """
   first_x = jnp.argmax(seen_xy, axis=1)[:, None]
   last_x = first_x + seen_xy.sum(axis=1, keepdims=True) - 1

@@ -1,8 +1,8 @@
-"""GPU attention over long packed rows, and over decoders' pages.
+"""GPU attention over long packed rows, and over a decoder's pages.
 
-Kernels in Pallas for Triton, jax's own but for `attend_tokens`: scores of a block of
-queries and a block of keys at a time, none of keys after the queries or of pages of
-other rows.
+Pallas kernels for Triton; all but `attend_tokens` are JAX's own. They compute the
+scores of one query block and one key block at a time, and skip keys after the queries
+and other rows' pages.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-# Places read at once by the paged kernels: limited by a core's memory.
+# Places per read in the paged kernels: a core's memory is the limit.
 _PLACES = 64
-# Maximum parallel parts of a row with one token; their sums are added in the queries'
-# dtype.
+# Maximum parallel parts of a one-token row; their sums are added in the queries' dtype.
 _PARTS = 4
 # Queries per kv head and block, if a row has several tokens.
 _QUERIES = 128
-# Finite, so that places unreadable for a query have no NaN.
+# Finite, so that a fully masked block of scores gives no NaN.
 _MASKED = -1e30
 
 
@@ -41,14 +40,14 @@ def attend_segments(
     q_BTNH: queries.
     k_BSKH: keys; S is a multiple of 128.
     v_BSKH: values.
-    segment_BS: int segment number of each place.
-    name: under which a checkpoint policy may keep what the backward pass needs.
+    segment_BS: int segment number per place.
+    name: names the backward pass's inputs for checkpoint policies.
     interpret: runs the kernel without a GPU, slowly.
 
   Returns:
     out_BTNH in q's dtype.
   """
-  # Where there are no Triton bindings, as without a GPU, only calls of it fail.
+  # Imported here: without Triton bindings, as without a GPU, only calls fail.
   from jax.experimental.pallas.ops.gpu import attention as library
 
   T, N, H = q_BTNH.shape[1:]
@@ -65,7 +64,7 @@ def attend_segments(
       interpret=interpret,
     )
 
-  # The kernel wants as many queries as keys, and a kv head for each query head.
+  # The kernel needs as many queries as keys, and a kv head for each query head.
   q_BSNH = jnp.pad(q_BTNH, ((0, 0), (S - T, 0), (0, 0), (0, 0)))
   k_BSNH = jnp.repeat(k_BSKH, N // K, axis=2)
   v_BSNH = jnp.repeat(v_BSKH, N // K, axis=2)
@@ -73,10 +72,10 @@ def attend_segments(
 
 
 def _named(kernel: Any, name: str) -> Any:
-  """Runs the kernel, naming its gradient's inputs: its output and its sums.
+  """Returns the kernel with names on its gradient's inputs: its output and its sums.
 
-  A name put on the output alone would keep the output, and the kernel would run again
-  for the sums.
+  With a name on the output alone, only the output would be kept, and the kernel would
+  run again for the sums.
   """
   run = jax.custom_vjp(kernel)
 
@@ -94,7 +93,7 @@ def _named(kernel: Any, name: str) -> Any:
 
 
 def takes_pages(keys_KJPH: jax.Array, values_KJPH: jax.Array) -> bool:
-  """Tells whether `attend_pages` and `attend_tokens` can read these pages."""
+  """Returns whether `attend_pages` and `attend_tokens` can read these pages."""
   P, H = values_KJPH.shape[2:]
   power_of_two = H >= 16 and H & (H - 1) == 0
   return power_of_two and P % _PLACES == 0 and keys_KJPH.dtype == jnp.bfloat16
@@ -108,18 +107,18 @@ def attend_pages(
   position_B1: jax.Array,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attends with one token per row over its pages, up to its own place.
+  """Attends from one token per row to the row's pages, up to the token's position.
 
   Args:
     q_B1NH: queries.
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
-    table_BC: int page of each block of a row; -1 where it has none.
+    table_BC: int page per block of a row; -1 if it has none.
     position_B1: each query's position.
     interpret: runs the kernel without a GPU, slowly.
 
   Returns:
-    out_B1NH in q's dtype; of rows without pages zeros.
+    out_B1NH in q's dtype; zeros for rows without pages.
   """
   from jax.experimental.pallas.ops.gpu import paged_attention as library
 
@@ -146,9 +145,9 @@ def attend_tokens(
   position_BT: jax.Array,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attends with tokens of each row over its pages, up to their own places.
+  """Attends causally from each row's tokens to the row's pages.
 
-  No scores leave a core: a block of queries meets its readable places a few at a time,
+  Scores never leave a core: a query block meets its readable places a few at a time,
   and sums are rescaled as the highest score grows. Source: Dao 2023, arXiv 2307.08691
   (FlashAttention-2).
 
@@ -156,17 +155,17 @@ def attend_tokens(
     q_BTNH: queries.
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
-    table_BC: int page of each block of a row; -1 where it has none.
+    table_BC: int page per block of a row; -1 if it has none.
     position_BT: each query's position; consecutive within a row.
     interpret: runs the kernel without a GPU, slowly.
 
   Returns:
-    out_BTNH in q's dtype; of rows without pages zeros.
+    out_BTNH in q's dtype; zeros for rows without pages.
   """
-  # Where there are no Triton bindings, as without a GPU, only calls of it fail.
+  # Imported here: without Triton bindings, as without a GPU, only calls fail.
   from jax.experimental.pallas import triton as pallas_triton
 
-  # --- Queries by kv head, filled up to whole blocks: the token, then its G heads.
+  # --- Queries by kv head, padded to whole blocks; token by token, G heads each.
   B, T, N, H = q_BTNH.shape
   K = keys_KJPH.shape[0]
   G = N // K
@@ -175,7 +174,7 @@ def attend_tokens(
   q_BKRH = q_BTNH.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, R, H)
   q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, -R % rows), (0, 0)))
 
-  # --- A program per block. A row without pages begins before all places.
+  # --- One program per block. A row without pages starts before all places.
   page_BC, pools = _in_parts(table_BC, keys_KJPH, values_KJPH)
   start_B = jnp.where(table_BC[:, 0] >= 0, position_BT[:, 0], -q_BKRH.shape[2])
   block = pl.BlockSpec((None, None, rows, H), lambda r, k, b: (b, k, r, 0))
@@ -206,7 +205,7 @@ def _attend_block(
   *,
   queries: int,
 ) -> None:
-  """Attends with a block of queries of one kv head of one row; see `attend_tokens`.
+  """Attends from one query block in one row and kv head; see `attend_tokens`.
 
   budget: the kernel, with its arguments.
 
@@ -214,14 +213,14 @@ def _attend_block(
     q_ref: [R, H].
     keys_ref: [pages, places, H].
     values_ref: likewise.
-    page_ref: the row's pages in their order.
-    start_ref: [1]; position of the row's first token.
+    page_ref: the row's pages in order.
+    start_ref: [1]; the position of the row's first token.
     out_ref: [R, H].
-    queries: queries per token, one after the other.
+    queries: queries per token, next to each other.
   """
   R, H = q_ref.shape
   q_RH = q_ref[...]
-  scale = H**-0.5 * math.log2(math.e)  # weights are powers of two
+  scale = H**-0.5 * math.log2(math.e)  # for exp2 in place of exp
   dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
   # --- The block's readable places.
@@ -247,21 +246,21 @@ def _attend_block(
     out_RH = out_RH * shrink_R[:, None] + more_RH
     return out_RH, sum_R * shrink_R + e_RP.sum(-1), higher_R
 
-  # --- A few places after the other.
+  # --- A few places at a time.
   sums = (
     jnp.zeros((R, H), jnp.float32),
     jnp.zeros(R, jnp.float32),
     jnp.full(R, _MASKED, jnp.float32),
   )
   out_RH, sum_R, _ = jax.lax.fori_loop(0, end, add, sums)
-  sum_R = jnp.maximum(sum_R, 1e-30)  # of a row without pages
+  sum_R = jnp.maximum(sum_R, 1e-30)  # for a row without pages
   out_ref[...] = (out_RH / sum_R[:, None]).astype(out_ref.dtype)
 
 
 def _in_parts(
   table_BC: jax.Array, *pools: jax.Array
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """Splits pages into smaller ones: the rows' tables, and the pools."""
+  """Splits pages into pages of _PLACES places, in the rows' tables and the pools."""
   K, J, P, H = pools[0].shape
   parts = P // _PLACES
   page_BC = jnp.maximum(table_BC, 0)[..., None] * parts + jnp.arange(parts)

@@ -4,7 +4,7 @@ Decoding must stop after the token that completes a tool's closing tag, however 
 tokenizer splits this tag; and a constrained policy may write a token only if a
 well-formed trajectory can still follow. Both are automata over bytes, lifted to tokens:
 one table look-up per sampled token. Tokens with the same column share a class, so a
-150k vocabulary costs one number a token and a small table.
+150k vocabulary costs one number per token and a small table.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
   """Compiles `variant.yield_tags` for a tokenizer.
 
   Args:
-    variant: the source of the closing tags that stop decoding (its tools' and its
-      answer's).
+    variant: its tools' and its answer's closing tags stop decoding.
     tokenizer: maps ids to bytes.
     vocab_size: the model's V; ids beyond the tokenizer's have no bytes.
 
@@ -71,7 +70,7 @@ def compile_constraint(
     if name not in tags:
       texts[i] = b""
 
-  # --- The state after each class of tokens. The last row added belongs to state -1: a
+  # --- The state after each token class. The added last row belongs to state -1: a
   # refused text stays refused.
   next_SX = np.append(grammar.next_SX, np.full((1, 256), -1), axis=0)
   _, byte_X = np.unique(next_SX, axis=1, return_inverse=True)
@@ -83,14 +82,14 @@ def compile_constraint(
   columns[0] = np.full_like(columns[0], -1)
   next_SC = np.stack(columns, axis=-1)
 
-  # --- Every state must lead on, by a token, by an observation, or to the end.
+  # --- Every state must lead on, by a token or an observation, or be an end.
   stuck = (next_SC < 0).all(axis=1) & (grammar.resume_S < 0) & ~grammar.ends_S
   if stuck.any():
     raise ValueError(
       "the tokenizer has no tokens for some bytes, so the grammar could not continue "
       f"in {int(stuck.sum())} of {len(stuck)} states; a byte-level one has all 256"
     )
-  # The table is stored on a device next to the model: half the bytes if they suffice.
+  # The table is stored on a device next to the model: 16 bits if they suffice.
   small = np.int16 if len(stuck) < 2**15 else np.int32
   return Constraint(class_V, next_SC.astype(small), grammar.resume_S, grammar.ends_S)
 
@@ -115,11 +114,11 @@ def _lift(
   Args:
     texts: each token's bytes; ids beyond the list have none.
     vocab_size: V.
-    start: the transitions of the empty string.
-    read: the transitions of one more byte.
-    byte_X: byte classes; bytes of one class have the same transitions.
+    start: the empty string's transitions.
+    read: transitions, and the next byte -> the transitions after this byte.
+    byte_X: each byte's class; bytes in a class have the same transitions.
   """
-  # --- Tokens by their bytes; the first byte of a class represents the class.
+  # --- Tokens by their bytes; each class is represented by its first byte.
   first: dict[int, int] = {}
   for b, n in enumerate(byte_X.reshape(-1).tolist()):
     first.setdefault(n, b)
@@ -128,11 +127,11 @@ def _lift(
   for token, t in enumerate(texts):
     spelt.setdefault(t.translate(same), []).append(token)
 
-  # --- The effect of every spelling; equal effects are one class.
+  # --- Every spelling's effect; equal effects are one class.
   classes = {start.tobytes(): 0}
   columns = [start]
   class_V = np.zeros(vocab_size, np.int32)
-  # Sorted, so that the effect of a word's prefix is on the stack.
+  # Sorted, so that the effects of a word's prefixes are on the stack.
   stack: list[np.ndarray] = [start]
   last = b""
   for word in sorted(spelt):
@@ -149,7 +148,7 @@ def _lift(
 
 
 def _count_shared(a: bytes, b: bytes) -> int:
-  """Counts the bytes of two words' common prefix."""
+  """Counts the bytes in two words' common prefix."""
   for i, (x, y) in enumerate(zip(a, b, strict=False)):
     if x != y:
       return i

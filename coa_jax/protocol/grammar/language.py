@@ -4,10 +4,10 @@
 trajectory can still follow. It has no observations: a tool's closing tag ends a turn,
 and the policy's next byte comes after the observation.
 
-A tool's allowed content is in its row of `tools.SPECS`. Four rules are stricter than
-the parser's: a `visual_inspector` call is JSON of one form only; so is a `tool` call
-(flat arguments; the variant's functions); white space is ASCII's; and two spans have at
-most `MAX_WHITE` bytes of it between them.
+A tool's `tools.SPECS` row defines its allowed content. Four rules are stricter than the
+parser's: a `visual_inspector` call has only one JSON form; so has a `tool` call (flat
+arguments; the variant's functions); white space is ASCII; and at most `MAX_WHITE` bytes
+of white space separate two spans.
 
 budget: one language, from the rules of a span to the table.
 """
@@ -42,7 +42,7 @@ from coa_jax.protocol.grammar.regular import (
 )
 from coa_jax.protocol.roles import ANSWER, START, THINK, Variant
 
-# Bytes of white space before a tag: without a limit an untrained model writes newlines
+# White space bytes before a tag; without a limit an untrained model writes newlines
 # until it is cut off.
 MAX_WHITE = 8
 
@@ -53,7 +53,7 @@ _NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
 
 @dataclasses.dataclass(frozen=True)
 class ByteGrammar:
-  """A variant's byte automaton; state 0 is the start of a trajectory.
+  """A variant's byte automaton; state 0 is a trajectory's start.
 
   Attributes:
     next_SX: the state after a byte, or -1 if the byte is not allowed.
@@ -68,14 +68,14 @@ class ByteGrammar:
 
 
 def _score(scores: str) -> Language:
-  """As `roles.check_score`: one number in all, one of `scores`."""
+  """As in `roles.check_score`: exactly one number, from `scores`."""
   other = many(byte(ANY - DIGITS))
   before = maybe(row(other, byte(ANY - DIGITS - {ord("-")})))
   return row(before, byte(scores.encode()), other)
 
 
 def _graded(criteria: tuple[str, ...], grades: tuple[str, ...]) -> Language:
-  """As `roles.reflection_grades`: some criterion has some grade."""
+  """As in `roles.reflection_grades`: some criterion has some grade."""
   # A grade ends with its word: "poorly" is not a grade.
   end = maybe(row(byte(ANY - WORD), _ANY))
   return row(
@@ -84,11 +84,11 @@ def _graded(criteria: tuple[str, ...], grades: tuple[str, ...]) -> Language:
 
 
 def _any_case(words: tuple[str, ...]) -> Language:
-  """One of the words, in upper or lower case."""
+  """One of the words, ignoring case."""
   return choice(*(text(w, cased=False) for w in words))
 
 
-# Conditions on a span's content, and results that decide the next span.
+# Names that a span's content can earn; they decide the next span.
 _PASS = "pass"
 _POOR = "poor"
 
@@ -96,8 +96,7 @@ _POOR = "poor"
 def _rules(
   role: str, graded: bool, functions: tuple[str, ...]
 ) -> tuple[list[Language], dict[str, Language]]:
-  """Returns a role's required languages, and the named languages its content may
-  earn."""
+  """Returns a role's required languages, and name -> the language that earns it."""
   any_text = filled(ANY, _ANY)
   spec = tools.SPECS.get(role)
   if spec is not None and spec.grammar is not None:
@@ -114,10 +113,10 @@ def _rules(
 
 @dataclasses.dataclass(frozen=True)
 class _Content:
-  """A role's content and closing tag: `next_SX`, and the names earned at the tag's end.
+  """A role's content and closing tag: `next_SX`, and the names earned at its end.
 
-  `earns_S` is None unless the closing tag is complete and the content satisfies its
-  conditions; then it has the earned names of `_rules`.
+  `earns_S` has the earned names of `_rules` after a complete closing tag with valid
+  content; None in all other states.
   """
 
   next_SX: np.ndarray
@@ -132,17 +131,17 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
   # A language's table runs over content and closing tag alike.
   tables = [compile_language(row(part, close)) for part in (*must, *earned.values())]
   tags, own = _tags(role)
-  # Bytes with equal columns in all tables behave alike: only one of each is tried.
+  # Bytes with equal columns in all tables behave alike: one byte per group is tried.
   columns = np.concatenate([t.next_SX for t in (tags, *tables)])
   _, firsts, kind_X = np.unique(columns, axis=1, return_index=True, return_inverse=True)
 
-  # --- The product of all tables: a state is a tuple with one state of each.
+  # --- The product of all tables: a state is a tuple with one state per table.
   start = (0,) * (len(tables) + 1)
   number = {start: 0}
   states = [start]
   rows = []
   earns: list[frozenset[str] | None] = []
-  for current in states:  # grows as it runs
+  for current in states:  # grows during the loop
     of_tags, *of_tables = current
     if tags.accepts_S[of_tags]:
       # A tag ends here. It is this role's, or nothing may follow.
@@ -186,7 +185,7 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
 
 
 def _tags(role: str) -> tuple[ByteTable, int]:
-  """Finds the end of a text's first protocol tag, and the state of `role`'s own."""
+  """Returns a table that accepts at any protocol tag, and `role`'s closing state."""
   patterns = [tag.encode() for tag in roles.tags_of(_NAMES)]
   next_SX, stop_S = find_words(patterns)
   own = 1 + patterns.index(roles.close_tag(role).encode())
@@ -195,7 +194,7 @@ def _tags(role: str) -> tuple[ByteTable, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-  """Between two spans: the state of `parser`'s rules."""
+  """The state of `parser`'s rules between two spans."""
 
   last: str = START
   thinking: bool = False
@@ -231,7 +230,7 @@ class _Place:
     """Returns the place inside a span of `role`."""
     if role == THINK:
       return dataclasses.replace(self, thinking=True)
-    # No more is counted than the rules ask about, or there would be no end of states.
+    # Count only as far as the rules ask: the number of states must stay finite.
     plans = 0
     if variant.max_plans is not None:
       plans = self.plans + (role == roles.PLAN)
@@ -268,8 +267,8 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
       states.append(state)
     return number[state]
 
-  # --- The successors of each state, byte by byte.
-  for current in states:  # grows as it runs
+  # --- Each state's successors, byte by byte.
+  for current in states:  # grows during the loop
     out = np.full(256, -1)
     rows.append(out)
     if current[0] == "stop":
@@ -277,7 +276,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
       if current[1].last != ANSWER:
         index(("open", current[1], "", 0))
     elif current[0] == "open":
-      # White space before a tag, or one more byte of an allowed tag.
+      # White space before a tag, or an allowed tag's next byte.
       _, place, begun, white = current
       if not begun and white < MAX_WHITE:
         for b in WHITE:
@@ -300,7 +299,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
         functions = tuple(variant.functions)
       content = _content(role, variant.graded, functions)
       row = content.next_SX[inner]
-      # Most bytes lead to one state: each state once, in the order of its first byte.
+      # Most bytes lead to one state: visit each state once, ordered by its first byte.
       _, firsts = np.unique(row, return_index=True)
       for after in row[np.sort(firsts)].tolist():
         if after < 0:
@@ -331,7 +330,7 @@ def _trimmed(
   next_SX: np.ndarray, resume_S: np.ndarray, ends_S: np.ndarray
 ) -> ByteGrammar:
   """Removes dead ends, and merges equivalent states."""
-  # --- From the ends backwards: states from which some end is reached.
+  # --- Backwards from the ends: the states that lead to an end.
   before: list[set[int]] = [set() for _ in ends_S]
   for state, after in enumerate(next_SX):
     for target in {*after.tolist(), int(resume_S[state])} - {-1}:
@@ -347,7 +346,7 @@ def _trimmed(
   live = sorted(alive)
   number_S = np.full(len(ends_S) + 1, -1)  # the last row is the dead state
   number_S[live] = np.arange(len(live))
-  # Resuming is one more way out of a state, as a 257th byte.
+  # An observation is one more way out of a state, as a 257th byte.
   table = number_S[np.concatenate([next_SX, resume_S[:, None]], axis=1)[live]]
   small, new_S = minimise(table, ends_S[live].astype(int))
   ends = np.zeros(len(small), bool)

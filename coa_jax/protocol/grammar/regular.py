@@ -1,6 +1,6 @@
 """Regular languages over bytes: a few combinators, compiled to a table.
 
-The grammar of a protocol variant is put together from these; see `language.py`.
+`language.py` builds a protocol variant's grammar from these combinators.
 
 Source: Thompson's construction and the subset construction, as in Aho, Lam, Sethi and
 Ullman, "Compilers", section 3.7.
@@ -22,12 +22,12 @@ WORD = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012345678
 
 @dataclasses.dataclass(frozen=True)
 class Language:
-  """An expression: one byte of a set, or a row, a choice or a repetition of parts.
+  """An expression: one byte from a set, or a row, choice or repetition of parts.
 
   Attributes:
     kind: bytes, row, choice or many.
-    parts: of a row or a choice; the one part of many.
-    among: the set for bytes.
+    parts: the parts of a row or choice; the only part of `many`.
+    among: the allowed set, for bytes.
   """
 
   kind: str
@@ -51,7 +51,7 @@ def choice(*parts: Language) -> Language:
 
 
 def many(part: Language) -> Language:
-  """The part any number of times, none included."""
+  """The part, zero or more times."""
   return Language("many", (part,))
 
 
@@ -61,7 +61,7 @@ def maybe(part: Language) -> Language:
 
 
 def text(literal: str, cased: bool = True) -> Language:
-  """A literal; matches either case of ASCII letters if not `cased`."""
+  """A literal; if not `cased`, ASCII letters match in either case."""
   if cased:
     return row(*(byte([b]) for b in literal.encode()))
   return row(*(byte({ord(c.lower()), ord(c.upper())}) for c in literal))
@@ -77,7 +77,7 @@ class ByteTable:
   """A deterministic automaton; state 0 is the start.
 
   Attributes:
-    next_SX: the state after a byte, or -1 if no word of the language continues so.
+    next_SX: the state after a byte, or -1 if no word continues with this byte.
     accepts_S: True if a word may end.
   """
 
@@ -98,7 +98,7 @@ class _Nfa:
     return len(self.edges) - 1
 
   def add(self, part: Language, start: int) -> int:
-    """Adds `part` from `start` on; returns the state in which it ends."""
+    """Adds `part` from `start` on; returns its end state."""
     if part.kind == "bytes":
       end = self.add_state()
       self.edges[start].append((part.among, end))
@@ -138,17 +138,17 @@ def compile_language(language: Language) -> ByteTable:
   nfa = _Nfa()
   final = nfa.add(language, nfa.add_state())
 
-  # --- Subset construction: a state of the table is a set of NFA states.
+  # --- Subset construction: a table state is a set of NFA states.
   sets = [nfa.closure([0])]
   number = {sets[0]: 0}
   rows = []
-  for current in sets:  # grows as it runs
+  for current in sets:  # grows during the loop
     targets: list[set[int]] = [set() for _ in range(256)]
     for state in current:
       for among, target in nfa.edges[state]:
         for b in among:
           targets[b].add(target)
-    # Many bytes lead to the same targets: each closure is looked for once.
+    # Many bytes lead to the same targets: each closure is computed once.
     numbers: dict[frozenset[int], int] = {}
     out = np.full(256, -1, np.int64)
     for b, reached in enumerate(targets):
@@ -173,12 +173,13 @@ def compile_language(language: Language) -> ByteTable:
 
 
 def find_words(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-  """Builds an automaton that reads any text and finds the ends of words in it.
+  """Builds an automaton that reads any text and finds the words' ends.
+
+  Source: Aho and Corasick 1975, "Efficient string matching".
 
   Returns:
     next_SX over 256 bytes, and stop_S: 1 + the index of the longest word ending in a
       state, or 0.
-    Source: Aho and Corasick 1975, "Efficient string matching".
   """
   # --- A trie: a state is a prefix of some word.
   trie: list[dict[int, int]] = [{}]
@@ -216,10 +217,10 @@ def minimise(next_SX: np.ndarray, kind_S: np.ndarray) -> tuple[np.ndarray, np.nd
 
   Args:
     next_SX: a table; -1 is the dead state.
-    kind_S: states of different kinds stay separate.
+    kind_S: each state's kind; different kinds stay separate.
 
   Returns:
-    The smaller table (state 0 holds the old state 0), and the new state of each old.
+    The smaller table (state 0 holds the old state 0), and each old state's new state.
   """
   # Bytes with the same transitions share one column.
   _, columns = np.unique(next_SX, axis=1, return_index=True)
@@ -227,20 +228,20 @@ def minimise(next_SX: np.ndarray, kind_S: np.ndarray) -> tuple[np.ndarray, np.nd
   # Split blocks by the blocks of their successors, until nothing changes.
   block_S = _numbered(np.asarray(kind_S)[:, None])
   while True:
-    # The dead state is block -1: index the blocks with one more at the end.
+    # The dead state is block -1, appended so that index -1 reads it.
     after_SX = np.append(block_S, -1)[ways_SX]
     new_S = _numbered(np.concatenate([block_S[:, None], after_SX], axis=1))
     if new_S.max() == block_S.max():
       break
     block_S = new_S
-  # Any state of a block represents it.
+  # Any state represents its block.
   first = np.unique(block_S, return_index=True)[1]
   return np.append(block_S, -1)[next_SX[first]], block_S
 
 
 def _numbered(rows: np.ndarray) -> np.ndarray:
-  """Equal rows get the same number, in order of their first."""
+  """Numbers rows by first appearance; equal rows get the same number."""
   seen: dict[bytes, int] = {}
-  # By hash: many times faster than numpy's sort of rows.
+  # Hashing is many times faster than numpy's row sort.
   rows = np.ascontiguousarray(rows, np.int32)
   return np.array([seen.setdefault(r.tobytes(), len(seen)) for r in rows])

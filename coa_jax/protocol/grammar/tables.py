@@ -1,4 +1,4 @@
-"""The tables of stop conditions and grammars over token ids."""
+"""Stop-condition and grammar tables over token ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Automaton:
   """Tables over states S and token classes C; state 0 is the start.
 
   Attributes:
-    class_V: the class of each token.
+    class_V: each token's class.
     next_SC: the state after a token.
     stop_SC: 0, or 1 + the index in `tags` of the closing tag that the token completes.
     tags: the closing tags that stop decoding (`Variant.yield_tags`).
@@ -30,9 +30,9 @@ class Constraint:
   """A variant's grammar over tokens; state 0 is the start of the policy's text.
 
   Attributes:
-    class_V: the class of each token.
+    class_V: each token's class.
     next_SC: the state after a token, or -1 if the token is not allowed.
-    resume_S: the state after an observation, or -1 in states before no observation.
+    resume_S: the state after an observation, or -1 if none may come.
     ends_S: True after the answer.
   """
 
@@ -42,9 +42,9 @@ class Constraint:
   ends_S: np.ndarray
 
   def states(self, ids: Sequence[int], state: int = 0) -> list[int]:
-    """The state before each token and the one after all: len(ids) + 1 numbers.
+    """Returns the state before each token and after the last: len(ids) + 1 numbers.
 
-    Returns the states; -1 from the first forbidden token on.
+    States after the first forbidden token are -1.
     """
     out = [state]
     for c in self.class_V[np.asarray(ids, np.int64)].tolist():
@@ -54,11 +54,11 @@ class Constraint:
     return out
 
   def after(self, parts: Iterable[tuple[Sequence[int], bool]], state: int = 0) -> int:
-    """The state after parts of a trajectory.
+    """Returns the state after these parts of a trajectory.
 
     Args:
-      parts: ids, and whether they are an observation: of it only the presence is read.
-      state: the one before them.
+      parts: ids, and True for an observation, whose ids are not read.
+      state: the state before these parts.
     """
     for ids, is_observation in parts:
       if not is_observation:

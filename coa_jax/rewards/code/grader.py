@@ -1,17 +1,17 @@
 """Rewards for programs: hidden tests, run in the jail.
 
-The released schemas (arXiv 2508.13167, data of its code agent) are `stdin` +
+The released schemas (arXiv 2508.13167, code agent data) are `stdin` +
 `expected_output`, `functional` (asserts), `test_code` + `entry_point` (asserts, with an
 `import_prefix`) and `inputs` + `outputs` (with `fn_name`: calls, else stdin).
 
-The graded program never shares a process, or a run, with its expected values. If a
-program reads stdin, it prints, and the host compares. Calls are made in one run and
-their plain results compared in another (asserts) or on the host (`fn_name`): see
-`code_inside`. So a hostile program can print, patch, walk and exit as it likes; only
-the right answer to its input gains anything. Asserts also run in a jail: tests that
-`eval` a string would execute the program's text there.
+The graded program never shares a process, or a run, with its expected values. A program
+that reads stdin prints text, and the host compares the text. Calls are made in one run,
+and their plain results are compared in another (asserts) or on the host (`fn_name`):
+see `inside`. So a hostile program can print, patch, walk and exit at will; only the
+right answer to its input gains anything. Asserts also run in a jail: tests that `eval`
+a string would execute the program's text there.
 
-budget: the three forms of tests share one protocol with `inside`.
+budget: the three test forms share one protocol with `inside`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tools_sandbox.client import BACKENDS, Sandbox
 from tools_sandbox.jail.wire import Result, Verdict
 from tools_sandbox.service.remote import RemoteConfig
 
-# Absolute or relative error of a printed number, if its expected text has a decimal
-# point; and of a returned number, also inside lists, if a float is expected: as at
-# LeetCode, which writes five digits.
+# Absolute or relative error for a printed number, if the expected text has a decimal
+# point; and for a returned number, also inside lists, if a float is expected (LeetCode
+# writes five digits).
 _TOLERANCE = 1e-6
 _CALL_TOLERANCE = 1e-5
 _OUTPUT_BYTES = 8 << 20  # per stream; longer output is cut, and therefore wrong
-_ROUNDS = 400  # between tests and program; each settles a call of every unfinished test
+_ROUNDS = 400  # between tests and program; each settles a call in every unfinished test
 _INSIDE = inspect.getsource(code_inside)
 # Names that LiveCodeBench provides without an import, and its recursion limit; integers
 # may have any number of digits.
@@ -78,7 +78,7 @@ class Outcome(enum.StrEnum):
 
   PASSED = "passed"
   WRONG = "wrong"  # another value or text than expected
-  RAISED = "raised"  # it, or the test of its result, raised or exited
+  RAISED = "raised"  # the program, or its result's test, raised or exited
   TIMEOUT = "timeout"
   MEMORY = "memory"
   MISSING = "missing"  # the answer has no program
@@ -92,16 +92,15 @@ class CodeConfig:
   """Config section `reward.code`: hidden tests.
 
   Attributes:
-    partial: True rewards the share of tests passed; False gives 1.0 for all of them,
-      and the first failure ends the grading.
+    partial: True rewards the share of passed tests; False gives 1.0 if all pass, and
+      the first failure ends the grading.
     sandbox: jail; remote (services run the programs); or subprocess, if the machine
       cannot build jails and no program is hostile (tools_sandbox/README.md).
     remote: the services, if `sandbox` is remote.
     workers: programs running at once.
-    test_s: wall and CPU seconds of one test.
-    total_s: seconds for all tests of one answer; tests left without time fail as
-      timeout.
-    memory_mb: MiB of one run.
+    test_s: wall and CPU seconds per test.
+    total_s: seconds for one answer's tests; tests left without time fail as timeout.
+    memory_mb: MiB per run.
   """
 
   partial: bool = False
@@ -119,7 +118,7 @@ class CodeConfig:
 
 
 class CodeGrader:
-  """Runs hidden tests; threads may share it. Close it after use."""
+  """Runs hidden tests; thread-safe. Call `close` after use."""
 
   def __init__(self, config: CodeConfig):
     """Opens the sandbox; its processes start with the first program.
@@ -150,7 +149,7 @@ class CodeGrader:
 
     Raises:
       Ungradable: the sandbox failed, or the tests themselves are broken.
-      ValueError: the task's tests are in no known form.
+      ValueError: the task's tests have an unknown form.
     """
     tests = read_tests(task)
     program = program_of(answer or "")
@@ -180,7 +179,7 @@ class _Grading:
 
   @property
   def failures(self) -> list[Outcome]:
-    """The failures of tests not passed."""
+    """The failed tests' outcomes."""
     return [outcome for outcome in self.outcomes if outcome != Outcome.PASSED]
 
   @property
@@ -203,10 +202,10 @@ class _Grading:
   def run(self, program: str, stdin: str, seconds: float, timed: bool = True) -> Result:
     """Runs a program; if `timed`, within the program's remaining time.
 
-    A failure of the service is tried twice.
+    After a service failure, the run is tried once more.
 
     Raises:
-      Ungradable: it failed twice.
+      Ungradable: the service failed twice, or is closed.
     """
     if timed:
       seconds = min(seconds, max(self.left, 0.1))
@@ -243,8 +242,8 @@ class _Grading:
         return
 
   def calls(self, tests: HiddenTests) -> None:
-    """Tests a function's return values, compared here."""
-    # --- All calls, as `inside` reads them: test n makes one, its call 0.
+    """Tests a function's return values, compared on the host."""
+    # --- All calls, in `inside`'s form: test n makes one call, number 0.
     calls = {}
     for n, arguments in enumerate(tests.inputs):
       calls[f"{n}.0"] = {
@@ -253,7 +252,7 @@ class _Grading:
         "args": code_inside.encode(arguments, {}),
         "kwargs": code_inside.encode({}, {}),
       }
-    # --- One run for all calls, and another one for the calls after a fatal one.
+    # --- One run for all calls, and another for the calls after a fatal call.
     replies: dict[str, str | None] = {}
     while len(replies) < len(calls):
       open_calls = {key: call for key, call in calls.items() if key not in replies}
@@ -291,9 +290,9 @@ class _Grading:
   def asserts(self, tests: HiddenTests) -> None:
     """Tests by asserts, which run separately from the program.
 
-    Tests and program are interleaved: the tests run until they need the result of a
-    call, the program answers such calls, and the tests run again from the start with
-    the known results.
+    Tests and program alternate: the tests run until they need a call's result, the
+    program answers such calls, and the tests run again from the start with the known
+    results.
     """
     known: dict[str, _Known] = {}
     for _ in range(_ROUNDS):
@@ -309,7 +308,7 @@ class _Grading:
         for key, (call, _) in known.items():
           calls.setdefault(key, call)
       calls = {key: calls[key] for key in sorted(calls, key=_place)}
-      # --- The program's answers. A known one stays as it was: the tests went on by it.
+      # --- The program's answers. A known answer stays: the tests have relied on it.
       replies: dict[str, str | None] = {}
       self.answers(calls, tests.prefix, replies)
       for key, reply in replies.items():
@@ -327,12 +326,12 @@ class _Grading:
   def _tests_round(
     self, tests: HiddenTests, known: dict[str, _Known]
   ) -> tuple[dict[str, Any], list[str]]:
-    """Runs the tests with the known results: the calls they need, or their verdicts.
+    """Runs the tests with the known results; returns needed calls, or verdicts.
 
     Raises:
-      Ungradable: they are broken.
+      Ungradable: the tests are broken.
     """
-    # --- One run without the graded program, untimed: it is not the program's time.
+    # --- One run without the graded program, untimed: not the program's time.
     nonce = secrets.token_hex(16)
     request = {
       "nonce": nonce,
@@ -366,10 +365,10 @@ class _Grading:
   ) -> None:
     """Sends calls to the program; fills in its replies up to its death.
 
-    A reply is JSON text, verbatim; None for the call in which the program died, or with
-    two answers. Later calls have none.
+    A reply is verbatim JSON text; None for a call with two answers, or in which the
+    program died. Later calls have no reply.
     """
-    # --- No time left: every call is one in which it died.
+    # --- No time left: every call counts as fatal.
     if self.left <= 0:
       self.death = Outcome.TIMEOUT
       replies.update(dict.fromkeys(calls))
@@ -387,7 +386,7 @@ class _Grading:
     program = _INSIDE + "\nanswer_calls()\n"
     seconds = self.config.test_s * (len(calls) + 1)
     result = self.run(program, json.dumps(request), seconds)
-    # --- Its lines; a call with two answers was forged, and counts as none.
+    # --- Its lines; a call with two answers was forged, and has no answer.
     answers: dict[str, str | None] = {}
     for line in result.stdout.split("\n"):
       head, _, rest = line.partition(" ")
@@ -419,14 +418,13 @@ def _place(key: str) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-  """Converts an encoded value to the JSON form of expected values: tuples become lists,
-  keys text.
+  """Converts an encoded value to JSON: tuples become lists, and keys become text.
 
-  Hashes only text: a program can choose numbers of equal hashes, and a set of those
-  would stall this whole process.
+  Only text is hashed: a program can choose numbers with equal hashes, and a set with
+  such numbers would stall this whole process.
 
   Raises:
-    TypeError, ValueError: it has no JSON form, so it cannot be the expected value.
+    TypeError, ValueError: the value has no JSON form, so it cannot be expected.
   """
   if not isinstance(value, dict):
     return value

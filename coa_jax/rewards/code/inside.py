@@ -1,14 +1,13 @@
-"""Code for the jail: runs next to hidden tests or next to the graded program, never
-both.
+"""Code for the jail: runs with hidden tests or with the graded program, never both.
 
-`code` sends this file's text as a program. It imports nothing of this project, and
-never contains an expected value. `answer_calls` runs the graded program and answers
-calls of its functions; `run_tests` runs the tests, in a jail without the program, and
-asks for the missing results of calls. Only plain values pass between the two, so an
-object with its own `__eq__`, a patched builtin or a walk through frames reaches neither
-the tests nor their expected values.
+`grader` sends this file's text as a program. The file imports nothing from this
+project, and never contains an expected value. `answer_calls` runs the graded program
+and answers calls to its functions; `run_tests` runs the tests, in a jail without the
+program, and asks for missing call results. Only plain values pass between the two, so
+an object with its own `__eq__`, a patched builtin or a walk through frames reaches
+neither the tests nor their expected values.
 
-budget: it is sent as one text, so it is one file.
+budget: the code is sent as one text, so it is one file.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ import types
 from typing import Any
 
 _LONGEST = 100_000  # values taken from an iterator
-_LONG_BITS = 13_000  # of an integer; JSON readers refuse more than 4,300 digits
+_LONG_BITS = 13_000  # in an integer; JSON readers refuse more than 4,300 digits
 # Statements that can fail as tests; all others are preparation.
 _CHECKS = (ast.Assert, ast.Expr, ast.While, ast.With, ast.Try, ast.If, ast.For)
 
 
 class Need(BaseException):
-  """A call without a known result; no `except Exception` of a test stops it."""
+  """A call without a known result; a test's `except Exception` does not stop it."""
 
 
 class Dead(BaseException):
-  """A call in which the program died; no `except Exception` of a test stops it."""
+  """A call in which the program died; a test's `except Exception` does not stop it."""
 
 
 class Broken(BaseException):
@@ -45,7 +44,7 @@ class Broken(BaseException):
 
 
 class Remote:
-  """A function of the graded program, or its object without a plain value."""
+  """A function in the graded program, or an object there without a plain value."""
 
   def __init__(
     self, tests: ReplayedTests, root: dict[str, str], names: tuple[str, ...] = ()
@@ -64,17 +63,17 @@ class Remote:
 def encode(
   value: Any, known: dict[str, Any], stay: dict[str, Any] | None = None
 ) -> Any:
-  """A value as JSON: plain ones by kind, instances of `known` classes by attributes.
+  """Encodes a value as JSON; instances of `known` classes by their attributes.
 
   Raises:
     TypeError: the value cannot be encoded; with `stay`, it is stored there instead.
   """
-  # Instances by number: long chains need no recursion, references to one stay so.
+  # Numbered instances: long chains need no recursion, and sharing is kept.
   objects: list[Any] = []
-  numbers: dict[int, int] = {}  # of an object, by its id()
+  numbers: dict[int, int] = {}  # an object's id() -> its number
 
   def one(value: Any) -> Any:
-    # --- Scalars are themselves; of a subclass they become plain ones.
+    # --- Scalars are themselves; subclass instances become plain scalars.
     kind = type(value)
     if kind is int and value.bit_length() > _LONG_BITS:
       return {"int": str(decimal.Decimal(value))}
@@ -110,9 +109,9 @@ def encode(
 
   try:
     root = one(value)
-    # --- The attributes of the instances, which may lead to more instances.
+    # --- The instances' attributes, which may lead to more instances.
     states = []
-    for item in objects:  # grows while it is walked
+    for item in objects:  # grows during the loop
       state = {k: one(v) for k, v in vars(item).items()}
       states.append([type(item).__name__, state])
   except TypeError:
@@ -124,12 +123,12 @@ def encode(
 
 
 def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
-  """Decodes a value of `encode`; `handles` resolves a key to its object.
+  """Decodes a value from `encode`; `handles` resolves a key to its object.
 
   Raises:
     ValueError, TypeError, KeyError: the message is malformed.
   """
-  # Instances first, empty: their attributes may refer to one another in circles.
+  # Empty instances first: their attributes may refer to one another in circles.
   states = message["objects"]
   objects = [known[name].__new__(known[name]) for name, _ in states]
 
@@ -161,7 +160,7 @@ def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
 
 
 def module(name: str, *sources: str) -> dict[str, Any]:
-  """Returns the namespace of a module made of these sources."""
+  """Makes a module from these sources; returns its namespace."""
   new = types.ModuleType(name)
   sys.modules[name] = new
   for source in sources:
@@ -173,24 +172,24 @@ def classes(namespace: dict[str, Any], source: str) -> dict[str, Any]:
   """Returns the classes defined at a source's top level."""
   found = {}
   for node in ast.parse(source).body:
-    # Its name may have been bound to something else since, or deleted.
+    # The name may have been bound to something else since, or deleted.
     if isinstance(node, ast.ClassDef) and isinstance(namespace.get(node.name), type):
       found[node.name] = namespace[node.name]
   return found
 
 
 def answer_calls() -> None:
-  """Answers calls of the graded program, one line each, as soon as each is done.
+  """Answers calls to the graded program, one line each, as soon as each is done.
 
   On stdin: JSON with `nonce`, `prelude`, `prefix` (trusted), `program` (graded),
   `seconds` for one call and `calls`, a list of [key, {root, names, args, kwargs}].
-  The program may forge lines: it gains no more than by giving the same answers.
+  The program may forge lines: this gains no more than giving the same answers.
   """
   request = json.loads(sys.stdin.read())
   out = _take_stdout()
   handles: dict[str, Any] = {}
-  # --- Time for the program itself, its functions not yet called.
-  # No handler: the program cannot catch the end of its time.
+  # --- A time limit for the program itself, before any call.
+  # Without a handler, the program cannot catch the time limit.
   signal.signal(signal.SIGALRM, signal.SIG_DFL)
   signal.setitimer(signal.ITIMER_REAL, request["seconds"])
   # --- The trusted prefix, then the program as a module of its own.
@@ -198,19 +197,19 @@ def answer_calls() -> None:
   known = classes(prefix, request["prefix"])
   sys.modules["solution"] = solution = types.ModuleType("solution")
   space = solution.__dict__
-  # Names available without an import that are not its own functions.
+  # Names available without an import, but not the program's own functions.
   space["__builtins__"] = {**prefix, **vars(builtins)}
   program = compile(request["program"], "<solution>", "exec", dont_inherit=True)
   exec(program, space)
-  # --- The calls, each in time of its own. A line at once: a later call may kill us.
+  # --- The calls, each with its own time limit. Reply at once: the next may kill us.
   for key, call in request["calls"]:
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     _say(out, f"{request['nonce']} {key}", _answer(key, call, space, known, handles))
-  os._exit(0)  # threads of the program do not hold the answers up
+  os._exit(0)  # the program's threads must not delay the answers
 
 
 def _take_stdout() -> int:
-  """Takes stdout for answers; prints of the program or the tests are discarded."""
+  """Takes stdout for answers; prints by the program or the tests are discarded."""
   sys.setrecursionlimit(20_000)
   sys.set_int_max_str_digits(0)
   out = os.dup(1)
@@ -231,10 +230,10 @@ def _answer(
   known: dict[str, Any],
   handles: dict[str, Any],
 ) -> dict[str, Any]:
-  """Returns the reply to a call: value and changes to arguments, or its error."""
+  """Returns a call's reply: its value and changed arguments, or its error."""
   try:
-    # --- The callee: an earlier result, the function of this name or, failing that, the
-    # method of a fresh `Solution`.
+    # --- The callee: an earlier result, the function with this name or, failing that, a
+    # fresh `Solution`'s method.
     args = decode(call["args"], known, handles.__getitem__)
     kwargs = decode(call["kwargs"], known, handles.__getitem__)
     root = call["root"]
@@ -261,16 +260,16 @@ def _answer(
 
 
 class ReplayedTests:
-  """Hidden tests, run as far as the known results of calls reach."""
+  """Hidden tests, run as far as the known call results reach."""
 
   def __init__(self, request: dict[str, Any]):
-    """Reads the tests; runs nothing but their prefix."""
+    """Reads the tests; runs only their prefix."""
     self.known = request["known"]  # key -> [the call, its reply]
     self.space = module("tests", request["prefix"])
     self.classes = classes(self.space, request["prefix"])
     self.needs: list[Any] = []
     self.verdicts: list[str] = []
-    self._unit = 0  # the running unit, and its number of calls: the key of a call
+    self._unit = 0  # the running unit and its call count: a call's key
     self._calls = 0
     self._unsure = False  # whether a unit stopped with more calls to come
     tree = ast.parse(request["source"])
@@ -283,7 +282,7 @@ class ReplayedTests:
     self._local = (set(self.space) | set(dir(builtins))) - own
     for name in (used - self._local | own) - _bound(tree):
       self.space[name] = Remote(self, {"name": name})
-    # --- `check(candidate)` is unrolled, so that each of its asserts is a test.
+    # --- `check(candidate)` is unrolled, so that each assert is a test.
     body = tree.body
     check = _check_function(body)
     if check is not None and entry and len(check.args.args) == 1:
@@ -297,13 +296,13 @@ class ReplayedTests:
   def run(self) -> None:
     """Runs every unit; afterwards `verdicts` are final if `needs` is empty."""
     for unit in self.units:
-      # --- A unit is one test, but for a plain loop at its end.
+      # --- A unit is one test, unless a plain loop ends the unit.
       *before, loop = unit
       if not isinstance(loop, ast.For) or loop.orelse or _has(loop, ast.Break):
         self._attempt(unit, counts=isinstance(loop, _CHECKS))
         continue
-      # Each iteration of this loop is a separate test. One that lacks a result does not
-      # keep the others from asking for theirs.
+      # Each iteration is a separate test. If one lacks a result, the others still ask
+      # for theirs.
       self._attempt(before, counts=False)
       turns = ast.Name("__turns", ast.Store())
       self.space["__turns"] = ()
@@ -322,7 +321,7 @@ class ReplayedTests:
       exec(compile(tree, "<tests>", "exec", dont_inherit=True), self.space)
     except Need:
       verdict = "needs"
-      calls = 0  # of the program; others may follow the needed one
+      calls = 0  # to the program; others may follow the needed call
       for node in ast.walk(tree):
         if isinstance(node, ast.Call):
           calls += getattr(node.func, "id", "") not in self._local
@@ -340,10 +339,10 @@ class ReplayedTests:
   def call(
     self, root: dict[str, str], names: tuple[str, ...], args: Any, kwargs: Any
   ) -> Any:
-    """Returns the known result of a program's call, or records it and raises Need."""
+    """Returns a call's known result, or records the call and raises Need."""
     key = f"{self._unit}.{self._calls}"
     self._calls += 1
-    # --- The call as a JSON message, as it is in the known results.
+    # --- The call as a JSON message, as in the known results.
     message: dict[str, Any] = {"root": root, "names": list(names)}
     try:
       message["args"] = encode(list(args), self.classes)
@@ -351,10 +350,10 @@ class ReplayedTests:
     except TypeError as e:
       raise Broken(f"an argument of a call: {e}") from e
     message = json.loads(json.dumps(message))
-    # --- Not yet known, or of another call: an earlier result may have changed it.
+    # --- Not yet known, or another call's: an earlier result may have changed the call.
     earlier, reply = self.known.get(key, (None, None))
     if earlier != message:
-      # An object must have met all earlier calls before it is asked anything.
+      # An object must have met all earlier calls before the next call.
       if not (self._unsure and "handle" in root):
         self.needs.append([key, message])
       raise Need
@@ -394,10 +393,10 @@ def _change(args: Any, after: Any) -> None:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-  """Lists every name that tests define, but locals of functions other than `check`."""
+  """Lists the names defined by tests, except locals of functions other than `check`."""
   out = set()
   nodes = list(tree.body)
-  for node in nodes:  # grows while it is walked
+  for node in nodes:  # grows during the loop
     # Functions and classes with their own name are not searched.
     if getattr(node, "name", "check") == "check" or isinstance(node, ast.alias):
       nodes += ast.iter_child_nodes(node)
@@ -415,7 +414,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _check_function(body: list[ast.stmt]) -> ast.FunctionDef | None:
-  """The first top-level function called `check`."""
+  """Returns the first top-level function called `check`."""
   for node in body:
     if isinstance(node, ast.FunctionDef) and node.name == "check":
       return node

@@ -6,8 +6,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-# A line that opens a block: text before the fence, the fence, the block's label. A list
-# marker may precede it, or prose, as in "The code: ```py"; but not a program's string.
+# A line that opens a block: text, the fence, the block's label. The text may be a list
+# marker or prose, as in "The code: ```py"; but not a program's string.
 _OPENING = re.compile(
   r"(?P<before>\s*(?:[-*+]|\d+[.)])?\s*"
   r"|(?:[^`~]|`{1,2}(?!`)|~{1,2}(?!~))*[\s:](?=[`~]+[ \t]*[\w.+#{}-]*\s*$))"
@@ -20,7 +20,7 @@ _MARKER = re.compile(r"\s*([-*+]|\d+[.)])?\s*")
 
 
 def program_of(answer: str) -> str:
-  """Returns the program of an answer.
+  """Returns the program in an answer.
 
   This is the last block labelled as Python; otherwise the last unlabelled block;
   otherwise the last `<code>` span; otherwise the whole answer. Empty blocks count only
@@ -42,7 +42,7 @@ def program_of(answer: str) -> str:
 
 
 def _blocks(answer: str) -> Iterator[tuple[str, str]]:
-  """Yields the label and the content of each fenced block; one may be unclosed."""
+  """Yields each fenced block's label and content; a block may be unclosed."""
   lines = answer.split("\n")
   at = 0
   while at < len(lines):
@@ -56,7 +56,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
     end = _end(lines, at, opening["fence"], column)
     content = lines[at:end]
     at = end
-    # Closed, and not only followed by the next block: the fence is used up.
+    # If the block is closed, not just followed by the next, skip the closing fence.
     if end < len(lines) and not _opens(lines[end], opening["fence"]):
       at += 1
       code = lines[end].rstrip().rstrip(opening["fence"][0])
@@ -66,7 +66,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def _end(lines: list[str], begin: int, fence: str, column: int) -> int:
-  """Returns the line number of the block's end, or of the next block's start.
+  """Returns the line number at the block's end, or at the next block's start.
 
   A fence indented more than the opening one may be a docstring's: it closes the block
   only if no other fence does.
@@ -104,7 +104,7 @@ def _dedented(block: str) -> str:
 
 
 def _code_span(answer: str) -> str:
-  """The last `<code>` span; "" for none. One after a quote is a program's string."""
+  """Returns the last `<code>` span; "" for none, or after a quote (in a string)."""
   before, _, _ = answer.rpartition("</code>")
   line, _, span = before.rpartition("<code")
   _, bracket, program = span.partition(">")

@@ -1,6 +1,6 @@
-"""Hidden tests of code tasks: the released schemas as three forms, and comparison.
+"""Hidden tests for code tasks: the released schemas as three forms, and comparison.
 
-Rows come from files of others: whatever fits no form is refused before anything runs.
+Rows come from other people's files: a row that fits no form is refused before any run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from coa_jax.data.tasks.task import Task
 from coa_jax.runtime.json_io import parse_json
 
-_DIGITS = 4000  # of an integer; Python reads and writes 4,300 by default
+_DIGITS = 4000  # in an integer; Python reads and writes 4,300 by default
 _LONG = re.compile(rf"-?\d{{{_DIGITS},100000}}")  # time is quadratic in the digits
 
 
@@ -29,7 +29,7 @@ class HiddenTests:
     expected: the expected results, one for each input; () for asserts.
     function: the called function's name; "" if the program reads stdin.
     source: asserts, as Python; "" for the other forms.
-    prefix: common source at the start of asserts and program.
+    prefix: source that runs before both the asserts and the program.
     entry: the argument of the asserts' `check`; "" for none.
     wrapped: whether the expected value may be the first item of a list (APPS).
   """
@@ -67,7 +67,7 @@ def read_tests(task: Task) -> HiddenTests:
     entry = _text(row, "entry_point", where)
     prefix = str(row.get("import_prefix", ""))
     return HiddenTests(source=source, entry=entry, prefix=prefix)
-  # --- Pairs of input and output, under either pair of names.
+  # --- Inputs and outputs, under either pair of names.
   first, second = "inputs", "outputs"
   if "stdin" in row:
     first, second = "stdin", "expected_output"
@@ -88,7 +88,7 @@ def read_tests(task: Task) -> HiddenTests:
     values = tuple(map(_value, outputs))
   except (ValueError, TypeError) as e:
     raise ValueError(f"{where}: inputs and outputs must be JSON values: {e}") from None
-  # Never guessed: elsewhere a list of one is a list.
+  # Never guessed: in other data, a one-item list is just a list.
   wrapped = row.get("wrapped_outputs", False)
   if not isinstance(wrapped, bool):
     raise ValueError(f"{where}.wrapped_outputs must be true or false, got {wrapped!r}")
@@ -140,7 +140,7 @@ def _value(value: Any) -> Any:
 
 
 def _integer(digits: str) -> int | decimal.Decimal:
-  """An integer; one longer than Python reads by default as a Decimal."""
+  """Reads an integer, as a Decimal if it has `_DIGITS` digits or more."""
   if len(digits) < _DIGITS:
     return int(digits)
   return long_integer(digits)
@@ -151,7 +151,7 @@ def long_integer(digits: str) -> decimal.Decimal:
 
   Raises:
     ValueError: the text is not an integer.
-    TypeError: it is not a text.
+    TypeError: `digits` is not text.
   """
   if not re.fullmatch(r"-?\d+", digits):
     raise ValueError("not an integer")
@@ -182,9 +182,8 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
 def same_output(printed: str, expected: str, tolerance: float) -> bool:
   """Whether a program printed the expected output.
 
-  White space at the ends of lines and of the text is ignored. Words are equal as text
-  or as exact decimals, or within the tolerance if the expected word has a decimal
-  point.
+  White space around words, and around the text, is ignored. Words are equal as text or
+  as exact decimals, or within the tolerance if the expected word has a decimal point.
   """
   ours = [line.split() for line in printed.strip().split("\n")]
   theirs = [line.split() for line in expected.strip().split("\n")]
@@ -202,7 +201,7 @@ def _same_number(ours: str, theirs: str, tolerance: float) -> bool:
     b = decimal.Decimal(theirs)
     if not (a.is_finite() and b.is_finite()):
       return False
-    # Exact, so that of two neighbours beyond 2**53 only one is right.
+    # Exact: beyond 2**53, only one of two neighbours is right.
     if "." not in theirs:
       return a == b
     return abs(float(a) - float(b)) <= tolerance * max(1.0, abs(float(b)))

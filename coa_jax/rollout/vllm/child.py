@@ -1,9 +1,9 @@
-"""Runs `vllm serve` for as long as its own standard input stays open.
+"""Runs `vllm serve` while its own standard input stays open.
 
   python child.py VLLM ARGUMENT ...  (`process` starts it)
 
 The pipe closes when the process at its other end is gone, so the server ends with its
-run in any case, SIGKILL included. It imports none of our modules.
+run in any case, SIGKILL included. This script imports none of our modules.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def main(command: list[str]) -> int:
   """Runs the command; returns its exit status."""
   # Endpoints for loading weights; no usage statistics.
   os.environ.update(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1")
-  # For `vllm.plugin`.
+  # For importing `vllm.plugin`.
   paths = [str(pathlib.Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
   os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-  # A separate session: its workers are killed with it.
+  # A separate session, so that the server's workers are killed with the server.
   server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
   def end() -> None:

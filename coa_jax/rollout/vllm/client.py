@@ -1,10 +1,10 @@
-"""One running `vllm serve`, over HTTP: token ids in and out, weights in.
+"""A client of one running `vllm serve`, over HTTP: token ids in and out, weights in.
 
 vLLM lives in its own environment and is never imported: with VLLM_SERVER_DEV_MODE=1 it
-offers the required functions (completions over ids, a reload of weights) over HTTP.
+offers the required functions (completions over ids, reloading weights) over HTTP.
 Written against vLLM 0.32.
 
-budget: all requests to a server, and the checks of its answers.
+budget: all requests to a server, and all answer checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools_sandbox.http_client import Fault, NoReply, Retries
 T = TypeVar("T")
 # The value of --logits-processors, for `rollout.constrain`.
 PROCESSOR = "coa_jax.rollout.vllm.plugin:Grammar"
-# Attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections and
+# Retries after the first attempt, on 408, 409, 429, 5xx, timeouts, cut connections and
 # invalid answers.
 _RETRIES = 3
 _CLOSE_S = 5.0  # `close` waits this long for open connections
@@ -38,18 +38,18 @@ class VllmConfig:
   """Config section `vllm`: trajectories are sampled by `vllm serve`.
 
   Attributes:
-    folder: export folder of the policy, visible to the server under the same absolute
+    folder: the policy's export folder, visible to the server under the same absolute
       name; overwritten at every refresh.
-    url: of a running server, without a path; several processes share it.
+    url: a running server's URL, without a path; several processes share the server.
     serve: the `vllm` program in its own environment: instead of using `url`, every
       process starts a server on loopback and ends it with the run.
     flags: additional flags for that server.
     start_s: maximum seconds for its start.
-    timeout_s: seconds to wait for one turn of a trajectory, or one load of weights.
+    timeout_s: seconds to wait for one turn of a trajectory, or one weight load.
     request_tokens: maximum tokens per request if the policy changes during rollouts
       (algo.sampling.staleness): the next policy waits for the running requests.
     max_logp_diff: maximum mean difference in nats between the server's and the model's
-      log-probs of the prompt's tokens. 0.05 leaves room for bfloat16; two float32
+      log-probs of prompt tokens. 0.05 leaves room for bfloat16; two float32
       programs stay under 1e-4.
   """
 
@@ -114,10 +114,10 @@ class VllmServer:
     """Connects and checks the server's model and flags.
 
     Args:
-      config: its address and limits.
-      max_len: maximum tokens in a trajectory.
+      config: the server's address and limits.
+      max_len: maximum tokens per trajectory.
       vocab_size: V; ids from V on are refused.
-      masks: whether it needs our logits processor.
+      masks: whether the server needs our logits processor.
       samples: False for a server that only scores, which needs no flags.
 
     Raises:
@@ -194,7 +194,7 @@ class VllmServer:
     seed: int,
     grammar: tuple[str, int] | None = None,
   ) -> tuple[list[int], list[float]]:
-    """Samples after `ids`; at least one token, at most `most`.
+    """Samples from one to `most` tokens after `ids`.
 
     budget: the body sets every sampling parameter, field by field.
 
@@ -202,14 +202,14 @@ class VllmServer:
       ids: the prefix.
       most: maximum tokens to sample.
       stops: texts after which the server may stop, or not.
-      temperature: below `GREEDY_BELOW` it is greedy.
+      temperature: below `GREEDY_BELOW`, sampling is greedy.
       truncation: excludes unlikely tokens.
       seed: this request's seed.
       grammar: a file of tables and the initial state; see `vllm.plugin`.
 
     Returns:
-      ids, and log p of each (nats) under its sampling distribution; greedy ones under
-      the untruncated distribution at temperature 1.
+      The ids, and each id's log p (nats) under its sampling distribution; for greedy
+      ids, under the untruncated distribution at temperature 1.
 
     Raises:
       UnansweredError: no usable answer in all attempts.
@@ -299,7 +299,7 @@ class VllmServer:
     """Loads a model folder of the same architecture and clears cached prefixes.
 
     Raises:
-      VllmError: the server fails to.
+      VllmError: the server fails to load the folder or to clear the prefixes.
     """
     reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
     self._now("POST", "/collective_rpc", reload, lambda x: x["results"])

@@ -1,17 +1,18 @@
-"""The same episodes on a `vllm serve` instead of our own sampler.
+"""Plays the same episodes on a `vllm serve` instead of our own sampler.
 
 A turn is one or several requests: all ids so far go in, sampled ids and their log-probs
-come out, and our own automaton finds the end of the turn; later ids are dropped. So a
+come out, and our own automaton finds the turn's end; later ids are dropped. So a
 trajectory equals our own sampler's result for the same samples. Given the same weights,
 greedy trajectories are the same; sampled ones differ (vLLM uses its own random
 numbers), and log-probs may differ by rounding or, in bfloat16, by hundredths:
 `algo.loss.is_clip` corrects for that.
 
-Each of several processes plays its own episodes, on one server with weights from the
-first process, or on a server each (`vllm.serve`).
+Each process plays its own episodes: all on one server, with weights from the first
+process, or each on its own server (`vllm.serve`).
 
-A newer policy during rollouts is loaded between requests, which are short then
-(`vllm.request_tokens`): none begins while it waits, so every token is from one policy.
+A newer policy during rollouts is loaded between requests, which are then short
+(`vllm.request_tokens`): no request starts while a policy waits, so each request samples
+from one policy.
 
 budget: one state machine, from an episode to requests and back.
 """
@@ -50,7 +51,7 @@ from coa_jax.rollout.vllm.client import (
 )
 from coa_jax.rollout.vllm.process import VllmProcess
 
-_COLDEST = 0.01  # vLLM's minimum temperature for lower ones, 0 excepted
+_COLDEST = 0.01  # vLLM raises lower temperatures to this one, except 0
 _POLL_S = 0.05  # between two polls for episodes and a newer policy
 
 
@@ -67,7 +68,8 @@ class VllmEngine(ReplicaThreads):
   def set_policy(self, params: Any, version: int) -> None:
     """Makes the server load these parameters before further sampling.
 
-    All processes have to call this; each waits until its server has them.
+    If there are several processes, all must call this; each waits until its server has
+    the parameters.
     """
     if params is not None and jax.process_count() > 1:
       self.server.refresh(params)
@@ -89,7 +91,7 @@ class VllmReplica:
     constraint: Constraint | None = None,
     policy_changes: bool = False,
   ):
-    """Connects to a running server; our own server starts at the first refresh.
+    """Connects to a running server; our own server starts with the first refresh.
 
     Args:
       vllm: the server's address and limits.
@@ -119,7 +121,7 @@ class VllmReplica:
     self._automaton = automaton
     self._probe = list(probe)[: weights.PROBE]
     # --- The server, and its weights.
-    self._served: list[weakref.ref] = []  # the arrays known to be on the server
+    self._served: list[weakref.ref] = []  # arrays known to be on the server
     self._tokenizer = tokenizer
     self._constraint = constraint
     self._grammar = ""  # the constraint's file
@@ -135,7 +137,7 @@ class VllmReplica:
   def _meet(self) -> VllmServer:
     masks = self._constraint is not None
     server = VllmServer(self._vllm, self.config.max_len, self.model.vocab_size, masks)
-    # A request names the tables' file; vLLM's own process reads it.
+    # Requests name the tables' file, and vLLM's own process reads the file.
     if masks:
       self._grammar = _write_tables(self._vllm.folder, self._constraint)
     return server
@@ -158,10 +160,10 @@ class VllmReplica:
   def round(
     self, policy: Any, version: int, new: Sequence[Episode]
   ) -> Sequence[Episode]:
-    """Starts new episodes, sends requests, takes finished results.
+    """Starts new episodes, sends requests, and takes finished results.
 
     While a newer policy waits for running requests, no request is sent; tools continue.
-    An episode with a finally failed request gets `lost`; the others continue.
+    If all attempts at a request fail, its episode gets `lost`; the others continue.
 
     Raises:
       ValueError: a prompt has no room in rollout.max_len, or vLLM does not sample at an
@@ -205,16 +207,16 @@ class VllmReplica:
     return ended
 
   def refresh(self, params: Any) -> None:
-    """Makes the server serve `params`, and compares its log-probs.
+    """Makes the server serve `params`, and compares its log-probs with ours.
 
-    The policy is exported and loaded, and cached prefixes are cleared. Then the
+    Exports the policy, has the server load it, and clears cached prefixes. Then the
     server's log-probs of a fixed row must equal our own forward pass's, up to
     `vllm.max_logp_diff`.
 
     Raises:
-      VllmError: it does not load them, or computes different log-probs.
+      VllmError: the server does not load `params`, or computes different log-probs.
     """
-    # --- Nothing to do if it serves exactly these arrays.
+    # --- Nothing to do if the server has exactly these arrays.
     leaves = jax.tree.leaves(params)
     known = [ref() for ref in self._served]
     if [id(x) for x in known] == [id(x) for x in leaves]:
@@ -265,7 +267,7 @@ class VllmReplica:
         self._server.load(folder)
       except VllmError as e:
         fault = e
-    # All processes wait for it, and see a failure.
+    # All processes wait for the load, and see a failure.
     if jax.process_count() > 1:
       failed = multihost_utils.process_allgather(np.array(fault is not None))
       if fault is None and failed.any():
@@ -349,7 +351,7 @@ class VllmReplica:
     x.future = None
     if tag is None:
       x.episode.progress(x.turn)
-      # The request ended before the turn: the next round continues it.
+      # The request ended before the turn: the next round continues the turn.
       if self._room(x) > 0:
         return True
     self.counters.sampled_tokens += len(x.turn)
@@ -357,12 +359,12 @@ class VllmReplica:
     return x.future is not None
 
   def _take(self, x: _Live, ids: list[int], logps: list[float]) -> str | None:
-    """Appends sampled ids up to the end of the turn; returns its tag, or None."""
+    """Appends sampled ids up to the turn's end; returns the closing tag, or None."""
     table = self._automaton
     for i, logp in zip(ids, logps, strict=True):
       stop = int(table.stop_SC[x.state, table.class_V[i]])
       x.state = int(table.next_SC[x.state, table.class_V[i]])
-      # The server has masked already; a disallowed token would enter training.
+      # Checked although the server masks: a disallowed token would enter training.
       if self._constraint:
         x.grammar = self._constraint.states([i], x.grammar)[-1]
         if x.grammar < 0:
@@ -424,13 +426,13 @@ class _Live:
 
 def _seed(seed: int, sequence: int, position: int) -> int:
   """Returns a 63-bit seed for the request at a trajectory's position."""
-  # Like our sampler's keys: from the position, never from the order of requests.
+  # Like our sampler's keys: from the position, never from the request order.
   mixed = np.random.SeedSequence((seed, sequence, position))
   return int(mixed.generate_state(1, np.uint64)[0] >> 1)
 
 
 def _write_tables(folder: str, c: Constraint) -> str:
-  """Writes a file next to the folder, named by its hash: servers cache it by name."""
+  """Writes the tables next to the folder, named by hash: servers cache by name."""
   # Written elsewhere and moved: the server may read it, other processes may write it.
   name = hashlib.sha256(c.class_V.tobytes() + c.next_SC.tobytes()).hexdigest()[:16]
   path = f"{folder}.{name}.npz"

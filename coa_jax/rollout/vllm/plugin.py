@@ -2,10 +2,10 @@
 
   vllm serve ... --logits-processors=coa_jax.rollout.vllm.plugin:Grammar
 
-It runs in vLLM's environment, where PYTHONPATH names this repository, and imports none
-of its other modules. A request names a file of tables and its initial state; disallowed
-tokens get no probability, as in `sampler.window`. vLLM's own guided decoding would mask
-by other rules, but the learner computes log-probs under ours.
+This module runs in vLLM's environment, where PYTHONPATH names this repository, and
+imports none of its other modules. A request names a table file and an initial state;
+disallowed tokens get no probability, as in `sampler.window`. vLLM's own guided decoding
+would mask by other rules, but the learner computes log-probs under ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATE = "coa_state"
 
 
 class GrammarTables:
-  """class_V and next_SC of a `Constraint`, and a cache of masks by state."""
+  """A `Constraint`'s class_V and next_SC, and a cache of masks by state."""
 
   def __init__(self, path: str, device: torch.device):
     """Reads the file; pickles are refused."""
@@ -42,12 +42,12 @@ class GrammarTables:
     return int(self.next_SC[state, self.class_V[token]])
 
   def refused(self, state: int) -> torch.Tensor | None:
-    """Returns refused_V, bool; None without a rule: later tokens are dropped."""
+    """Returns refused_V, bool; None after a turn's end: later tokens are dropped."""
     if state not in self._refused:
       self._refused[state] = None
       refused_C = self.next_SC[state] < 0
-      # No allowed token marks a turn's end: vLLM samples on to its own end, and needs
-      # some token to draw.
+      # A state without allowed tokens is a turn's end: vLLM samples on to its own end,
+      # and needs some token to draw.
       if state >= 0 and not refused_C.all():
         refused_V = torch.from_numpy(refused_C[self.class_V])
         self._refused[state] = refused_V.to(self._device)
@@ -72,7 +72,7 @@ class _Request:
 
 
 class Grammar(LogitsProcessor):
-  """Masks requests' rows, if they have a grammar."""
+  """Masks the logits rows of requests with a grammar."""
 
   def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
     """Takes vLLM's arguments."""
@@ -82,7 +82,7 @@ class Grammar(LogitsProcessor):
     )
 
   def is_argmax_invariant(self) -> bool:
-    """Returns False: it may mask the most likely token."""
+    """Returns False: the mask may exclude the most likely token."""
     return False
 
   def update_state(self, batch_update: Any) -> None:

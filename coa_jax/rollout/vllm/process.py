@@ -20,7 +20,7 @@ _TAIL = 2_000  # log characters in an error
 
 
 class VllmProcess:
-  """The server; it ends with this object, and with this process in any case."""
+  """A server that ends with this object, and with this process in any case."""
 
   def __init__(
     self,
@@ -31,20 +31,20 @@ class VllmProcess:
     flags: Sequence[str],
     start_s: float,
   ):
-    """Starts it and waits until it answers; it writes to the file `folder`.PORT.log.
+    """Starts the server and waits for an answer; its log is the file `folder`.PORT.log.
 
     Args:
       program: the `vllm` program in its own environment.
       folder: the model, tokenizer included.
-      max_len: maximum tokens in a trajectory.
-      dtype: for its computations.
+      max_len: maximum tokens per trajectory.
+      dtype: dtype of the computations.
       flags: further `vllm serve` flags.
-      start_s: maximum seconds for its start.
+      start_s: maximum seconds until an answer.
 
     Raises:
-      ValueError: it ended or took longer; the message has its log's last lines.
+      ValueError: the server ended or took longer; the message ends with its log's end.
     """
-    # The port was free a moment ago; if it is taken, the server ends with an error.
+    # The port was free a moment ago; if taken since, the server ends with an error.
     with socket.socket() as s:
       s.bind(("127.0.0.1", 0))
       port = s.getsockname()[1]
@@ -78,7 +78,7 @@ class VllmProcess:
             f"vllm.serve: it ended with status {self._process.returncode}; the end of "
             f"{self.log}:\n{self._tail()}"
           )
-        # It listens only after loading its weights.
+        # The server listens only after loading its weights.
         with contextlib.suppress(httpx.TransportError):
           if client.get("/health").status_code == 200:
             return

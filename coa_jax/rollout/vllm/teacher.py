@@ -1,4 +1,4 @@
-"""A `vllm serve` that scores trajectories: a teacher of on-policy distillation."""
+"""A `vllm serve` that scores trajectories: a teacher for on-policy distillation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _AT_ONCE = 16  # requests
 
 
 class ServerTeacher:
-  """Scores the policy's tokens by a server's log-probs of a prompt."""
+  """Scores the policy's tokens by a server's prompt log-probs."""
 
   def __init__(self, url: str, max_len: int, vocab_size: int):
-    """Meets the server.
+    """Connects to the server.
 
     Args:
-      url: its address.
-      max_len: maximum tokens of a trajectory, its hint included.
-      vocab_size: of the policy.
+      url: the server's address.
+      max_len: maximum tokens per trajectory, hint included.
+      vocab_size: the policy's.
 
     Raises:
       VllmError: there is no such server, or its rows are shorter.
@@ -35,7 +35,7 @@ class ServerTeacher:
     )
 
   def __call__(self, trajectories: Sequence[Trajectory], _: Any) -> list[np.ndarray]:
-    """Scores trajectories; every process asks for all of them.
+    """Returns log-probs of each trajectory's policy tokens; every process asks for all.
 
     Raises:
       VllmError: the server is gone, or refuses a request.

@@ -1,4 +1,4 @@
-"""Our own log-probs for a row, for comparison with a vLLM server's."""
+"""Computes our own log-probs of a row, to compare with a vLLM server's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PROBE = 128  # maximum tokens in `score`
 def score(
   model: ModelConfig, partitioner: Partitioner, view: Any, ids: Sequence[int]
 ) -> np.ndarray:
-  """Returns log-probs (nats, temperature 1) of at most `PROBE` ids but the first.
+  """Returns each id's log-prob (nats, temperature 1), except the first's.
 
   Args:
     model: the architecture.
     partitioner: the view's.
     view: the decoding weights.
-    ids: the row.
+    ids: the row, at most `PROBE` ids.
   """
   # All rows have one length: one program is compiled.
   tokens_BT = np.zeros((1, PROBE), np.int32)

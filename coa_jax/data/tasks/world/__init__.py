@@ -1,1 +1,1 @@
-"""An offline seeded world: its pages and the questions over them."""
+"""An offline seeded world: its pages, and questions over them."""

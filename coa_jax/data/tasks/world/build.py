@@ -1,14 +1,14 @@
 """An offline seeded world of one-line encyclopaedia pages, and questions over it.
 
 Towns, people, films and companies refer to one another, so a question is a chain of
-look-ups, an operation on looked-up numbers, or pure arithmetic. Every name is a pair of
-words unique to one world: held-out worlds have only unseen names, made of words from
-training worlds, so an answer has to be read, not remembered.
+look-ups, an operation on looked-up numbers, or pure arithmetic. Every name is a word
+pair unique to one world: names in held-out worlds are unseen, but made from words in
+training worlds, so a model must read an answer and cannot remember it.
 
 Each task has `meta["program"]`, the steps to its answer (see `evaluate`),
-`meta["values"]`, each step's value, and `meta["namesakes"]`, similar names of its own
-split for mistakes; the scripted teacher follows the steps and errs with the namesakes,
-and a test recomputes every answer from the pages alone.
+`meta["values"]`, each step's value, and `meta["namesakes"]`, similar names from its own
+split. The scripted teacher follows the steps and makes mistakes with the namesakes; a
+test recomputes every answer from the pages alone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from coa_jax.data.tasks.world.pages import (
 from coa_jax.data.tasks.world.questions import FAMILIES, ask, evaluate
 from coa_jax.protocol.trajectory import write_jsonl
 
-MOST_TASKS = 1_000_000  # more than the worlds of any split have questions
+MOST_TASKS = 1_000_000  # more than any split's worlds have questions
 Mix = tuple[tuple[str, float], ...]
-# The mix of training tasks. Hard families are more frequent than in evaluation: a small
-# model copies two-digit operands wrong until it has seen thousands of them.
+# The training mix. Hard families are more frequent than in evaluation: a small
+# model miscopies two-digit operands until it has seen thousands.
 TRAIN_MIX: Mix = (
   ("one_hop", 0.10),
   ("two_hop", 0.20),
@@ -48,14 +48,14 @@ TRAIN_MIX: Mix = (
 
 @dataclasses.dataclass(frozen=True)
 class WorldConfig:
-  """The sizes of a world, the number of worlds per split, and the mix of questions.
+  """World sizes, the number of worlds per split, and the question mix.
 
   Attributes:
     towns: town pages in a world; likewise people, films and companies.
-    train_worlds: worlds numbered 0.. of split "train"; likewise dev and test.
+    train_worlds: worlds numbered 0.. in split "train"; likewise dev and test.
     mix: (family, weight) pairs. A comparison by name can be guessed, so it weighs
       little.
-    filler: words without a fact at the end of each page, for longer observations.
+    filler: words without facts at each page's end, for longer observations.
   """
 
   towns: int = 300
@@ -92,23 +92,23 @@ class WorldConfig:
 
   @property
   def sizes(self) -> dict[str, int]:
-    """Kind -> number of its pages in a world."""
+    """Kind -> number of pages in a world."""
     counts = (self.towns, self.people, self.films, self.companies)
     return dict(zip(NAME_WORDS, counts, strict=True))
 
   @property
   def splits(self) -> dict[str, int]:
-    """Split -> its number of worlds."""
+    """Split -> number of worlds."""
     return dict(train=self.train_worlds, dev=self.dev_worlds, test=self.test_worlds)
 
 
 def make_world(
   seed: int, config: WorldConfig, split: str = "train", number: int = 0
 ) -> World:
-  """World `number` of a split.
+  """Makes world `number` in a split.
 
-  The seed decides the facts; names depend on split and number alone, so no name of one
-  split can turn up in another whatever the seeds are.
+  The seed decides the facts. Names depend only on split and number, so two splits
+  never share a name, whatever the seeds.
 
   Raises:
     ValueError: the split is unknown, or the world's number is too large.
@@ -116,9 +116,8 @@ def make_world(
   splits = config.splits
   if split not in splits or not 0 <= number < splits[split]:
     raise ValueError(f"no world {number} in split {split!r}; worlds: {splits}")
-  # --- Its names: the worlds of all splits are numbered in one sequence, and each takes
-  # its part of one shuffled list of all names. The caller's seed does not move the
-  # parts.
+  # --- Names: all splits' worlds are numbered in one sequence, and each world takes its
+  # part from one shuffled list. The caller's seed does not move the parts.
   before = list(splits).index(split)
   slot = sum(list(splits.values())[:before]) + number
   deck = {}
@@ -126,7 +125,7 @@ def make_world(
     names = [" ".join(words) for words in itertools.product(*NAME_WORDS[kind])]
     random.Random(f"coa-jax names of {kind}").shuffle(names)
     deck[kind] = names[slot * size : (slot + 1) * size]
-  # --- Facts about them, and a page for each.
+  # --- Facts and a page for each name.
   name = f"{split}-{number:02d}"
   facts = make_facts(deck, random.Random(f"{seed}/{name}"))
   pages = []
@@ -141,9 +140,9 @@ def make_world(
 def world_tasks(
   worlds: Sequence[World], n: int, mix: Mix, seed: int, name: str = "task"
 ) -> list[Task]:
-  """Makes `n` tasks with no question twice; each family has exactly its share of them.
+  """Makes `n` tasks with different questions; each family has exactly its share.
 
-  Ids are NAME-00000 and so on. Namesakes are from these worlds, which are of one split.
+  Ids are NAME-00000 and so on. Namesakes come from these worlds, all in one split.
 
   Raises:
     ValueError: the worlds are too small for n different questions.
@@ -158,12 +157,12 @@ def world_tasks(
     reached += weight
     families += [family] * (round(n * reached / total) - len(families))
   rng.shuffle(families)
-  # --- A question for each; drawn again if it was asked before.
+  # --- A question for each task; drawn again if asked before.
   names = _names_by_word(worlds)
   tasks: list[Task] = []
   seen: set[str] = set()
   for number, family in enumerate(families):
-    for _ in range(200):  # then there may be none left
+    for _ in range(200):  # after that, no question may be left
       world = rng.choice(worlds)
       question, program = ask(world, family, rng)
       if question not in seen:
@@ -171,11 +170,11 @@ def world_tasks(
     else:
       raise ValueError(f"no {family} question left after {number}; ask for fewer")
     seen.add(question)
-    # --- Its answer, and the scripted teacher's data.
+    # --- The answer, and the scripted teacher's data.
     values = evaluate(program, world.facts)
     namesakes = {}
     for entity in _entities(program, values, world):
-      # Of an entity's own generator: an entity has the same namesakes in every task.
+      # One generator per entity: an entity has the same namesakes in every task.
       namesakes[entity] = _namesakes(entity, names, random.Random(f"{seed}/{entity}"))
     meta = {
       "program": program,
@@ -196,12 +195,12 @@ def world_tasks(
   return tasks
 
 
-# A kind, a place in the name (0 or 1), and the word there.
+# A kind, a place in the name (0 or 1), and the word at this place.
 _NamePart = tuple[str, int, str]
 
 
 def _names_by_word(worlds: Sequence[World]) -> dict[_NamePart, list[str]]:
-  """Groups the names that share a word: (kind, place, word) -> names, in page order."""
+  """Groups names by shared word: (kind, place, word) -> names, in page order."""
   names: dict[_NamePart, list[str]] = {}
   for world in worlds:
     for name, facts in world.facts.items():
@@ -213,9 +212,9 @@ def _names_by_word(worlds: Sequence[World]) -> dict[_NamePart, list[str]]:
 def _entities(
   program: Sequence[Mapping[str, Any]], values: Sequence[str], world: World
 ) -> list[str]:
-  """Lists a task's names, its answer included, each once."""
-  # A dict for its order: with a set, the file would differ from run to run. "$k" and
-  # numbers are not names, so they have no facts.
+  """Lists a task's entity names, including the answer, each once."""
+  # A dict keeps the order: with a set, the file would differ between runs. "$k" and
+  # numbers have no facts.
   mentioned = [step["entity"] for step in program if step["op"] == "lookup"]
   return [name for name in dict.fromkeys((*mentioned, *values)) if name in world.facts]
 
@@ -223,14 +222,14 @@ def _entities(
 def _namesakes(
   entity: str, names: Mapping[_NamePart, list[str]], rng: random.Random
 ) -> list[str]:
-  """Draws names of the same kind: one with the same second word, one with the first."""
+  """Draws same-kind names: one with the same second word, one with the same first."""
   out = []
   words = entity.split(" ")
   # A town and a person may share a word, so take the full name's kind.
   for kind in NAME_WORDS:
     if entity in names.get((kind, 0, words[0]), ()):
       break
-  # --- One with the same last word, one with the same first word, if there are any.
+  # --- One name with the same last word, one with the same first word, if any.
   for place in (1, 0):
     others = [n for n in names[kind, place, words[place]] if n != entity]
     if others:
@@ -254,15 +253,16 @@ def write_world(
     split: "train", "dev" or "test".
     n: the number of tasks.
     config: sizes and mix.
-    seed: the seed of the facts, and so of the pages.
-    task_seed: the seed of the questions.
-    name: of the task file, so that several can share the pages; by default the split's.
+    seed: the seed for the facts, and so for the pages.
+    task_seed: the seed for the questions.
+    name: the task file's name, so that several files can share the pages; by default
+      the split.
 
   Returns:
     Paths: "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
 
   Raises:
-    ValueError: `n` is out of bounds, or more than there are questions.
+    ValueError: `n` is out of bounds, or exceeds the number of questions.
   """
   name = name or split
   if not 0 <= n <= MOST_TASKS:

@@ -1,7 +1,7 @@
-"""The pages of a seeded world: its names, its facts, their text, and its reader.
+"""A seeded world's pages: names, facts, page texts, and a page reader.
 
 Towns, people, films and companies refer to one another. A page has one or two short
-lines, to cost a small model few tokens per observation.
+lines, so that an observation costs a small model few tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 
 def _words(heads: str, tails: str = "") -> tuple[str, ...]:
-  """Every head with every tail, heads in the outer loop; heads alone without tails."""
+  """Joins every head with every tail, tails varying fastest; no tails: heads alone."""
   words = []
   for head in heads.split():
     for tail in tails.split() or ("",):
@@ -47,8 +47,7 @@ _OCCUPATIONS = _words(
   "baker carpenter doctor farmer lawyer miner nurse painter pilot poet potter sailor "
   "singer surgeon tailor weaver"
 )
-# The two words of a name, by kind; 36 worlds of the default sizes have no duplicate
-# name.
+# A name's two words, by kind; 36 worlds with default sizes have no duplicate name.
 NAME_WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "town": (_FAMILY, _PLACE),
   "person": (_GIVEN, _FAMILY),
@@ -64,7 +63,7 @@ PAGES = {
   "company": "{name} is a company, founded in {founded}. "
   "Headquarters {headquarters}. Founder {founder}.",
 }
-# Kind -> relation -> kind of the entity it leads to.
+# Kind -> relation -> the linked entity's kind.
 LINKS: Mapping[str, Mapping[str, str]] = {
   "town": {"mayor": "person"},
   "person": {"birthplace": "town"},
@@ -75,12 +74,12 @@ LINKS: Mapping[str, Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class World:
-  """One closed world.
+  """A closed world: facts about its entities, and a page for each entity.
 
   Attributes:
     name: split and number, e.g. "train-03".
     facts: entity name -> {"kind": ..., relation: value}; values are strings.
-    pages: {"id", "title", "text"} of every entity, in a fixed order.
+    pages: {"id", "title", "text"} for every entity, in a fixed order.
   """
 
   name: str
@@ -88,19 +87,19 @@ class World:
   pages: tuple[dict[str, str], ...]
 
   def names(self, kind: str) -> list[str]:
-    """Every entity of a kind, in page order."""
+    """Lists every entity of a kind, in page order."""
     return [name for name, facts in self.facts.items() if facts["kind"] == kind]
 
 
 def make_facts(
   deck: Mapping[str, Sequence[str]], rng: random.Random
 ) -> dict[str, dict[str, str]]:
-  """Facts about every name of a deck (kind -> names), as `World.facts` holds them.
+  """Draws facts for every name in a deck (kind -> names), in `World.facts` form.
 
-  Whoever directs or founds is 21 to 60 years old at the time.
+  Directors and founders are 21 to 60 years old at the time.
   """
-  # The order of these loops and their draws defines the world: another order gives
-  # every seed other facts.
+  # The order of loops and draws defines the world: another order changes every
+  # seed's facts.
   facts: dict[str, dict[str, str]] = {}
   for name in deck["town"]:
     facts[name] = dict(
@@ -131,18 +130,18 @@ def make_facts(
 
 
 def page_text(name: str, facts: Mapping[str, str]) -> str:
-  """The one page about an entity; it starts with the entity's name."""
+  """Returns an entity's page text, which starts with the entity's name."""
   return PAGES[facts["kind"]].format(name=name, **facts)
 
 
 def filler(words: int, rng: random.Random) -> str:
-  """Text without a fact: a list of lower-case words."""
+  """Returns text without facts: lower-case words."""
   return " ".join(rng.choice(_QUALITY).lower() for _ in range(words)) + "."
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-  """Builds a regular expression for this template's pages: one named group a field."""
-  # Fields with an entity's name have two words; the others have one.
+  """Makes a regular expression for a template's pages, with a named group per field."""
+  # Fields with an entity's name have two words; other fields have one.
   names = {"name"}.union(*LINKS.values())
 
   def group(match: re.Match[str]) -> str:
@@ -150,7 +149,7 @@ def _pattern(template: str) -> re.Pattern[str]:
       return rf"(?P<{match[1]}>[A-Z]\w* [A-Z]\w*)"
     return rf"(?P<{match[1]}>\w+)"
 
-  # `escape` also escapes the braces of a field; undo this.
+  # `escape` also escapes a field's braces; undo this.
   escaped = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
   return re.compile(re.sub(r"\{(\w+)\}", group, escaped))
 
@@ -161,7 +160,7 @@ _READ = {kind: _pattern(template) for kind, template in PAGES.items()}
 def read_pages(text: str) -> dict[str, dict[str, str]]:
   """Reads every page in a text, e.g. a search result: name -> facts.
 
-  Facts are as in `World.facts`. Text other than this world's pages is skipped.
+  Facts are as in `World.facts`. Other text is skipped.
   """
   pages = {}
   for kind, pattern in _READ.items():

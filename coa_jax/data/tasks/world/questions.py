@@ -1,4 +1,4 @@
-"""Questions over a seeded world, each with a program for its answer.
+"""Questions over a seeded world, each with a program that computes the answer.
 
 A program is a list of steps (see `evaluate`): look-ups in pages, operations on whole
 numbers, a comparison. Families differ in the number and kind of steps.
@@ -15,7 +15,7 @@ from typing import Any
 
 from coa_jax.data.tasks.world.pages import LINKS, World
 
-# How a link is spoken of inside a longer question; {} is the entity or another link.
+# Phrases for a link inside a longer question; {} is the entity or another link.
 _PHRASES = {
   "mayor": ("the mayor of {}",),
   "birthplace": ("the birthplace of {}", "the town where {} was born"),
@@ -122,15 +122,15 @@ def evaluate(
     {"op": "lookup", "entity": NAME or "$k", "relation": R}
     {"op": "compute", "name": one of _OPERATIONS, "args": [number or "$k", ...]}
     {"op": "compare", "name": "min" or "max", "args": ["$i", "$j"], "of": [A, B]}
-  where "$k" is the value of step k; a comparison gives the entity of the picked number.
-  Steps in `known` have the value given there.
+  where "$k" is the value from step k; a comparison gives the picked number's entity.
+  Values in `known` (step -> value) override computed values.
 
   Raises:
     KeyError: the facts lack an entity or relation.
   """
   values: list[str] = []
   for i, step in enumerate(program):
-    # Known otherwise: a wrong value leads the steps after it astray, as a slip does.
+    # A wrong known value also changes the later steps, as a real slip does.
     if known and i in known:
       values.append(known[i])
       continue
@@ -138,7 +138,7 @@ def evaluate(
     if step["op"] == "lookup":
       values.append(facts[resolve(step["entity"], values)][step["relation"]])
       continue
-    # Numbers: earlier results, or the number of a picked entity.
+    # Numbers: literals or earlier results.
     left, right = step["args"]
     numbers = [int(resolve(left, values)), int(resolve(right, values))]
     result = _OPERATIONS[step["name"]](*numbers)
@@ -146,13 +146,13 @@ def evaluate(
       values.append(str(result))
     elif numbers[0] != numbers[1] and numbers[0] == result:
       values.append(step["of"][0])
-    else:  # of two equal numbers the second: a question never has them
+    else:  # equal numbers give the second; no question has them
       values.append(step["of"][1])
   return values
 
 
 def resolve(argument: str, values: Sequence[str]) -> str:
-  """A step's argument: itself, or for "$k" the value of step k."""
+  """Returns a step's argument: step k's value for "$k", else the argument itself."""
   if argument.startswith("$"):
     return values[int(argument[1:])]
   return argument
@@ -163,17 +163,17 @@ def _lookup(entity: str, relation: str) -> dict[str, Any]:
 
 
 def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]]:
-  """Asks a question over `hops` relations with all entities different."""
+  """Makes a question over `hops` relations, with all entities different."""
   while True:
     kind = rng.choice(tuple(LINKS))
     entity = rng.choice(world.names(kind))
     phrase = entity  # grows around the first name: "the mayor of X"
-    argument = entity  # the first step looks up a name, later ones an earlier result
+    argument = entity  # the first step looks up a name, a later step the last result
     program = []
     seen = {entity}
     for hop in range(hops):
       facts = world.facts[entity]
-      # Links lead on; the last hop asks for anything, in words of its own.
+      # Earlier hops follow links; the last hop asks for any fact, in its own words.
       if hop < hops - 1:
         relations = list(LINKS[facts["kind"]])
         forms = _PHRASES
@@ -186,7 +186,7 @@ def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]
       phrase = rng.choice(forms[relation]).format(phrase)
       entity = facts[relation]
       if entity in seen:
-        break  # the chain has come back: another one
+        break  # the chain has come back: try another chain
       seen.add(entity)
     else:
       return phrase, program
@@ -195,7 +195,7 @@ def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]
 def _pair(
   world: World, kind: str, relation: str, rng: random.Random
 ) -> tuple[str, str, list[dict]]:
-  """Picks two entities with different numbers, the smaller first; their look-ups."""
+  """Picks two entities with different numbers (smaller first), and their look-ups."""
   while True:
     pair = rng.sample(world.names(kind), 2)
     smaller, larger = sorted(pair, key=lambda name: int(world.facts[name][relation]))
@@ -204,7 +204,7 @@ def _pair(
 
 
 def _comparison(world: World, rng: random.Random) -> tuple[str, list[dict]]:
-  """Half of the questions ask for the entity, half for its number."""
+  """Makes a comparison: half the questions ask for the entity, half for its number."""
   by_name = rng.random() < 0.5
   questions = _EXTREMES
   if by_name:
@@ -212,7 +212,7 @@ def _comparison(world: World, rng: random.Random) -> tuple[str, list[dict]]:
   kind, relation, pick, question = rng.choice(questions)
   smaller, larger, program = _pair(world, kind, relation, rng)
   pair = [smaller, larger]
-  if rng.random() < 0.5:  # the answer must not show in the order
+  if rng.random() < 0.5:  # the order must not reveal the answer
     pair.reverse()
     program.reverse()
   step = {"op": "compute", "name": pick, "args": ["$0", "$1"]}
@@ -223,10 +223,10 @@ def _comparison(world: World, rng: random.Random) -> tuple[str, list[dict]]:
 
 
 def _arithmetic(world: World, rng: random.Random) -> tuple[str, list[dict]]:
-  """A sum, or a positive difference: the larger number minus the smaller."""
+  """Asks for a sum, or for a positive difference: larger number minus smaller."""
   kind, relation, name, question = rng.choice(_ARITHMETIC)
   smaller, larger, program = _pair(world, kind, relation, rng)
-  # Look up in the order of mention, which decides the place of the larger one.
+  # Look up in the question's order, which decides the larger number's place.
   larger_first = question.find("{b}") < question.find("{a}")
   if larger_first:
     program.reverse()
@@ -238,14 +238,14 @@ def _arithmetic(world: World, rng: random.Random) -> tuple[str, list[dict]]:
 
 
 def _computation(rng: random.Random) -> tuple[str, list[dict]]:
-  """A story about boxes and things, its program read off its Polish notation."""
+  """Makes a story about boxes and things, and converts its Polish notation."""
   # Always draw four numbers, so that all stories consume the same random numbers.
   polish, story = rng.choice(_COMPUTATION)
   numbers = {name: str(rng.randint(12, 99)) for name in "abcd"}
-  if polish.endswith("-"):  # more must be bought than is sold
+  if polish.endswith("-"):  # the shop must buy more than it sells
     numbers.update(a=str(rng.randint(50, 99)), b=str(rng.randint(50, 99)))
     numbers.update(c=str(rng.randint(12, 49)), d=str(rng.randint(12, 49)))
-  # The stack has numbers, or "$k" for the result of step k.
+  # The stack has numbers, or "$k" for step k's result.
   program: list[dict] = []
   stack: list[str] = []
   for token in polish.split():
@@ -275,7 +275,7 @@ def _age(world: World, rng: random.Random) -> tuple[str, list[dict]]:
 
 
 def ask(world: World, family: str, rng: random.Random) -> tuple[str, list[dict]]:
-  """One question of a family over a world, and its program."""
+  """Makes a question from a family over a world, and its program."""
   if family in _HOPS:
     return _chain(world, _HOPS[family], rng)
   if family == "computation":
