@@ -42,7 +42,7 @@ def read_rollout(
   Raises:
     ConfigError, ValueError: the section can not be used, or the record is damaged.
   """
-  values = {name: value for name, value in rollout.items() if value is not None}
+  values = _without_none(rollout)
   init = config.get("init")
   origin = None
   if init and isinstance(init, str):
@@ -53,6 +53,17 @@ def read_rollout(
       values.setdefault("variant", dialect.variant)
       values.setdefault("style", dialect.style)
   return read_config(values, RolloutConfig, "rollout")
+
+
+def _without_none(section: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a section without fields that are None, its own sections' included."""
+  out = {}
+  for name, value in section.items():
+    if isinstance(value, Mapping | ml_collections.ConfigDict):
+      value = _without_none(value)
+    if value is not None:
+      out[name] = value
+  return out
 
 
 @dataclasses.dataclass(frozen=True)
