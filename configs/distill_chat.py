@@ -4,9 +4,9 @@
   python -m experiments.distill --config=configs/distill_chat.py \
     --workdir=runs/world/distill_chat
 
-Needs runs/world (experiments.make_world). It resumes after an interruption and
-pays for no call twice (calls.jsonl). Expect: no number is on record yet, only runs
-against test servers; results.json has the team's accuracy, cost and funnel.
+Needs runs/world (experiments.make_world). An interrupted run resumes and pays for no
+call twice (calls.jsonl). Expect: no number is on record yet, only runs against test
+servers; results.json has the team's accuracy, cost and funnel.
 ":tiny" (4 tasks): a minute on a served 7B model.
 """
 
@@ -14,7 +14,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" takes 4 tasks."""
+  """Returns the config; `arg` "tiny" takes 4 tasks."""
   if arg not in ("", "tiny"):
     raise ValueError(f"distill_chat answers '' and 'tiny', not {arg!r}")
   config = ml_collections.ConfigDict()

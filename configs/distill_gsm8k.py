@@ -7,14 +7,14 @@ Needs data/gsm8k/train.jsonl, from github.com/openai/grade-school-math. Expect: 
 7,473 rows kept and 22,414 programs run, each with the solution's value. Dropped: 409
 rows without a note for the answer, 187 without a calculating note, 1 repetition. About
 250 tokens per trajectory, question included. 140 s on two busy cores. ":tiny" (64
-tasks): a few seconds; give it a workdir of its own.
+tasks): a few seconds; give it a separate workdir.
 """
 
 import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" takes 64 tasks."""
+  """Returns the config; `arg` "tiny" takes 64 tasks."""
   if arg not in ("", "tiny"):
     raise ValueError(f"distill_gsm8k answers '' and 'tiny', not {arg!r}")
   config = ml_collections.ConfigDict()

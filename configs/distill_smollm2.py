@@ -1,4 +1,4 @@
-"""Distils GSM8K's worked solutions for a small model: one program a question.
+"""Distils GSM8K's worked solutions for a small model: one program per question.
 
   head -n 6973 data/gsm8k/train.jsonl > data/gsm8k/train_6973.jsonl
   tail -n 500 data/gsm8k/train.jsonl > data/gsm8k/dev.jsonl
@@ -6,19 +6,19 @@
     --workdir=runs/smollm2/distill
 
 Needs data/gsm8k/train.jsonl, from github.com/openai/grade-school-math; its last 500
-questions are held out. A question gives two trajectories, and so does each of its two
-copies with other numbers, if these can be changed.
+questions are held out. Each question gives two trajectories; if its numbers can be
+changed, each of two copies with other numbers gives two more.
 Expect: 12,838 trajectories from 6,419 questions (dropped: 756 without a note for the
 answer, 352 without a calculating note) and two for each of 7,321 copies, about 210
 tokens each, question included. About 13 minutes on two cores.
-":tiny" (64 tasks): a few seconds; give it a workdir of its own.
+":tiny" (64 tasks): a few seconds; give it a separate workdir.
 """
 
 import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" takes 64 tasks."""
+  """Returns the config; `arg` "tiny" takes 64 tasks."""
   if arg not in ("", "tiny"):
     raise ValueError(f"distill_smollm2 answers '' and 'tiny', not {arg!r}")
   config = ml_collections.ConfigDict()

@@ -13,7 +13,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" takes 64 tasks."""
+  """Returns the config; `arg` "tiny" takes 64 tasks."""
   if arg not in ("", "tiny"):
     raise ValueError(f"distill_world answers '' and 'tiny', not {arg!r}")
   config = ml_collections.ConfigDict()

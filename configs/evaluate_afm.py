@@ -4,9 +4,9 @@
     --workdir=runs/math/eval --config.init=runs/math/rl/model \
     --config.tasks.uri=aime24.parquet,aime25.parquet,math500.parquet
 
-The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), by
-colons; code and 7b by default. ":tiny" plays 4 tasks. `tasks.uri` takes a released
-file, several with commas, a glob or a folder; results are per source.
+The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), joined
+by colons; by default code and 7b. ":tiny" plays 4 tasks. `tasks.uri` takes a released
+file, several joined by commas, a glob or a folder; results are per source.
 
 | agent | its benchmarks | played | judged by |
 |---|---|---|---|
@@ -15,19 +15,19 @@ file, several with commas, a glob or a folder; results are per source.
 | code | LiveCodeBench v4 and v5, CodeContests | 1 sample | hidden tests |
 | math | AIME24, AIME25, MATH500, AMC23, OlympiadBench | 16 samples | value |
 
-Temperature, top-p, top-k, length and calls are the paper's; it has no 1.5B, which uses
-the 7B's. For math `pass1_sampled` is avg@16; for the paper's single samples, 16 have
-the same mean. The paper's judge is Qwen2.5-72B-Instruct:
+Temperature, top-p, top-k, length and calls are the paper's. The paper has no 1.5B
+model: 1.5b uses the 7B settings. For math `pass1_sampled` is avg@16; where the paper
+takes a single sample, the mean is the same. The paper's judge is Qwen2.5-72B-Instruct:
 
   vllm serve Qwen/Qwen2.5-72B-Instruct --port=8001    # in its own environment
 
-The paper's scripts judge mhqa by exact match with the first part:
---config.reward.graders.qa=qa --config.reward.judge=None. Unlike the paper, a turn has
-no separate limit (web: 4,096 tokens), and a full context is not pruned. Web needs a
-search key (serper.key), mhqa a search server or --config.tools.corpus=FILE with
+The paper's scripts judge mhqa by exact match of the answer's first part:
+--config.reward.graders.qa=qa --config.reward.judge=None. Unlike in the paper, turns
+have no separate limit (web: 4,096 tokens), and a full context is not pruned. Web needs
+a search key (serper.key), mhqa a search server or --config.tools.corpus=FILE with
 --config.tools.retriever=None; ":tiny" of both takes --config.tools.corpus=FILE and
-exact match instead. A model is on `mesh.tensor` devices, as in configs/rl_afm.py for
-its size; on one GPU, --config.mesh.tensor=1.
+exact match instead. A replica takes `mesh.tensor` devices (1.5b: 2, 7b: 4, 32b: 8); on
+one GPU, set --config.mesh.tensor=1.
 
 Expect: not known; the tiny form was run here on random weights. The paper's 7B after
 RL: GAIA 40.8, WebWalkerQA 55.6, BrowseComp 5.8, HLE 15.6 %; mhqa 45.5 % on average;
@@ -78,7 +78,7 @@ SIZES = {"1.5b": 2, "7b": 4, "32b": 8}
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` is an agent, a size and "tiny", joined by colons.
+  """Returns the config; `arg` is an agent, a size and "tiny", joined by colons.
 
   budget: a config is one list.
 

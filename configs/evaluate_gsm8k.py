@@ -16,7 +16,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" plays 8 tasks."""
+  """Returns the config; `arg` "tiny" plays 8 tasks."""
   if arg not in ("", "tiny"):
     raise ValueError(f"evaluate_gsm8k answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

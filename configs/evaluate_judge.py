@@ -18,7 +18,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" plays 4 tasks over a corpus."""
+  """Returns the config; `arg` "tiny" plays 4 tasks over a corpus."""
   if arg not in ("", "tiny"):
     raise ValueError(f"evaluate_judge answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

@@ -12,7 +12,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" plays 4 tasks, for a CPU."""
+  """Returns the config; `arg` "tiny" plays 4 tasks, for a CPU."""
   if arg not in ("", "tiny"):
     raise ValueError(f"evaluate_qwen answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

@@ -16,7 +16,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "cpu" decodes in float32, "tiny" plays 4 tasks."""
+  """Returns the config; `arg` "cpu" decodes in float32, "tiny" plays 4 tasks."""
   if arg not in ("", "cpu", "tiny"):
     raise ValueError(f"evaluate_smollm2 answers '', 'cpu' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

@@ -4,23 +4,23 @@
     --workdir=runs/web/rl --config.init=runs/web/sft/model \
     --config.tasks.uri=train.jsonl --config.dev.uri=dev.jsonl
 
-The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), by
-colons; code and 7b by default. ":tiny" makes 2 updates from a few short rollouts.
+The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), joined
+by colons; by default code and 7b. ":tiny" makes 2 updates from a few short rollouts.
 Batch, learning rate, clipping, steps and limits are the paper's, otherwise its released
 scripts'. Web, code and math use DAPO, mhqa PPO with a critic. The scripts sample until
-a step's batch is full; here `algo.sampling.rounds` is a bound. The paper has no 1.5B,
-which uses the 7B's.
+a step's batch is full; here `algo.sampling.rounds` is a bound. The paper has no 1.5B
+model: 1.5b uses the 7B settings.
 
 Web needs a search key (`tools.web`) and a judge (`reward.judge`), mhqa a search server
 (`tools.retriever`) or a corpus; ":tiny" of these takes --config.tools.corpus=FILE and
-exact match instead. `coa tasks` keeps tasks by difficulty, like the paper.
+exact match instead. `coa tasks` selects tasks by difficulty, as in the paper.
 
 A decoding replica uses 2 devices (1.5b) or 4 (a v5p host has no more); all devices
 split the state (`mesh.fsdp=-1`). `algo.batch.rows` must be a multiple of fsdp; the rows
 here are for 8, 16 and 64 devices. For 32b on v5p:4x4x4 experiments.bench.compile_check
 compiled two `code` programs, per 95 GB chip: the step 49.5 GB, and a prefill with 512
 tokens in each of 16 slots of 32k 51.1 GB beside 6.2 GB. The other sizes and agents were
-not compiled. 64 slots of 32k would not fit for 32b, so it has 16.
+not compiled. For 32b, 64 slots of 32k would not fit, so there are 16.
 
 Expect: not known; the tiny form was run here on random weights, no size was trained.
 The paper's 7B after RL: GAIA 40.8 % (web), LiveCodeBench v4 29.0 % and AIME24 51.9 %
@@ -115,7 +115,7 @@ SIZES = {
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` is an agent, a size and "tiny", joined by colons.
+  """Returns the config; `arg` is an agent, a size and "tiny", joined by colons.
 
   budget: a config is one list.
 
@@ -188,8 +188,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     sampling=dict(
       prompts=2 if tiny else agent.prompts,
       samples=min(agent.samples, 2) if tiny else agent.samples,
-      # Like the scripts: web has twice the prompts in a round, and rounds until it is
-      # full; four rounds here.
+      # As in the scripts, web draws twice the prompts per round. The scripts sample
+      # until the batch is full; here there are at most four rounds.
       round_prompts=128 if name == "web" and not tiny else 0,
       rounds=4 if groups and not tiny else 1,
       filter_groups=groups,

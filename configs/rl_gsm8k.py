@@ -3,18 +3,17 @@
   hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir=models/Qwen2.5-0.5B-Instruct
   python -m experiments.rl --config=configs/rl_gsm8k.py --workdir=runs/gsm8k/rl
 
-Needs data/gsm8k/train.jsonl, from github.com/openai/grade-school-math,
-and test.jsonl beside it; `dev` plays 256 of its tasks. GRPO with DAPO's clip-higher.
-Float32 weights and AdamW use 8 GB; --config.lora.rank=16 trains only adapters, for
-Colab's 16 GB. Expect: not known; its tiny form was run here on random weights, the full
-form was not run.
+Needs train.jsonl and test.jsonl from github.com/openai/grade-school-math in data/gsm8k;
+`dev` plays 256 test tasks. GRPO with DAPO's clip-higher. Float32 weights and AdamW use
+8 GB; --config.lora.rank=16 trains only adapters, for Colab's 16 GB. Expect: not known;
+its tiny form was run here on random weights, the full form was not run.
 """
 
 import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" makes 2 updates from a few rollouts, for a CPU."""
+  """Returns the config; `arg` "tiny" makes 2 updates from a few rollouts, for a CPU."""
   if arg not in ("", "tiny"):
     raise ValueError(f"rl_gsm8k answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

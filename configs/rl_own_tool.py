@@ -19,7 +19,7 @@ from tools_sandbox.faults import BadCall
 
 
 def days_between(first: str, last: str) -> str:
-  """Counts the days from one date to another, as in 2024-02-28."""
+  """Counts the days from the first date to the last, both as in 2024-02-28."""
   try:
     dates = [datetime.date.fromisoformat(text) for text in (first, last)]
   except (TypeError, ValueError) as e:
@@ -28,7 +28,7 @@ def days_between(first: str, last: str) -> str:
 
 
 def near(task, answer, trajectory):
-  """Scores a number by its distance from the accepted one: 1 if equal, 0 if far."""
+  """Scores a number by its distance from the accepted number: 1 if equal, 0 if far."""
   try:
     wanted, found = float(task.answers[0]), float(answer or "nan")
   except ValueError:
@@ -39,7 +39,7 @@ def near(task, answer, trajectory):
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" makes 2 updates from a few rollouts, for a CPU."""
+  """Returns the config; `arg` "tiny" makes 2 updates from a few rollouts, for a CPU."""
   if arg not in ("", "tiny"):
     raise ValueError(f"rl_own_tool answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

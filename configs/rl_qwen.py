@@ -14,7 +14,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" makes 2 updates from a few rollouts, for a CPU."""
+  """Returns the config; `arg` "tiny" makes 2 updates from a few rollouts, for a CPU."""
   if arg not in ("", "tiny"):
     raise ValueError(f"rl_qwen answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

@@ -1,10 +1,10 @@
-"""RL of the SFT model of configs/sft_smollm2.py on GSM8K with the code tool: GRPO.
+"""GRPO on GSM8K with the code tool, from the SFT model of configs/sft_smollm2.py.
 
   python -m experiments.rl --config=configs/rl_smollm2.py --workdir=runs/smollm2/rl
 
-Trains on the questions of configs/distill_smollm2.py; dev plays the held-out ones.
-Advantages are not divided by the group's deviation; only the answer is rewarded.
-":cpu" is for two cores: an hour by an estimate.
+Trains on the questions of configs/distill_smollm2.py; `dev` plays the held-out ones.
+Advantages are not divided by the group's standard deviation; only the answer is
+rewarded. ":cpu" is for two cores: an estimated hour.
 Expect: not known; only two updates were run, on one H100: reward 0.11 and 0.13, half
 the groups mixed, 6 s per update after 90 s of compiling.
 """
@@ -13,7 +13,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "cpu" takes fewer questions, "tiny" makes 2 updates.
+  """Returns the config; `arg` "cpu" takes fewer questions, "tiny" makes 2 updates.
 
   budget: a config is one list.
 

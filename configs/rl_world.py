@@ -14,7 +14,7 @@ from coa_jax.learner.algorithms import PRESETS, preset
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` names a preset, makes 2 updates from a few rollouts, or both.
+  """Returns the config; `arg` is a preset's name, "tiny" (2 updates), or both.
 
   budget: a config is one list.
 

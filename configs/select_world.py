@@ -1,11 +1,11 @@
-"""Difficulty selection: the training tasks the SFT model sometimes solves.
+"""Difficulty selection: keeps training tasks that the SFT model sometimes solves.
 
   python -m experiments.tasks --config=configs/select_world.py \
     --workdir=runs/world/select
 
-Then RL on them: --config.tasks.uri=runs/world/select/tasks.jsonl. Needs
-runs/world/sft/model (configs/sft_world.py). Questions not answerable without
-tools, chosen like the web tasks in arXiv 2508.13167: --config.tools.enabled=False
+For RL on these tasks: --config.tasks.uri=runs/world/select/tasks.jsonl. Needs
+runs/world/sft/model (configs/sft_world.py). To select questions not answerable without
+tools, like the web tasks in arXiv 2508.13167: --config.tools.enabled=False
 --config.select.at_most=0.3 --config.select.all_wrong=True --config.eval.samples=32.
 
 Expect, for 200 of the quickstart's rl_tasks and its SFT model with 8 samples: 27 never
@@ -16,7 +16,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" plays 8 tasks twice."""
+  """Returns the config; `arg` "tiny" plays 8 tasks twice."""
   if arg not in ("", "tiny"):
     raise ValueError(f"select_world answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

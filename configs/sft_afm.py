@@ -4,19 +4,19 @@
   python -m experiments.sft --config=configs/sft_afm.py:web:7b \
     --workdir=runs/web/sft --config.data.trajectories=web.jsonl
 
-The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), by
-colons; code and 7b by default. ":tiny" makes 2 short updates.
+The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), joined
+by colons; by default code and 7b. ":tiny" makes 2 short updates.
 `experiments.import_traces --variant=web` (mhqa, code) converts the released records to
 trajectories. Learning rate, warm-up, schedule, batch and epochs are the paper's,
-otherwise its released scripts'. It has no 1.5B, which uses the 7B's. In the paper code
-and math are one model; use "code" for both.
+otherwise its released scripts'. The paper has no 1.5B model: 1.5b uses the 7B settings.
+The paper trains one model for code and math; use "code" for both.
 
-The step was compiled ahead of time with these rows (experiments/LOG.md, 2026-11-21),
+The step compiled ahead of time with these rows (experiments/LOG.md, 2026-11-21) needs,
 per chip: 1.5b on v5e:2x4 10.9 of 16 GB at 8k tokens, 7b on v5p:2x2x4 42.7 of 95 GB and
 32b on v5p:4x4x4 37.4 of 95 GB, both at 32k. For another number of devices set
 `data.rows` to a multiple of fsdp, and keep its product with `data.micro_batches`. The
-paper's batch counts records, ours rows with several packed records: `data.steps` is
-right for records as long as a row, and too large for short ones.
+paper's batch counts records; ours counts rows of several packed records. So
+`data.steps` is right for records as long as a row, and too large for short records.
 
 Expect: not known; the tiny form was run here on random weights, no size was trained.
 The paper's 7B after SFT: GAIA 34.0 % (web), LiveCodeBench v4 28.0 % and AIME24 27.5 %
@@ -46,7 +46,7 @@ AGENTS = {
   "code": Agent(47000, 2, 32, 3e-5, warmup=0.1, length=32768),
   "math": Agent(47000, 2, 32, 3e-5, warmup=0.1, length=32768),
 }
-# Differences of the paper's 32B for code and math from its 7B.
+# The paper's 32B settings for code and math that differ from 7B.
 LARGE_CODE = dict(batch=64, lr=1.4e-5)
 # Size -> mesh, rows per micro-batch, longest row, compiled by compile_check.
 SIZES = {
@@ -57,7 +57,7 @@ SIZES = {
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` is an agent, a size and "tiny", joined by colons."""
+  """Returns the config; `arg` is an agent, a size and "tiny", joined by colons."""
   # --- The agent and its size.
   words = arg.split(":") if arg else []
   unknown = set(words) - {*AGENTS, *SIZES, "tiny"}

@@ -5,7 +5,7 @@
     --config.data.trajectories=trajectories.jsonl
 
 Trajectories come from `experiments.import_traces` or `experiments.distill`. A
-4,096-token row holds several; longer trajectories are dropped and counted: raise
+4,096-token row holds several trajectories; longer ones are dropped and counted: raise
 data.length. `data.steps` is 3 epochs for about 5,000 rows. --config.lora.rank=16 trains
 only adapters. Expect: not known; its tiny form was run here on random weights, the full
 form was not run.
@@ -15,7 +15,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" makes 2 updates of short rows, for a CPU."""
+  """Returns the config; `arg` "tiny" makes 2 updates of short rows, for a CPU."""
   if arg not in ("", "tiny"):
     raise ValueError(f"sft_qwen answers '' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

@@ -5,9 +5,9 @@
   python -m experiments.sft --config=configs/sft_smollm2.py \
     --workdir=runs/smollm2/sft
 
-All weights: float32 parameters, on one GPU with products in bfloat16. Rows of 1,024
-tokens hold four or five trajectories. ":cpu" is for two cores: by an
-estimate 1.7 hours, and an hour more for configs/rl_smollm2.py:cpu.
+Trains all weights in float32; on a GPU, matrix products are in bfloat16. Rows of 1,024
+tokens hold four or five trajectories. ":cpu" is for two cores: an estimated 1.7 hours,
+and an hour more for configs/rl_smollm2.py:cpu.
 Expect on one H100: loss 0.17, validation loss 0.54 after 600 updates, 2 minutes; greedy
 0.100 on GSM8K's test questions (configs/evaluate_smollm2.py).
 """
@@ -16,7 +16,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "cpu" trains less, in float32, "tiny" makes 2 updates."""
+  """Returns the config; `arg` "cpu" trains less, in float32; "tiny" makes 2 updates."""
   if arg not in ("", "cpu", "tiny"):
     raise ValueError(f"sft_smollm2 answers '', 'cpu' and 'tiny', not {arg!r}")
   tiny = arg == "tiny"

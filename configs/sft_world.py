@@ -10,12 +10,12 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config.
+  """Returns the config.
 
   Args:
-    arg: "tiny" trains a smaller model for 20 steps; "large" one of 5M parameters, the
-      teacher of configs/opd_world.py; "hybrid" one of the usual size, with three of
-      four layers of linear attention, as Qwen3.5 has them.
+    arg: "tiny" trains a smaller model for 20 steps; "large" a 5M-parameter model, the
+      teacher in configs/opd_world.py; "hybrid" a model of the default size with linear
+      attention in three of four layers, like Qwen3.5.
   """
   if arg not in ("", "tiny", "large", "hybrid"):
     raise ValueError(f"sft_world answers '', 'tiny', 'large' and 'hybrid', not {arg!r}")

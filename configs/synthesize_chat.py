@@ -12,7 +12,7 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" begins with 4 documents."""
+  """Returns the config; `arg` "tiny" begins with 4 documents."""
   if arg not in ("", "tiny"):
     raise ValueError(f"synthesize_chat answers '' and 'tiny', not {arg!r}")
   config = ml_collections.ConfigDict()

@@ -1,4 +1,4 @@
-"""`coa browse` of a checkout: see `coa_jax/cli/browse.py`."""
+"""Runs `coa browse` from a checkout; see `coa_jax/cli/browse.py`."""
 
 from coa_jax.cli.main import run
 

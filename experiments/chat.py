@@ -1,4 +1,4 @@
-"""`coa chat` of a checkout: see `coa_jax/cli/chat.py`."""
+"""Runs `coa chat` from a checkout; see `coa_jax/cli/chat.py`."""
 
 from coa_jax.cli.main import run
 

@@ -1,4 +1,4 @@
-"""`coa compare` of a checkout: see `coa_jax/cli/compare.py`."""
+"""Runs `coa compare` from a checkout; see `coa_jax/cli/compare.py`."""
 
 from coa_jax.cli.main import run
 

@@ -1,4 +1,4 @@
-"""`coa distill` of a checkout: see `coa_jax/cli/distill.py`."""
+"""Runs `coa distill` from a checkout; see `coa_jax/cli/distill.py`."""
 
 from coa_jax.cli.main import run
 

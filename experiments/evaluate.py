@@ -1,4 +1,4 @@
-"""`coa evaluate` of a checkout: see `coa_jax/cli/evaluate.py`."""
+"""Runs `coa evaluate` from a checkout; see `coa_jax/cli/evaluate.py`."""
 
 from coa_jax.cli.main import run
 

@@ -1,4 +1,4 @@
-"""`coa export` of a checkout: see `coa_jax/cli/export.py`."""
+"""Runs `coa export` from a checkout; see `coa_jax/cli/export.py`."""
 
 from coa_jax.cli.main import run
 

@@ -1,4 +1,4 @@
-"""`coa import` of a checkout: see `coa_jax/cli/import_traces.py`."""
+"""Runs `coa import` from a checkout; see `coa_jax/cli/import_traces.py`."""
 
 from coa_jax.cli.main import run
 

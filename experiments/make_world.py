@@ -1,4 +1,4 @@
-"""Writes the seeded world: pages and tasks of train, dev and test as JSON lines.
+"""Writes a seeded world as JSON lines: pages and tasks for train, dev and test.
 
   python -m experiments.make_world --directory=runs/world
 
@@ -35,11 +35,11 @@ _FILLER = flags.DEFINE_integer(
 def make_world(
   directory: str, seed: int, train: int, rl: int, held_out: int, filler: int = 0
 ) -> None:
-  """Writes every file into `directory`; arguments as the flags."""
+  """Writes every file into `directory`; the arguments are as the flags."""
   seen = WorldConfig(mix=TRAIN_MIX, filler=filler)
   unseen = WorldConfig(mix=tuple((name, 1.0) for name in HELD_OUT), filler=filler)
-  # (worlds, task file, number of tasks, families, seed of the questions). rl asks about
-  # the worlds of train, with another seed.
+  # (worlds, task file, number of tasks, families, question seed). rl asks about train's
+  # worlds, with another seed.
   files = (
     ("train", "train", train, seen, 0),
     ("train", "rl", rl, seen, 1),
@@ -53,7 +53,7 @@ def make_world(
 
 
 def main() -> None:
-  """Writes all files, and prints their folder."""
+  """Writes all files and prints their folder."""
   if not _DIRECTORY.value:
     raise ValueError("--directory is empty; name the folder to write to")
   make_world(

@@ -33,7 +33,7 @@ _PANELS = {
   "SFT: validation loss (nats per token)": {"validation_loss": "validation"},
   "RL: share of tasks": {"reward": "reward", "dev_accuracy": "greedy accuracy (dev)"},
 }
-_WIDTH = 1000  # CSS pixels; the picture has 1.4 times as many
+_WIDTH = 1000  # CSS pixels; the picture is 1.4 times as wide
 # One trajectory needs neither list nor filter.
 _ALONE = """
 header, .bar, .legend, #list, .prompt { display: none !important; }
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def draw_trajectory(path: str, trajectory: Trajectory) -> None:
-  """Writes a picture of the trajectory in the viewer."""
+  """Renders the trajectory in the viewer and writes a picture."""
   try:
     from playwright.sync_api import sync_playwright
   except ImportError as e:
@@ -80,7 +80,7 @@ def draw_trajectory(path: str, trajectory: Trajectory) -> None:
     page.add_style_tag(content=_ALONE)
     page.locator("#viewer").screenshot(path=path)
     browser.close()
-  # A palette needs a third of the bytes.
+  # A palette image is a third as large.
   image = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
   image.save(path, optimize=True)
 

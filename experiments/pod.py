@@ -1,4 +1,4 @@
-"""`coa pod` of a checkout: see `coa_jax/cli/pod.py`."""
+"""Runs `coa pod` from a checkout; see `coa_jax/cli/pod.py`."""
 
 from coa_jax.cli.main import run
 

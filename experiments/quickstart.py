@@ -1,10 +1,10 @@
-"""All stages on one CPU: distil, SFT, RL, evaluate, report.
+"""Runs all stages on one CPU: distil, SFT, RL, evaluate, report.
 
   python -m experiments.quickstart --workdir=runs/quickstart [--seed=0] [--tiny]
 
-Makes an offline world, has a multi-agent team solve tasks in it with real tools,
-distils its runs into Chain-of-Agents trajectories, trains a model of half a million
-parameters on them from scratch, improves it by RL with the same tools, and measures
+Makes an offline world, lets a multi-agent team solve its tasks with real tools, distils
+the team's runs into Chain-of-Agents trajectories, trains a half-million-parameter model
+on them from scratch, improves the model by RL with the same tools, and measures
 everything on unseen worlds. After Ctrl-C the same command resumes.
 """
 
@@ -45,7 +45,7 @@ EVALUATIONS = {
   "eval_ood_sft": ("sft", "ood", True),
   "eval_ood_rl": ("rl", "ood", True),
 }
-TEACHER_SAMPLES = 4  # the first counts as its greedy attempt
+TEACHER_SAMPLES = 4  # the first counts as the team's greedy attempt
 
 
 class Quickstart:
@@ -105,8 +105,8 @@ class Quickstart:
   def sandbox(self) -> str:
     """Returns the jail, or the weaker back-end with a message if there is no jail.
 
-    Only here: a scripted team, or a model trained only on its output, writes these
-    programs. Every other command refuses instead.
+    Only the quickstart falls back: a scripted team, or a model trained only on the
+    team's output, writes its programs. Every other command refuses.
     """
     missing = check_jail()
     if not missing:
@@ -128,7 +128,7 @@ class Quickstart:
     config.tools.sandbox = self.sandbox
 
   def distil(self) -> None:
-    """Runs the team on the training tasks: trajectories for SFT."""
+    """Runs the team on the training tasks and writes trajectories for SFT."""
     config = distill_world.get_config(self.arg)
     self._world(config, "train", "train")
     config.scripted.seed = self.seed
@@ -144,7 +144,7 @@ class Quickstart:
     sft.run(config, self.path("sft"))
 
   def rl(self) -> None:
-    """Improves the SFT model by its own rollouts."""
+    """Improves the SFT model by RL on its own rollouts."""
     config = rl_world.get_config(self.arg)
     config.init = self.path("sft", "model")
     self._world(config, "rl", "train")
@@ -154,7 +154,7 @@ class Quickstart:
     rl.run(config, self.path("rl"))
 
   def evaluate(self) -> None:
-    """Measures team and models on the same held-out tasks."""
+    """Measures the team and the models on the same held-out tasks."""
     held_out = evaluate_world.get_config(self.arg).tasks.limit
     config = distill_world.get_config(self.arg)
     self._world(config, "test", "test")
@@ -175,7 +175,7 @@ class Quickstart:
 
 
 def _read_stages(file: str) -> dict[str, float]:
-  """Reads the stages' seconds, and `NAME_done` of each."""
+  """Reads each stage's seconds and its flag `NAME_done`."""
   remedy = "delete the file; each stage then resumes from its own files"
   try:
     seconds = read_object(file)

@@ -67,9 +67,9 @@ _SHOWN = 12  # trajectories per model in the report
 def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   """Writes and returns `results.json`, writes `report.html`, and prints the tables.
 
-  `seconds` has each stage's, and a flag `NAME_done`.
+  `seconds` has each stage's seconds and its flag `NAME_done`.
   """
-  # --- Costs and scores of the team and of the model.
+  # --- The team's and the model's costs and scores.
   meters = read_trajectories(os.path.join(workdir, "eval_teacher", distill.TEACHER))
   team = [t for t in meters if t.sample == 0]
   retries = [t for t in meters if t.sample > 0]
@@ -116,13 +116,13 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _invitation(workdir: str, sandbox: str) -> str:
-  """Returns the command to ask the trained model."""
+  """Returns a line with the command to chat with the trained model."""
   command = (
     "ask it: python -m experiments.chat --config=configs/evaluate_world.py "
     f"--config.init={workdir}/rl/model "
     f"--config.tools.corpus={workdir}/world/test_pages.jsonl"
   )
-  # Without a jail in the run, the chat needs the same back-end.
+  # If the run had no jail, the chat needs the same back-end.
   if sandbox != "jail":
     command += f" --config.tools.sandbox={sandbox}"
   return command
@@ -138,8 +138,8 @@ def _played(workdir: str, name: str, kind: str) -> list[Trajectory]:
 
 
 def _tables(results: dict[str, Any]) -> list[Table]:
-  """The tables of the terminal and the report."""
-  # --- Accuracy, in training's families and in others.
+  """Returns the tables for the terminal and the report."""
+  # --- Accuracy on trained and untrained families.
   rows = [_row(_TITLES[name], results[name]) for name in _TITLES]
   columns = {"model": "", **{figure + "_ci": t for figure, t in FIGURES.items()}}
   main = Table(
@@ -272,7 +272,7 @@ def _write_page(
 
 
 def _made_by(workdir: str) -> str:
-  """The page's footer: citation, command, files."""
+  """How the page was made: date, command, seed, commit, machine; how to browse RL."""
   with open(os.path.join(workdir, "rl", "config.json")) as f:
     record = json.load(f)
   command = shlex.join(["python", "-m", "experiments.quickstart", *sys.argv[1:]])
@@ -303,7 +303,7 @@ def _rl_panels(rl: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def _filtering(workdir: str) -> tuple[Any, str]:
-  """Length and role statistics for a sample of the training data; length's unit."""
+  """Plots lengths and roles before and after filtering; returns the unit, too."""
   data = read_trajectories(os.path.join(workdir, "distill", distill.TRAJECTORIES))
   unique = {(t.task_id, t.sample): t for t in data}
   sets = (list(unique.values())[:2000], data[:2000])
@@ -313,13 +313,13 @@ def _filtering(workdir: str) -> tuple[Any, str]:
 
 
 def _examples(workdir: str) -> list[Trajectory]:
-  """Trajectories for reading: right and wrong ones per model, from many families."""
+  """Picks trajectories to read: right and wrong ones per model, from many families."""
   out = []
   for model, name in (("rl", "eval_rl"), ("sft", "eval_sft"), ("rl", "eval_ood_rl")):
     played = _played(workdir, name, "greedy")
     right = [t for t in played if t.reward_parts.get("answer")]
     wrong = [t for t in played if not t.reward_parts.get("answer")]
-    # Alternately right and wrong ones.
+    # Right and wrong ones alternate.
     mixed = itertools.chain.from_iterable(itertools.zip_longest(right, wrong))
     for t in list(filter(None, mixed))[:_SHOWN]:
       t.meta["model"] = _TITLES[model]

@@ -1,4 +1,4 @@
-"""`coa rl` of a checkout: see `coa_jax/cli/rl.py`."""
+"""Runs `coa rl` from a checkout; see `coa_jax/cli/rl.py`."""
 
 from coa_jax.cli.main import run
 

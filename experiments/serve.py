@@ -1,4 +1,4 @@
-"""`coa serve` of a checkout: see `coa_jax/cli/serve.py`."""
+"""Runs `coa serve` from a checkout; see `coa_jax/cli/serve.py`."""
 
 from coa_jax.cli.main import run
 

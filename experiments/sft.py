@@ -1,4 +1,4 @@
-"""`coa sft` of a checkout: see `coa_jax/cli/sft.py`."""
+"""Runs `coa sft` from a checkout; see `coa_jax/cli/sft.py`."""
 
 from coa_jax.cli.main import run
 

@@ -1,4 +1,4 @@
-"""`coa sweep` of a checkout: see `coa_jax/cli/sweep.py`."""
+"""Runs `coa sweep` from a checkout; see `coa_jax/cli/sweep.py`."""
 
 from coa_jax.cli.main import run
 

@@ -1,4 +1,4 @@
-"""`coa synthesize` of a checkout: see `coa_jax/cli/synthesize.py`."""
+"""Runs `coa synthesize` from a checkout; see `coa_jax/cli/synthesize.py`."""
 
 from coa_jax.cli.main import run
 

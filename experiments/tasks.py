@@ -1,4 +1,4 @@
-"""`coa tasks` of a checkout: see `coa_jax/cli/tasks.py`."""
+"""Runs `coa tasks` from a checkout; see `coa_jax/cli/tasks.py`."""
 
 from coa_jax.cli.main import run
 

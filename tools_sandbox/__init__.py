@@ -11,7 +11,7 @@ Standalone: nothing here imports jax or coa_jax. Its public modules:
   web.web_search, web.crawl, web.vision     web tools and their configs
   mcp_client            a tool of an MCP server: McpTool, McpConfig
   chat, http_client     a language model's endpoint: ChatModel, ChatConfig; JSON by HTTP
-  jail.keeper           `check`: names the jail's requirements that this machine lacks
+  jail.keeper           `check`: lists the requirements for a jail that are missing
   http_server           common code for HTTP servers
 
 The rest may change without notice.

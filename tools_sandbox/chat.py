@@ -1,6 +1,6 @@
 """An OpenAI-compatible chat endpoint: the only module that calls language models.
 
-It answers a teacher's agents, grades answers, shortens pages and looks at images.
+The model plays a teacher's agents, grades answers, shortens pages and reads images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChatConfig:
   """Address and parameters of a language model's endpoint.
 
   Attributes:
-    base_url: up to and without /chat/completions, e.g. "http://localhost:8000/v1".
+    base_url: the URL without /chat/completions, e.g. "http://localhost:8000/v1".
     model: the model's name at the endpoint.
     key_file: a file with the API key, sent as a bearer token; None for none.
     max_tokens: the longest reply.
@@ -37,7 +37,7 @@ class ChatConfig:
     timeout_s: seconds to wait for one reply.
     retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
       and replies that are not chat completions.
-    prices: US dollars for a million tokens: prompt, cached prompt, completion; () if
+    prices: US dollars per million tokens: prompt, cached prompt, completion; () if
       calls are free.
   """
 
@@ -49,16 +49,16 @@ class ChatConfig:
   timeout_s: float = 120.0
   retries: int = 3
   prices: tuple[float, ...] = ()
-  # Seconds before the first retry; doubled for each one after it.
+  # Seconds before the first retry; doubled for each later retry.
   backoff_s: ClassVar[float] = 0.25
 
   def __post_init__(self):
-    # --- The model's address.
+    # --- The endpoint and its model.
     check_url("base_url", self.base_url)
     if not self.model:
       raise ValueError("model: name the model that the endpoint serves")
 
-    # --- How it is asked.
+    # --- The parameters of a request.
     if self.max_tokens < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf:
       raise ValueError("max_tokens and timeout_s must be positive, retries at least 0")
     if not self.temperature >= 0:
@@ -75,16 +75,16 @@ class ChatConfig:
     return self.base_url.rstrip("/") + "/chat/completions"
 
   def usd(self, prompt: int, cached: int, completion: int) -> float | None:
-    """Prices tokens, `cached` of them in `prompt`; None without `prices`."""
+    """Returns the tokens' price (`prompt` includes `cached`); None without `prices`."""
     if not self.prices:
       return None
-    # Endpoints count cached tokens among the prompt's and bill them less.
+    # Endpoints count cached tokens as prompt tokens too, and bill them less.
     counts = (prompt - cached, cached, completion)
     return sum(n * p for n, p in zip(counts, self.prices, strict=True)) / 1e6
 
 
 class ChatModel:
-  """Asks the endpoint. Thread-safe; close it after use."""
+  """Sends requests to a chat endpoint. Thread-safe; close it after use."""
 
   def __init__(
     self, config: ChatConfig, api_key: str | None = None, use_proxies: bool = False
@@ -120,12 +120,12 @@ class ChatModel:
   def ask(
     self, system: str, content: str | list[dict[str, Any]], seconds: float
   ) -> str:
-    """Gives the model's answer to one message, without control characters.
+    """Returns the model's answer to one message, without control characters.
 
     Args:
       system: the system message.
-      content: the user's message: text, or parts of text and images.
-      seconds: for the answer, retries included.
+      content: the user's message: text, or text and image parts.
+      seconds: the time limit, retries included.
 
     Raises:
       ToolFault: the endpoint refuses this request.

@@ -1,4 +1,4 @@
-"""`Sandbox`: runs programs and searches a corpus, whatever is behind it."""
+"""`Sandbox`: runs programs and searches a corpus, with any back-end."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ class Sandbox:
     backend: str | None = "jail",
     remote: RemoteConfig | None = None,
   ):
-    """Loads the corpus, if there is one; programs' processes start when first needed.
+    """Loads the corpus, if given; processes for programs start when first needed.
 
     Args:
       slots: the number of concurrent programs; not for `remote` (the services set it).
-      timeout_s: wall and CPU seconds the default for a run.
+      timeout_s: the default wall and CPU seconds for a run.
       memory_mb: the default MiB for a run (see `wire.Limits`).
-      output_bytes: bytes kept of each of a run's two streams.
+      output_bytes: bytes kept per output stream of a run.
       preload: modules imported ahead of every program, if installed; not for `remote`.
       corpus: a file for `search.read_corpus`, or None to disable search.
-      index_cache: a directory for the corpus's index, named by the hash of the corpus
-        and memory-mapped after the first build; None to build it in memory each time.
+      index_cache: a directory for the corpus's index, which is named by the corpus's
+        hash and memory-mapped after the first build; None to build it in memory each
+        time.
       backend: "jail", "subprocess" for trusted programs (README.md), "remote" for
         services over HTTP, or None for search only.
-      remote: the services of back-end `remote`.
+      remote: the services for back-end `remote`.
 
     Raises:
       ValueError: a limit is out of range, the corpus is malformed, index_cache has no
@@ -88,19 +89,19 @@ class Sandbox:
     seed: int | None = None,
     clock_s: float | None = None,
   ) -> Result:
-    """Runs a Python program in a fresh process of its own.
+    """Runs a Python program in a fresh process.
 
     Args:
       program: Python source, run as `__main__`.
-      stdin: its standard input.
-      timeout_s: its wall and CPU seconds; None for the sandbox's.
-      memory_mb: its MiB; None for the sandbox's.
-      seed: the seed of its random numbers; None derives it from `program` and `stdin`.
-      clock_s: Unix seconds for its stopped clock; None for the real one (see
+      stdin: the program's standard input.
+      timeout_s: wall and CPU seconds; None for the sandbox's default.
+      memory_mb: MiB of memory; None for the sandbox's default.
+      seed: the random seed; None derives it from `program` and `stdin`.
+      clock_s: Unix seconds for a stopped clock; None for the real one (see
         `wire.Limits`).
 
     Returns:
-      How it ended; a failure of the service is a result with verdict `infrastructure`.
+      The result; its verdict is `infrastructure` if the service failed.
 
     Raises:
       TypeError: program or stdin is not a string.
@@ -124,12 +125,12 @@ class Sandbox:
     seed: int | None = None,
     clock_s: float | None = None,
   ) -> Session:
-    """Opens a session: programs share one process and its variables.
+    """Opens a session, in which programs share one process and its variables.
 
     Args:
-      timeout_s: wall seconds of each cell; None for the sandbox's.
-      memory_mb: MiB of the session; None for the sandbox's.
-      cpu_s: CPU seconds of the session; None for ten times `timeout_s`.
+      timeout_s: wall seconds per cell; None for the sandbox's default.
+      memory_mb: MiB for the session; None for the sandbox's default.
+      cpu_s: CPU seconds for the session; None for ten times `timeout_s`.
       wait_s: seconds to wait for a slot (held until the session ends); None waits
         without a limit; not for `remote` (set in its config).
       lease_s: idle seconds before the session is closed.
@@ -137,8 +138,8 @@ class Sandbox:
       clock_s: as in `run`.
 
     Raises:
-      ValueError: a limit is out of range, or the back-end has no sessions: "jail" has,
-        and "remote" with our own services.
+      ValueError: a limit is out of range, or the back-end has no sessions (only "jail"
+        and "remote" with our own services have them).
       TimeoutError: no slot became free in time.
       RuntimeError: the sandbox is closed, or the service failed.
     """
@@ -152,14 +153,14 @@ class Sandbox:
       wall_s=timeout_s, cpu_s=cpu_s, memory_mb=memory_mb, seed=seed, clock_s=clock_s
     )
 
-    # --- On a service how long to wait is the config's to say.
+    # --- For a service, its config sets the wait.
     if isinstance(self._pool, RemotePool):
       return self._pool.session(limits, lease_s)
     return self._pool.session(limits, wait_s, lease_s)
 
   def _limits_with(self, **changes: float | None) -> wire.Limits:
-    """The sandbox's limits with changes, but for those that are None."""
-    # `replace` makes new limits, so a value out of range is refused here and named.
+    """Returns the sandbox's limits with all changes except None."""
+    # `replace` makes new limits, whose check refuses and names values out of range.
     given = {name: value for name, value in changes.items() if value is not None}
     return dataclasses.replace(self._limits, **given)
 
@@ -174,7 +175,7 @@ class Sandbox:
     return self._index.search(query, k)
 
   def close(self) -> None:
-    """Ends every program and process of the sandbox."""
+    """Ends all the sandbox's programs and processes."""
     if self._pool is not None:
       self._pool.close()
 
@@ -189,11 +190,10 @@ def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
   documents = search.read_corpus(corpus)
   if cache is None:
     return search.SearchIndex.build(documents, corpus)
-  # The key is the hash of the bytes, not name and time: a changed corpus gets a new
-  # index.
+  # The key is the content's hash, not name and time: a changed corpus gets a new index.
   with open(corpus, "rb") as f:
     key = hashlib.file_digest(f, "blake2b").hexdigest()[:32]
-  # The suffix decides how the bytes are read, so it is part of the key too.
+  # The suffix decides how the file is read, so the key includes the suffix.
   suffix = os.path.splitext(corpus)[1]
   directory = os.path.join(cache, f"{key}{suffix}-{search.FORMAT}")
   if not os.path.isdir(directory):
@@ -206,7 +206,7 @@ def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
       search.SearchIndex.build(documents, corpus).save(partial)
       os.rename(partial, directory)
     except OSError:
-      if not os.path.isdir(directory):  # if this fails, another process was faster
+      if not os.path.isdir(directory):  # else another process was faster
         raise
     finally:
       shutil.rmtree(partial, ignore_errors=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 
 class BadCall(ValueError):
-  """The call itself is wrong: the model's fault. The message says how to correct it."""
+  """The call is wrong: the model's fault. The message says how to correct the call."""
 
 
 class ToolFault(Exception):
-  """A page or server out there failed, or is refused: the tool's fault."""
+  """An outside page or server failed or was refused: the tool's fault."""
 
 
 class NoJail(RuntimeError):
-  """The kernel refuses a jail here: the one reason to advise a weaker wall."""
+  """This machine cannot build a jail: the only reason to advise a weaker wall."""
 
 
 class Unavailable(Exception):
-  """Our own network or service is down: says nothing about the call."""
+  """Our own network or service is down, which says nothing about the call."""
 
 
 class SessionEnded(RuntimeError):

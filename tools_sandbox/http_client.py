@@ -1,7 +1,7 @@
 """JSON over HTTP to a trusted service: retries, rate limit, one deadline.
 
-Unlike a web page, the service is trusted; it may still be down, slow or broken, and
-that is never the model's fault.
+Unlike a web page, the service is trusted. It may be down, slow or broken, which is
+never the model's fault.
 
 budget: retries, pace and deadline of a request depend on each other.
 """
@@ -23,7 +23,7 @@ import httpx
 from tools_sandbox.faults import ToolFault, Unavailable
 
 _REFUSES_CONTENT = (400, 413, 415, 422)
-_PASSING = (408, 409, 429)  # as are 500 and more
+_PASSING = (408, 409, 429)  # temporary, as are 500 and above
 _MAX_BYTES = 16_000_000  # of a reply
 _JSON = {"content-type": "application/json"}
 
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
 
 class BadReply(ValueError):
-  """A reply that cannot be used; takes the fields of its `Fault`."""
+  """A reply that cannot be used; its arguments are the fields of a `Fault`."""
 
 
 class NoReply(Exception):
@@ -48,7 +48,7 @@ class NoReply(Exception):
   Attributes:
     faults: the faults of all attempts, in order; at least one.
     refusal: the last status if a retry cannot change it, else 0.
-    text: the body of that reply.
+    text: the refusal's body.
   """
 
   def __init__(self, faults: Sequence[Fault], refusal: int = 0, text: str = ""):
@@ -60,7 +60,7 @@ class NoReply(Exception):
 
 
 def check_url(name: str, url: str) -> None:
-  """Refuses a URL that is not http or https: a ValueError, which begins with `name`."""
+  """Raises a ValueError, which begins with `name`, if a URL is not http or https."""
   if not url.startswith(("http://", "https://")):
     raise ValueError(f"{name} {url!r} must start with http:// or https://")
 
@@ -82,7 +82,7 @@ def read_key(path: str | None, field: str = "key_file") -> str:
       words = f.read(4096).split()
   except (OSError, UnicodeDecodeError) as e:
     raise ValueError(f"{field} {path}: {type(e).__name__}") from None
-  # One word, or it is another file: a whole one would go out in a header.
+  # Several words mean a wrong file, whose text would go out in a header.
   if len(words) != 1 or not words[0].isprintable():
     raise ValueError(f"{field} {path} must hold one word, the key")
   return words[0]
@@ -92,7 +92,7 @@ def read_json(data: bytes) -> Any:
   """Reads the JSON value in a reply's body.
 
   Raises:
-    BadReply: it is not JSON.
+    BadReply: the body is not JSON.
   """
   try:
     return json.loads(data)
@@ -101,13 +101,13 @@ def read_json(data: bytes) -> Any:
 
 
 class Retries:
-  """The attempts at one request: their faults, and when to retry.
+  """Records the faults of one request's attempts and decides when to retry.
 
-  `Service` makes them in its caller's thread. Who has many requests under way at once,
-  and calls some of them off, makes them on an event loop, by the same rules.
+  `Service` makes the attempts in its caller's thread. A client with many concurrent
+  requests, which may be cancelled, can make them on an event loop by the same rules.
 
   Attributes:
-    faults: of the attempts so far.
+    faults: the faults so far, in order.
   """
 
   def __init__(self, retries: int, backoff_s: float, max_pause_s: float = math.inf):
@@ -121,9 +121,9 @@ class Retries:
     """Notes a status other than 200; returns seconds to wait before the next attempt.
 
     Raises:
-      NoReply: trying again cannot change it, or as of `failed`.
+      NoReply: a retry cannot change the status, or as in `failed`.
     """
-    # Of their words a few, as a literal: an error page may be long and span lines.
+    # Only the start, as a literal: an error page may be long and span lines.
     fault = Fault(f"status {status}", repr(text[:200]))
     if status not in _PASSING and status < 500:
       raise NoReply([*self.faults, fault], status, text)
@@ -134,10 +134,10 @@ class Retries:
 
     Args:
       fault: the attempt's failure.
-      requested_s: the pause requested by the service, in seconds.
+      requested_s: the service's requested pause, in seconds.
 
     Raises:
-      NoReply: no attempt is left, or the service asks to wait for too long.
+      NoReply: no attempt is left, or the service asks for too long a pause.
     """
     if requested_s > self._max_pause_s:
       wish = f"it asks to wait {requested_s:.0f} s, "
@@ -150,7 +150,7 @@ class Retries:
       raise NoReply(self.faults)
     pause = self._backoff_s * 2.0 ** (len(self.faults) - 1)
     pause = min(pause, self._max_pause_s)
-    # Full pauses at once would bring all callers back at the same moment.
+    # Random, because equal pauses would bring all callers back at the same moment.
     return max(requested_s, pause * random.uniform(0.5, 1.0))
 
 
@@ -178,18 +178,18 @@ class Service:
         errors.
       retries: attempts beyond the first on 408, 409, 429, 5xx, timeouts, cut
         connections and unusable replies.
-      per_second: requests sent per second at most; 0 for no limit.
-      backoff_s: seconds before the first retry; doubled for each one after it.
+      per_second: the most requests per second; 0 for no limit.
+      backoff_s: seconds before the first retry; doubled for each later retry.
       max_pause_s: the longest pause; if the service asks for a longer one, the request
         fails.
-      timeout_s: for one attempt.
+      timeout_s: seconds for one attempt.
       use_proxies: whether to use the environment's proxies; never used for loopback.
 
     Raises:
       ValueError: the URL is not http or https.
     """
     check_url(f"{name}:", url)
-    # --- Whom to ask, and how often.
+    # --- The address, and the attempts.
     self._name = name
     self._url = url
     self._retries = retries
@@ -234,12 +234,12 @@ class Service:
     seconds: float = math.inf,
     read: Callable[[bytes], Any] = read_json,
   ) -> tuple[Any, tuple[Fault, ...]]:
-    """Gives the first usable reply, and the faults of the attempts before it.
+    """Returns the first usable reply, and the faults of earlier attempts.
 
     Args:
       body: sent as JSON.
-      seconds: for all attempts and the pauses between them.
-      read: makes a value of a reply's body, or raises BadReply to have another attempt.
+      seconds: the time for all attempts and the pauses between them.
+      read: converts a reply's body to a value, or raises BadReply for another attempt.
 
     Raises:
       NoReply: all attempts failed, the time is over, or the service refuses.
@@ -257,7 +257,7 @@ class Service:
         text = data.decode("utf-8", "replace")
         pause = retries.refused(status, headers, text)
 
-      # --- The fault, and the pause before a retry; NoReply if it was the last attempt.
+      # --- The fault, and the pause before a retry; NoReply after the last attempt.
       except (httpx.TimeoutException, TimeoutError):
         limit = min(seconds, self._timeout_s)
         pause = retries.failed(Fault(f"no reply within {limit:.3g} s"))
@@ -265,16 +265,16 @@ class Service:
         pause = retries.failed(Fault(type(e).__name__, str(e)))
       except BadReply as e:
         pause = retries.failed(Fault(*e.args))
-      if time.monotonic() + pause >= deadline:  # no use to wait for nothing
+      if time.monotonic() + pause >= deadline:  # no time for another attempt
         raise NoReply(retries.faults)
       time.sleep(pause)
 
   def broken(self, message: str) -> Unavailable:
-    """Makes the error for a JSON reply without the service's fields."""
+    """Makes the error for a missing reply, or one without the service's fields."""
     return Unavailable(f"{self._name} gives no usable reply: {message}")
 
   def _wait_turn(self, deadline: float) -> None:
-    # Each caller takes the next free moment, then sleeps until it without the lock.
+    # Each caller takes the next free moment, then sleeps until then without the lock.
     with self._lock:
       now = time.monotonic()
       turn = max(now, self._next)
@@ -293,30 +293,30 @@ def exchange(
   connect_s: float = math.inf,
   most: int = _MAX_BYTES,
 ) -> tuple[int, httpx.Headers, bytes]:
-  """Sends one request; gives the response's status, headers and body.
+  """Sends one request; returns the response's status, headers and body.
 
   Args:
-    client: sends it.
+    client: sends the request.
     method: the HTTP method.
     url: the address.
     body: sent as JSON.
-    seconds: for the whole exchange, slow bodies included.
-    connect_s: for the connection alone.
-    most: bytes of the response.
+    seconds: the time for the whole exchange, slow bodies included.
+    connect_s: the time for the connection alone.
+    most: the most bytes in the body.
 
   Raises:
     httpx.RequestError, TimeoutError: no whole response came.
-    BadReply: it is too long.
+    BadReply: the body is longer than `most`.
   """
   if seconds <= 0:
     raise TimeoutError
   deadline = time.monotonic() + seconds
-  content = json.dumps(body).encode("ascii")  # lone surrogates too
-  # httpx says None for "without end".
+  content = json.dumps(body).encode("ascii")  # ASCII: encodes lone surrogates too
+  # httpx takes None for "no limit".
   waits = [None if s == math.inf else s for s in (seconds, min(connect_s, seconds))]
   timeout = httpx.Timeout(waits[0], connect=waits[1])
-  # httpx's timeout applies to one read: a slow body never reaches it, and a body can be
-  # much longer unpacked than its header says. So total time and size are counted here.
+  # Total time and size are checked here: httpx's timeout applies to one read, so a slow
+  # body never exceeds it, and an unpacked body can be much longer than its header says.
   data = bytearray()
   with client.stream(
     method, url, content=content, headers=_JSON, timeout=timeout
@@ -341,7 +341,7 @@ def retry_after(header: str) -> float:
   except ValueError:
     pass
 
-  # --- A date, by the clock of this machine.
+  # --- A date, by this machine's clock.
   try:
     when = email.utils.parsedate_to_datetime(header)
   except (ValueError, TypeError):
@@ -350,7 +350,7 @@ def retry_after(header: str) -> float:
 
 
 def _is_loopback(url: str) -> bool:
-  # Decided from the URL alone, without a look-up.
+  # Decided from the URL alone, without a DNS lookup.
   host = httpx.URL(url).host
   try:
     return ipaddress.ip_address(host).is_loopback

@@ -1,9 +1,9 @@
-"""uvicorn, as every HTTP server of this project is served, and what guards loopback.
+"""Serves this project's HTTP applications with uvicorn, and guards loopback servers.
 
-The guards keep a web page's scripts out by the header Host (a page can give our address
-a name of its own) and the content type (a browser sends JSON to another site only after
-asking); they bound a body's size and its time. Slow heads, slow readers and the number
-of connections are a proxy's business: see "Behind a proxy" in README.md.
+To keep out a web page's scripts, the guards check the header Host (a page can give our
+address a name of its own) and the content type (a browser asks before it sends JSON to
+another site). They also limit a body's size and time. Slow heads, slow readers and the
+number of connections are a proxy's task: see "Behind a proxy" in README.md.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
-_QUEUE = 2048  # connections that the kernel keeps until they are accepted
-_IDLE_S = 75  # until a connection is closed; our clients keep unused ones for less
+_QUEUE = 2048  # connections the kernel holds until they are accepted
+_IDLE_S = 75  # until an idle connection is closed; our clients close theirs sooner
 _BODY_S = 30.0  # seconds for a request's body
 
 
 class Server(uvicorn.Server):
-  """Serves an application; silent but for its errors, no WebSockets."""
+  """Serves an application without WebSockets; logs only errors."""
 
   def __init__(self, app: ASGIApp, grace_s: float):
     """Starts nothing yet.
 
     Args:
-      app: what answers.
-      grace_s: seconds that requests have left when the server is told to stop.
+      app: the application.
+      grace_s: seconds left for requests when the server is told to stop.
     """
     super().__init__(
       uvicorn.Config(
@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         http="h11",
         ws="none",
         lifespan="off",
-        log_config=None,  # the program's own
+        log_config=None,  # keep the program's own logging
         log_level="error",  # strangers could fill a log with warnings
         access_log=False,
         server_header=False,
@@ -65,11 +65,11 @@ def run_program(
 ) -> None:
   """Reads arguments, serves until SIGTERM or Ctrl-C, and exits with 0.
 
-  What cannot be served ends in one line: an OSError, ValueError or RuntimeError of
-  `serve` is for the user.
+  An OSError, ValueError or RuntimeError from `serve` is for the user: the program
+  prints one line and exits with 2.
   """
   args = parser.parse_args(argv)
-  # uvicorn raises the signal again when it is done; context managers end on the way.
+  # uvicorn raises the signal again at its end; `sys.exit` lets context managers exit.
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda *unused: sys.exit(0))
   try:
@@ -82,14 +82,14 @@ def bind(host: str, port: int) -> socket.socket:
   """Binds a socket without listening yet.
 
   Raises:
-    ValueError: the address can not be had.
+    ValueError: the address cannot be bound.
   """
   sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
   try:
     try:
       sock.bind((host, port))
     except OSError:
-      # Connections of an ended server may linger on the port. Set after the first
+      # Connections of an ended server may linger on the port. Set only after the first
       # attempt: two servers that both set it could share a port until one listens.
       sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       sock.bind((host, port))
@@ -100,7 +100,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket, host: str) -> str:
-  """Takes connections, which are answered once the server runs; the URL to tell of."""
+  """Accepts connections, answered once the server runs; returns the URL."""
   sock.listen(_QUEUE)
   where = f"[{host}]" if ":" in host else host
   return f"http://{where}:{sock.getsockname()[1]}"
@@ -109,13 +109,13 @@ def listen(sock: socket.socket, host: str) -> str:
 def open_hosts(host: str, allowed: list[str], risk: str) -> list[str]:
   """Lists the accepted Host headers of a server without a key.
 
-  On loopback, loopback's names; elsewhere any name, with a warning on standard error;
-  `allowed` adds names, and elsewhere replaces "any".
+  On loopback: loopback's names and `allowed`. Elsewhere, with a warning on standard
+  error: the same if `allowed` has names, or else any name.
 
   Args:
-    host: the address it listens on.
+    host: the address the server listens on.
     allowed: names from the user.
-    risk: the risk, for the warning.
+    risk: the warning's text after "can".
   """
   if host not in LOOPBACK:
     print(
@@ -130,12 +130,12 @@ def open_hosts(host: str, allowed: list[str], risk: str) -> list[str]:
 
 
 def check_host(names: list[str]) -> Middleware:
-  """Refuses requests to other names (status 400)."""
+  """Makes middleware that refuses requests to other names (status 400)."""
   return Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
 
 
 class Body(pydantic.BaseModel):
-  """A request's JSON object: fields of these types and no others; none is converted."""
+  """A request's JSON object, checked strictly: no other fields and no conversions."""
 
   model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -162,7 +162,7 @@ def read_fields(cls: type[_Model], value: Any) -> _Model:
   """Builds the model from a decoded request.
 
   Raises:
-    BadField: one line on the first wrong field, with its value.
+    BadField: the first wrong field with its value, in one line.
   """
   try:
     return cls.model_validate(value)
@@ -194,8 +194,8 @@ async def read_body(request: Request, most: int) -> bytes:
     most: the limit in bytes.
 
   Raises:
-    HTTPException: 415 of another content type, 413 too long, 408 too slow, 499 the
-      client has gone.
+    HTTPException: 415 for another content type, 413 if too long, 408 if too slow, 499
+      if the client has gone.
   """
   # --- Check the headers' type and length before reading the body.
   kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -203,14 +203,14 @@ async def read_body(request: Request, most: int) -> bytes:
     raise HTTPException(415, "content-type must be application/json")
   too_long = HTTPException(413, f"a request has at most {most} bytes")
   length = request.headers.get("content-length", "")
-  # Of twenty digits the number is too large whatever follows.
+  # Twenty digits already exceed the limit, whatever follows.
   if length.isdigit() and int(length[:20]) > most:
     raise too_long
 
   # --- Check the body's length too: the header may be false or missing.
   data = bytearray()
   try:
-    async with asyncio.timeout(_BODY_S):  # a place in a queue may be held meanwhile
+    async with asyncio.timeout(_BODY_S):  # the client may hold a place in a queue
       async for part in request.stream():
         data += part
         if len(data) > most:
@@ -224,7 +224,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def read_object(request: Request, most: int) -> dict[str, Any]:
-  """Reads the JSON object of a request's body; raises as `read_body`, and 400."""
+  """Reads a JSON object from a request's body; raises as `read_body`, and also 400."""
   data = await read_body(request, most)
   try:
     body = json.loads(data)

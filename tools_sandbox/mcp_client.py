@@ -1,12 +1,12 @@
-"""A tool of an MCP server, called as a CoA tool.
+"""Calls an MCP server's tool as a CoA tool.
 
 The official SDK (`pip install 'coa-jax[mcp]'`, version 2) speaks the protocol, over
-stdio or streamable HTTP. It is asynchronous, so each server has a thread with an event
-loop (anyio's portal) that holds one session; the next call reopens a broken session.
+stdio or streamable HTTP. The SDK is asynchronous, so each tool has a thread with an
+event loop (anyio's portal) and one session; the next call reopens a broken session.
 
-A server is trusted as little as a page: its output is bounded in size and time, and its
-schemas are read only for names and for the errors of failed calls. (A `command` is the
-user's own program.)
+A server is trusted no more than a web page: its output is bounded in size and time, and
+its schemas serve only to name parameters and to explain failed calls. (A `command` is
+the user's own program.)
 
 budget: one protocol, with its error handling in one place.
 """
@@ -40,12 +40,12 @@ from tools_sandbox.text import clean
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*[\r\n](.*?)```\s*", re.DOTALL)
 
 _END_S = 5.0  # seconds for a server to end
-_DEPTH = 64  # of a call's parameters; the SDK fails on some hundreds
-_PAGES = 100  # seconds for the list of tools
-_MAX_BYTES = 16_000_000  # bytes of a line over stdio, or of a response over HTTP
-_DESCRIPTION = 10_000  # characters of a tool's, which may go into a prompt
+_DEPTH = 64  # levels of nested parameters; the SDK fails at some hundreds
+_PAGES = 100  # pages of a server's tool list
+_MAX_BYTES = 16_000_000  # bytes per line over stdio, or per response over HTTP
+_DESCRIPTION = 10_000  # characters of a tool description, which may enter a prompt
 _NAMED = 20  # tools or parameters named in a message
-# JSON Schema's types -> whether a value has this type.
+# JSON Schema type -> whether a value has this type.
 _KINDS: dict[str, Callable[[Any], bool]] = {
   "string": lambda v: isinstance(v, str),
   "integer": lambda v: _is_number(v) and v % 1 == 0,
@@ -57,7 +57,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 _RELAY = pathlib.Path(__file__).with_name("mcp_relay.py")
 
-# It logs a server's faults with tracebacks; the caller reports them here.
+# The SDK logs server faults with tracebacks; here the caller reports them.
 logging.getLogger("mcp").setLevel(logging.CRITICAL)
 
 
@@ -66,15 +66,15 @@ class McpConfig:
   """A tool's server and name.
 
   Attributes:
-    tool: its name on the server.
-    command: a program and its arguments, started and spoken to over stdio. It runs as
+    tool: the tool's name on the server.
+    command: a server program with its arguments, which speaks over stdio. It runs as
       this user and is trusted; its environment has only the SDK's few variables.
     env: additional variables. The config stores them: put a key in a file for the
       command instead.
-    url: or the URL of a streamable HTTP server.
+    url: the URL of a streamable HTTP server, in place of `command`.
     key_file: a file with the server's bearer token.
-    argument: the parameter filled by a plain-text call; None for the only required one.
-      A JSON object gives all parameters by name.
+    argument: the parameter filled by a plain-text call; None for the only required
+      parameter. A JSON object gives all parameters by name.
     start_s: seconds for the server's start and greeting.
   """
 
@@ -100,7 +100,7 @@ class McpConfig:
 
 
 class McpTool:
-  """The tool. Thread-safe; calls may overlap; close it after use."""
+  """One MCP tool. Thread-safe; calls may overlap; close it after use."""
 
   def __init__(self, config: McpConfig):
     """Opens a session and reads the tool's parameters.
@@ -111,7 +111,7 @@ class McpTool:
       Unavailable: the server does not start, greet or list its tools.
     """
     try:
-      import mcp  # here, for it is an extra
+      import mcp  # here, because the package is an extra
     except ImportError as e:
       raise ValueError(f"MCP tools need `pip install 'coa-jax[mcp]'`: {e}") from e
     # --- The session's thread.
@@ -122,11 +122,11 @@ class McpTool:
     self._lock = threading.Lock()
     self._thread = contextlib.ExitStack()
     self._portal = self._thread.enter_context(start_blocking_portal(name="mcp"))
-    # Left open, it would hold up the end of Python: the portal waits for its thread,
-    # which does not run any more by then.
+    # An open portal would block Python's exit: the portal waits for its thread, which
+    # no longer runs by then.
     atexit.register(self.close)
 
-    # --- The tool, as the server describes it.
+    # --- The server's description of the tool.
     try:
       tool = self._find()
       self._schema = tool.input_schema
@@ -137,30 +137,30 @@ class McpTool:
       raise
 
   def close(self) -> None:
-    """Ends the session, and the server if it was started here."""
+    """Ends the session, and a server started here."""
     atexit.unregister(self.close)
     with self._lock:
       if self._session is not None:
         self._session.end()
         self._session = None
-    with contextlib.suppress(RuntimeError):  # it was closed before
-      self._portal.call(self._portal.stop, True)  # hanging calls are cancelled
+    with contextlib.suppress(RuntimeError):  # closed before
+      self._portal.call(self._portal.stop, True)  # cancels hanging calls
     self._thread.close()
 
   def __call__(self, content: str, seconds: float) -> str:
-    """Calls the tool; gives its text.
+    """Calls the tool and returns its text.
 
     Args:
       content: a JSON object of parameters, bare or in a fence, or plain text.
-      seconds: for the call; reopening a session adds `start_s`.
+      seconds: the call's time limit; reopening a session adds `start_s`.
 
     Raises:
       BadCall: the parameters do not fit the tool.
       ToolFault: the tool reports a failure, or takes too long.
-      Unavailable: the server is gone and cannot be started again.
+      Unavailable: the server is gone, or does not start again.
     """
     arguments = self._arguments(content)
-    session = self._open()  # before the clock of the call begins
+    session = self._open()  # before the call's clock starts
 
     # --- Make the call; raise errors by their cause.
     try:
@@ -178,7 +178,7 @@ class McpTool:
       message = clean(e.error.message)[:300]
       if code == -32602:  # invalid parameters
         raise BadCall(message) from None
-      if code in (408, -32001):  # its own time limit
+      if code in (408, -32001):  # the SDK's own time limit
         raise ToolFault(f"no answer within {seconds:.3g} s") from None
       if session.ended or code == -32000:  # the connection is closed
         self._drop(session)
@@ -188,8 +188,8 @@ class McpTool:
       self._drop(session)
       raise Unavailable(f"the MCP server fails ({type(e).__name__})") from None
 
-    # --- Its text; a tool may report a failure. Servers also report wrong parameters
-    # like this, in their own words: the schema tells whether the call was wrong.
+    # --- The tool's text or failure. Servers also report wrong parameters as a failure,
+    # in their own words: the schema tells whether the call was wrong.
     text = _text(result)
     if result.is_error and not _fits(arguments, self._schema):
       raise BadCall(text or f"write a JSON object with {self._parameters}")
@@ -215,7 +215,7 @@ class McpTool:
     return _sendable({self._plain: text})
 
   def _server(self) -> Any:
-    """Returns the SDK's transport; it serves one session."""
+    """Returns an SDK transport for one session."""
     config = self._config
     if config.url is None:
       args = ["-I", str(_RELAY), str(_MAX_BYTES), *config.command]
@@ -232,7 +232,7 @@ class McpTool:
     names: list[str] = []
     deadline = time.monotonic() + self._config.start_s
     why = f"more than {_PAGES} pages"
-    # --- Page by page until it is found; a hostile list may have no end.
+    # --- Page by page until the tool is found; a hostile list may have no end.
     try:
       for _ in range(_PAGES):
         left = deadline - time.monotonic()
@@ -252,7 +252,7 @@ class McpTool:
     except Exception as e:
       why = type(e).__name__
 
-    # --- It is not there, or its state is unknown.
+    # --- The list is incomplete, or lacks the tool.
     if why:
       raise Unavailable(f"the MCP server does not list its tools ({why})")
     others = ", ".join(names[:_NAMED]) or "none"
@@ -280,10 +280,10 @@ class McpTool:
     session.end()
 
   def _run(self, seconds: float, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Awaits a coroutine function in the event loop, and cancels it when late.
+    """Runs a coroutine function in the event loop; cancels a late one.
 
     Raises:
-      TimeoutError: it did not end in time.
+      TimeoutError: the coroutine did not end in time.
     """
     future = self._portal.start_task_soon(functools.partial(function, **arguments))
     try:
@@ -295,8 +295,8 @@ class McpTool:
 
 @contextlib.asynccontextmanager
 async def _over_http(url: str, key: str) -> AsyncIterator[Any]:
-  """The SDK's transport to a URL: a key in every request, no endless response."""
-  import httpx2  # here, for they are extras
+  """Yields the SDK's transport to a URL: a key in every request, bounded responses."""
+  import httpx2  # here, because both packages are extras
   from mcp.client import streamable_http
 
   # --- A stream that counts bytes: the SDK reads a body to its end.
@@ -333,11 +333,11 @@ async def _over_http(url: str, key: str) -> AsyncIterator[Any]:
 
 
 def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str | None]:
-  """Returns a tool's parameters for a message, and the plain-text one, if any.
+  """Returns the parameter names for a message, and the plain-text parameter, if any.
 
   Args:
-    schema: JSON Schema as the server wrote it: any value may be anywhere.
-    argument: the config's parameter.
+    schema: the server's JSON Schema, in which any value may be anywhere.
+    argument: the config's `argument`.
   """
   # --- The known and the required parameters.
   known = _known(schema)
@@ -346,7 +346,7 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
   if not argument and len(required) == 1:
     plain = required[0]
 
-  # Plain text is a string: it cannot fill a parameter of another type.
+  # Plain text is a string and cannot fill a parameter of another type.
   rule = known.get(plain)
   kinds = "string"
   if isinstance(rule, dict):
@@ -358,13 +358,13 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
 
 
 def _fits(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
-  """Whether parameters are complete, known, and of the schema's types.
+  """Whether parameters are complete and allowed, with the schema's types and values.
 
   Checks one level, which covers nearly every server; unknown rules are assumed to hold.
 
   Args:
     arguments: a call's parameters.
-    schema: JSON Schema as the server wrote it: any value may be anywhere.
+    schema: the server's JSON Schema, in which any value may be anywhere.
   """
   known = _known(schema)
   if not set(_texts(schema.get("required"))) <= set(arguments):
@@ -401,10 +401,10 @@ def _texts(value: Any) -> list[str]:
 
 
 def _sendable(arguments: dict[str, Any]) -> dict[str, Any]:
-  """The arguments; a value that the SDK cannot send would end the shared session.
+  """Returns the arguments if the SDK can send them: others would end the session.
 
   Raises:
-    BadCall: they hold half of a surrogate pair, NaN or Infinity, or are too deep.
+    BadCall: the arguments hold half a surrogate pair, NaN or Infinity, or are too deep.
   """
   if _deeper(arguments, _DEPTH):
     raise BadCall(f"parameters are nested at most {_DEPTH} deep")
@@ -420,7 +420,7 @@ def _deeper(value: Any, most: int) -> bool:
     return False
   if most == 0:
     return True
-  # `most` ends the recursion too, however deep the model has nested.
+  # `most` also bounds the recursion, however deep the model has nested.
   inner = value
   if isinstance(value, dict):
     inner = value.values()
@@ -428,7 +428,7 @@ def _deeper(value: Any, most: int) -> bool:
 
 
 class _ClientSession:
-  """One open client. A single task enters and leaves it, as its scopes demand."""
+  """One open client, entered and left by a single task, as its scopes demand."""
 
   def __init__(self, client: Any, portal: BlockingPortal):
     self.client = client
@@ -442,8 +442,8 @@ class _ClientSession:
   async def _live(self) -> None:
     with self._scope:
       async with self.client:
-        # Results are not validated against the server's own schema: a pattern in it can
-        # take for ever and would block every thread of the process.
+        # Results are not validated against the server's own schema: a regular
+        # expression there can run for ever and would block every thread.
         self.client.session.validate_tool_result = _accept
         self._greeted.set_result(None)
         await self._leave.wait()
@@ -455,7 +455,7 @@ class _ClientSession:
 
   @property
   def fault(self) -> BaseException | None:
-    """The error that ended it, if it was not closed."""
+    """The error that ended the session, if any."""
     if not self._task.done() or self._task.cancelled():
       return None
     return self._task.exception()
@@ -466,7 +466,7 @@ class _ClientSession:
     return self._greeted.done()
 
   def end(self) -> None:
-    """Leaves the session, and waits until a server on stdio has ended with it."""
+    """Leaves the session and waits for a stdio server to end."""
     if self.ended:
       return
     # Close politely if there is a session; then cancel it.

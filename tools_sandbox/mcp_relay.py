@@ -1,9 +1,9 @@
-"""Runs an MCP server over stdio, and kills it if it writes an endless line.
+"""Runs an MCP server over stdio, and kills a server that writes an endless line.
 
   python mcp_relay.py MOST_BYTES PROGRAM ARGUMENT...
 
-The SDK keeps a line in memory until its end comes. The server has our standard input;
-its output goes through here, and so does the beginning of its standard error.
+The SDK keeps an unfinished line in memory. The server inherits our standard input; its
+output passes through here, and so does the beginning of its standard error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import threading
 from typing import IO
 
 _CHUNK = 65536
-_LINE = 1000  # bytes of a line of its standard error
-_LOG = 65536  # bytes of its whole standard error
+_LINE = 1000  # bytes of a standard error line
+_LOG = 65536  # bytes of standard error in all
 
 
 def main() -> int:
-  """Passes on the server's output; returns its exit status, or 1 if it was killed."""
+  """Passes on the server's output; returns its exit status, or 1 after killing it."""
   most = int(sys.argv[1])
   command = sys.argv[2:]
   try:
@@ -30,9 +30,9 @@ def main() -> int:
     return 127
   log = threading.Thread(target=_log, args=(server.stderr, command[0]), daemon=True)
   log.start()
-  os.close(0)  # the server's alone, so that writers to it see its end
-  # Passed on as it comes: only the length of its last line is kept.
-  length = 0  # of the unfinished line
+  os.close(0)  # the server's alone, so that writers notice the server's end
+  # Output passes on at once: only the unfinished line's length is kept.
+  length = 0
   while data := os.read(server.stdout.fileno(), _CHUNK):
     _, ended, rest = data.rpartition(b"\n")
     if ended:
@@ -46,12 +46,12 @@ def main() -> int:
     while data:  # a pipe may accept only a part
       data = data[os.write(1, data) :]
   code = server.wait()
-  log.join(1.0)  # its descendants may hold its standard error open
+  log.join(1.0)  # the server's descendants may hold standard error open
   return code
 
 
 def _log(stream: IO[bytes], name: str) -> None:
-  """Copies the beginning of a server's standard error to ours; reads it to its end."""
+  """Copies the beginning of a server's standard error to ours; discards the rest."""
   left = _LOG
   while line := stream.readline(_LINE):
     if left <= 0:

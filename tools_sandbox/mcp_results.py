@@ -1,8 +1,7 @@
-"""Results of MCP tools as text, before the SDK reads them.
+"""Converts MCP tool results to text before the SDK reads them.
 
 A result is a list of blocks: text, pictures, sounds, resources and links to them. The
-SDK refuses the whole result for one unknown block, so every block is converted to text
-before it reaches the SDK.
+SDK refuses the whole result for one unknown block, so every block becomes text first.
 """
 
 from __future__ import annotations
@@ -12,22 +11,19 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-_MAX_CHARS = 1_000_000  # of a result; tools show the model far less
+_MAX_CHARS = 1_000_000  # per result; tools show the model far less
 _WORD = 2000  # characters of a block's name, address or description
 
 
 @contextlib.asynccontextmanager
 async def as_text(transport: Any) -> AsyncIterator[Any]:
-  """A transport that converts the blocks of results to text.
-
-  The SDK refuses a whole result for one unknown block.
-  """
+  """Wraps an SDK transport, to convert the blocks of arriving results to text."""
   async with transport as (read, write):
     yield _Results(read), write
 
 
 class _Results:
-  """The SDK's stream of messages; see `as_text`."""
+  """The SDK's message stream, with results as text; see `as_text`."""
 
   def __init__(self, stream: Any):
     self._stream = stream
@@ -47,7 +43,7 @@ class _Results:
 
   async def __anext__(self) -> Any:
     item = await self._stream.__anext__()
-    # Only the result of a call has these fields.
+    # Only a call's result has these fields.
     result = getattr(getattr(item, "message", None), "result", None)
     if isinstance(result, dict):
       structure = result.pop("structuredContent", None)
@@ -59,8 +55,8 @@ class _Results:
 
 
 def _join(blocks: list[Any], structure: Any) -> str:
-  """The blocks of a result as text; its structure, if no block has a text."""
-  # Cut part by part, so that no longer text is ever built.
+  """Joins a result's blocks as text; adds its structure if no block has text."""
+  # Cut part by part: no longer text is ever built.
   parts = []
   room = _MAX_CHARS
   for block in blocks:
@@ -76,14 +72,13 @@ def _join(blocks: list[Any], structure: Any) -> str:
 
 
 def _inner(block: Any) -> dict[str, Any]:
-  """Returns the holder of a block's text or data: the block, or its resource."""
+  """Returns the object with a block's text or data: the block or its resource."""
   inner = block.get("resource", block) if isinstance(block, dict) else {}
   return inner if isinstance(inner, dict) else {}
 
 
 def _of_block(block: Any) -> str:
-  """Returns a block's text; for other kinds its description: type, name, address,
-  size."""
+  """Returns a block's text, or a description: type, name, address, size."""
   inner = _inner(block)
   text = inner.get("text")
   embedded = inner is not block
@@ -101,6 +96,6 @@ def _of_block(block: Any) -> str:
       size = len(data.rstrip("=")) * 3 // 4
   if isinstance(size, int):
     words.append(f"{size} bytes")
-  # Each is bounded: a name may be a megabyte.
+  # Each word is bounded: a name may be a megabyte.
   head = f"[{' '.join(word[:_WORD] for word in words)}]"
   return f"{head}\n{text}" if isinstance(text, str) else head

@@ -1,15 +1,15 @@
-"""Text of strangers, made safe to show: no control or invisible characters."""
+"""Makes untrusted text safe to show: no control or invisible characters."""
 
 from __future__ import annotations
 
 import re
 
-# Nothing printable is control.
+# Control characters except tab and line ends; lone surrogates; Unicode's specials.
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff9-\uffff]")
-# Invisible characters can hide text or reverse it: Unicode's default-ignorable
-# characters and other controls of layout. The visible ones of category Cf stay (Arabic
-# number signs), and a joiner between letters of scripts that need it (Persian, Indian
-# scripts), but not in emoji, which are readable without it.
+# Invisible characters can hide or reverse text: Unicode's default-ignorable characters
+# and other layout controls. Visible characters in category Cf stay (Arabic number
+# signs). So do joiners between letters in scripts with a need for them (Persian, Indian
+# scripts), but not in emoji, which are readable without joiners.
 _INVISIBLE = re.compile(
   "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f"
   "\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8"

@@ -1,6 +1,6 @@
-"""The command line: the library's only package with flags and environment."""
+"""The command line: the only package that reads flags and environment variables."""
 
 import os
 
-# Its warning at import is useless here: no transformers model runs.
+# transformers' import warning is useless here: none of its models runs.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -43,7 +43,7 @@ def run_of(file: str) -> str:
 
 
 def run_tokenizer(file: str) -> Tokenizer | None:
-  """Returns the tokenizer of a file's run, or None."""
+  """Returns the tokenizer of a file's run; None if the run has none."""
   folder = os.path.join(run_of(file), "model")
   if not os.path.exists(os.path.join(folder, "tokenizer.json")):
     return None
@@ -52,7 +52,6 @@ def run_tokenizer(file: str) -> Tokenizer | None:
 
 def main() -> None:
   """Writes the page and prints its path."""
-  # Not on import: other programs have an equal flag, and tests import both.
   workdir = flags.FLAGS.workdir
   where = [*([workdir] if workdir else []), *_TRAJECTORIES.value]
   if not where:
@@ -69,5 +68,6 @@ def main() -> None:
 
 def command() -> None:
   """Runs the command line."""
+  # Not on import: other programs have the same flag, and tests import both.
   flags.DEFINE_string("workdir", None, "A run; all its trajectories are shown.")
   run_program(main)

@@ -1,4 +1,4 @@
-r"""A trained team in the terminal: ask, and watch it work.
+r"""Chat with a trained team in the terminal, and watch the team work.
 
   coa chat --config=configs/evaluate_world.py \
     [--config.init=MODEL_FOLDER] [--temperature=0] [--sampling_seed=0]
@@ -9,7 +9,7 @@ Takes an evaluation's config, like `coa serve`. Every role has a colour, and its
 appears as it is sampled. Questions come from --question, otherwise from standard input,
 one per line; each question is independent. Answers go to standard output and everything
 else to standard error, so that a script reads only answers; --quiet hides the team's
-work. Ctrl-C cancels a question; between two it ends the program.
+work. Ctrl-C cancels the running question; between questions it ends the program.
 
 The exit status is 1 if a question got no answer.
 """
@@ -40,8 +40,8 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, 2.0)
 _SEED = flags.DEFINE_integer("sampling_seed", 0, "Seed of every answer.")
 _QUIET = flags.DEFINE_bool("quiet", False, "Print answers only.")
 
-# Readable on black and on white: the terminal's own colour, or a middle lightness from
-# the fixed 256. Terminals redefine the 16 named colours, often unreadably.
+# Readable on black and on white: the terminal's own colour, or medium lightness from
+# the fixed palette of 256. Terminals redefine the 16 named colours, often unreadably.
 STYLES = {
   roles.THINK: "dim",
   roles.PLAN: "color(32)",
@@ -72,16 +72,16 @@ def clean(text: str) -> str:
 
 
 class Screen:
-  """Shows pieces as they arrive: a heading for each span, its text below."""
+  """Shows text pieces as they arrive: a heading per span, the span's text below."""
 
   def __init__(self, console: Console):
-    """Args: the output."""
+    """Shows pieces on `console`."""
     self._console = console
     self._fresh = True  # none of this span's text is shown yet
     self._answer: list[TextDelta] = []  # shown in the frame
 
   def show(self, piece: TextDelta) -> None:
-    """Adds a piece; an answer's pieces wait for the frame, if there is one."""
+    """Adds a piece; on a terminal, an answer's pieces wait for the frame."""
     if piece.role == roles.ANSWER and self._console.is_terminal:
       self._answer.append(piece)
     else:
@@ -130,7 +130,7 @@ class Screen:
 
 
 def answer_of(trajectory: Trajectory) -> str | None:
-  """Returns the team's answer; None if it gave none."""
+  """Returns the team's answer, or None."""
   if trajectory.status != Status.ENDED:
     return None
   return written_answer(trajectory.text) or None
@@ -144,7 +144,7 @@ def play(
   Raises:
     RuntimeError: the engine has failed.
   """
-  # The engine's thread writes, this thread shows: only it can be interrupted.
+  # The engine's thread writes, this thread shows: Ctrl-C interrupts only this one.
   events: queue.SimpleQueue[TextDelta | Trajectory | None] = queue.SimpleQueue()
   episode = server.submit(request, events.put)
   try:
@@ -177,12 +177,12 @@ def questions(console: Console) -> Iterator[str]:
 
 def main(config: ml_collections.ConfigDict) -> None:
   """Asks all questions."""
-  # An exit, so that the tools' processes are ended, too.
+  # A normal exit ends the tools' processes, too.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(143))
   console = Console(stderr=True, highlight=False)
   failed = False
   with open_server(config) as server:
-    # Otherwise the first question would wait for it silently.
+    # Otherwise the first question would wait silently for compilation.
     console.print("compiling the sampler ...", style="dim")
     server.warm_up()
     lines = questions(console)
@@ -198,14 +198,14 @@ def main(config: ml_collections.ConfigDict) -> None:
           t = play(server, request, screen)
           if t is None:
             console.print("\ncancelled", style="dim")
-        except ValueError as e:  # too long; the next one may be shorter
+        except ValueError as e:  # too long; the next may be shorter
           console.print(Text(f"error: {e}", "red"))
           t = None
         answer = None
         if t:
           answer = answer_of(t)
         failed |= answer is None
-        # A terminal shows it in the frame; elsewhere each answer is one line.
+        # A terminal shows the answer in the frame; elsewhere each answer is one line.
         if not (sys.stdout.isatty() and sys.stderr.isatty() and not _QUIET.value):
           print(" ".join(clean(answer or "").split()), flush=True)
         if sys.stdin.isatty():

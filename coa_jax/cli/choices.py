@@ -1,14 +1,14 @@
 """Responses in OpenAI's form: an attempt's answer, its reasoning and its log-probs.
 
 `message.content` is the graded answer: the last of several;
-`message.reasoning_content` is the trajectory before it, tags and observations included,
-up to the answer's opening tag. A stream cannot retract text: every answer span is
-content there, and the rest reasoning. `text` of /v1/completions is only the answer.
+`message.reasoning_content` is the trajectory up to the answer's opening tag, tags and
+observations included. A stream cannot retract text: there every answer span is content,
+and all other text reasoning. `text` of /v1/completions is only the answer.
 
 `logprobs` has the policy's sampled tokens: the answer's under `content`, earlier ones
 under `reasoning_content` (like DeepSeek's API); observations and the answer's tags are
 left out. They are log-probs under the sampling distribution (at temperature 0 under
-temperature 1). A stream has them in a choice's last chunk.
+temperature 1). A stream sends them in a choice's last chunk.
 
 Additional fields: `usage.observation_tokens` (returned by tools, so neither prompt nor
 completion), `coa.seed` (a request with this seed and temperature gets this answer
@@ -47,7 +47,7 @@ class Choice:
     top: int | None = None,
     raw: Callable[[list[int]], bytes] = bytes,
   ):
-    """Takes `stop` and `top` of `ChatRequest`, and a decoder, tokens -> bytes."""
+    """`stop` and `top` are from `ChatRequest`; `raw` decodes tokens to bytes."""
     self.index = index
     self.reasoning = ""
     self.content = ""
@@ -55,14 +55,14 @@ class Choice:
     self._stop = stop
     self._top = top
     self._raw = raw
-    self._held = ""  # answer text possibly not to be sent
+    self._held = ""  # answer text not sent yet; see `delta`
     self.trajectory: Trajectory | None = None
 
   def delta(self, piece: TextDelta) -> dict[str, str]:
     """Returns the piece as a stream's delta; {} if there is nothing to send.
 
-    White space around the answer and stop strings are left out; a possible beginning of
-    either is held back.
+    Leaves out stop strings and white space around the answer; holds back text that may
+    begin either.
     """
     # Tags and white space around the answer belong to the protocol.
     if self.is_cut:
@@ -135,7 +135,7 @@ class Choice:
   def _parts(self) -> tuple[str, str]:
     """Returns the reasoning and the answer."""
     t = self.trajectory
-    # Unlike a stream it can retract: only the last of several answers counts.
+    # Unlike a stream, a response can retract: only the last answer counts.
     if t.status != Status.ENDED:
       return self.reasoning, self.content
     before, opening, _ = t.text.rpartition(open_tag(ANSWER))
@@ -204,7 +204,7 @@ class Choice:
 
 
 def _named(text: bytes) -> dict[str, str]:
-  """Returns a token's text; half a character is in OpenAI's notation."""
+  """Returns a token's text; an incomplete character is in OpenAI's notation."""
   try:
     return {"token": text.decode()}
   except UnicodeDecodeError:
@@ -218,7 +218,7 @@ def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def _held(text: str, stop: tuple[str, ...]) -> int:
-  """Counts the text's final characters possibly beginning a stop string."""
+  """Counts the text's final characters that may begin a stop string."""
   longest = max(map(len, stop), default=0) - 1
   for length in range(min(longest, len(text)), 0, -1):
     if any(each.startswith(text[-length:]) for each in stop):
@@ -236,7 +236,7 @@ def usage(choices: Iterable[Choice], n: int = 1) -> dict[str, Any]:
     "completion_tokens": completion,
     "total_tokens": prompt + completion,
     "observation_tokens": sum(u.observation for u in costs),
-    "prompt_tokens_details": {"cached_tokens": 0},  # none is kept between requests
+    "prompt_tokens_details": {"cached_tokens": 0},  # no cache between requests
   }
 
 

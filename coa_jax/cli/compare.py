@@ -5,9 +5,9 @@
   coa compare --multi=runs/distill/teacher.jsonl --single=runs/eval/greedy.jsonl
 
 Runs are compared within their stage (distill, sft, rl, evaluate, ...). Runs with
-configs differing only in seeds are one table row and one line of a curve: the
-mean over seeds, with the 95 % interval of Student's t. A row is named by the differing
-fields; a single run with a longer name, by its workdir.
+configs differing only in seeds are one table row and one curve: the mean over seeds,
+with the 95 % interval of Student's t. A row is named by the differing fields; a single
+run with a long name, by its workdir.
 
 The last form compares costs per answer: a multi-agent system's attempts, written by
 `distill`, and one model's, written by `evaluate`, on the same tasks and tools.
@@ -39,7 +39,7 @@ from coa_jax.runtime.config import ConfigError, nearest
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.record import read_run
 
-# Fields that only number equal runs.
+# Fields that only number repetitions of a run.
 SEEDS = ("seed",)
 # The default figures and curves, if runs have them.
 FIGURES = (
@@ -58,7 +58,7 @@ FIGURES = (
   "seconds",
 )
 CURVES = ("reward", "dev_accuracy", "loss", "validation_loss", "entropy", "grad_norm")
-# A stage's unique section -> the stage.
+# Section of only one stage -> the stage.
 _STAGES = {
   "quickstart": "quickstart",
   "teacher": "distill",
@@ -67,7 +67,7 @@ _STAGES = {
   "eval": "evaluate",
   "synthesis": "synthesize",
 }
-# Rows with longer names, in characters, are named by workdir.
+# A row with a longer name, in characters, is named by its workdir.
 _NAME = 60
 
 
@@ -75,7 +75,7 @@ _NAME = 60
 class Run:
   """One finished or running run of a stage.
 
-  `config` has fields by path, "optim.lr"; `results` is empty while it runs.
+  `config` has fields by path, "optim.lr"; `results` is empty until the run finishes.
   """
 
   path: str
@@ -112,7 +112,7 @@ def read(path: str) -> Run:
 
 
 def find(paths: Sequence[str]) -> list[str]:
-  """Finds the workdirs among folders and directly below them, in order.
+  """Lists the workdirs among the paths and directly below them, in order.
 
   Existing paths without a run, which globs also match, are reported in one line.
 
@@ -127,7 +127,7 @@ def find(paths: Sequence[str]) -> list[str]:
     below = [path]
     if os.path.isdir(path):
       below += [os.path.join(path, name) for name in sorted(os.listdir(path))]
-    # A quickstart is a run containing runs: its own come first.
+    # A quickstart is a run that contains runs: it comes before them.
     found = [folder for folder in below if _holds_run(folder)]
     out += found
     if not found:
@@ -160,8 +160,8 @@ def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
   """Groups runs differing only in seeds.
 
   Returns:
-    Name -> its runs. A name lists the fields that differ among all runs, with their
-    values; if the list is long and the run is the only one, it is the workdir's.
+    Name -> the group's runs. A name lists the fields that differ among all runs, with
+    values; a single run with a long or empty list has its workdir's name.
   """
   fields = sorted({name for run in runs for name in run.config})
   differing = []
@@ -183,14 +183,14 @@ def group(runs: Sequence[Run]) -> dict[str, list[Run]]:
     title = ", ".join(parts) or "all"
     if len(members) == 1 and (len(title) > _NAME or not parts):
       title = os.path.basename(os.path.abspath(members[0].path))
-    if title in out:  # e.g. workdirs with one name in two folders
+    if title in out:  # e.g. workdirs with equal names
       title += f" ({number})"
     out[title] = members
   return out
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float | None]:
-  """Computes a mean and its 95 % interval's half width; None for one value."""
+  """Computes the mean and its 95 % interval's half width (one value: None)."""
   if len(values) < 2:
     return values[0], None
   mean = statistics.fmean(values)
@@ -205,7 +205,7 @@ def table(
 ) -> Table:
   """Makes a row for each group: the figures' means and intervals.
 
-  By default the figures are those of FIGURES that some run has.
+  By default, shows the figures in FIGURES that any run has.
   """
   known = _figures_of([run for runs in groups.values() for run in runs])
   shown = [name for name in figures or FIGURES if name in known]
@@ -321,14 +321,14 @@ def _as_json(value: Any) -> str:
 
 
 def _shared_folder(values: Iterable[Any]) -> str:
-  """Returns all texts' common parent folder; "" for none."""
+  """Returns the common parent folder of all texts; "" if there is none."""
   texts = [value for value in values if isinstance(value, str) and value]
-  # By letter, then cut at a slash: paths may be absolute and relative.
+  # By character, then cut at a slash: paths may be absolute and relative.
   return os.path.commonprefix(texts).rpartition("/")[0]  # noqa: RUF071
 
 
 def _brief(value: Any, shared: str = "") -> str:
-  """Returns a config's value for a row's name, without the shared folder."""
+  """Shortens a config's value for a row's name; leaves out the shared folder."""
   text = value if isinstance(value, str) else json.dumps(value)
   if shared and text.startswith(f"{shared}/"):
     text = text[len(shared) + 1 :]

@@ -1,8 +1,8 @@
-"""Costs of a multi-agent system and of one model, on the same tasks and tools.
+"""Compares a multi-agent system's and one model's costs on the same tasks and tools.
 
 Reductions are shown as played, and with instructions in both prompts (`report.cost`).
 If an endpoint counted the team's tokens itself (including hidden reasoning), a second
-comparison uses its counts.
+comparison uses the endpoint's counts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _TOOLS = ("tools", "corpus", "top_k", "max_chars", "enabled")
 
 
 def compare_costs(multi: str, single: str) -> dict[str, Any]:
-  """Compares the costs of two files of trajectories.
+  """Compares the costs of two trajectory files.
 
-  Their folders' config.json names the tools and the tokenizer of each.
+  The config.json beside each file names its tools and tokenizer.
 
   Returns:
     `metered`: `report.cost.cost` by the team's own meter; `reported`: the same by the
-    endpoint's counts, None if it sent none; `notes`: reservations.
+    endpoint's counts, None if an attempt has none; `notes`: reservations.
 
   Raises:
     FileNotFoundError, ValueError: a file is missing or malformed; the two have no task
@@ -57,7 +57,7 @@ def compare_costs(multi: str, single: str) -> dict[str, Any]:
 
 
 def _instructions(multi: dict[str, Any], single: dict[str, Any]) -> int | None:
-  """Counts the tokens of the instructions missing in the model's prompt, if known."""
+  """Counts the instruction tokens missing in the model's prompt; None if unknown."""
   if not multi or not single:
     return None
   rollout = read_config(single.get("rollout"), RolloutConfig, "rollout")
@@ -68,7 +68,7 @@ def _instructions(multi: dict[str, Any], single: dict[str, Any]) -> int | None:
 
 
 def _config(path: str) -> dict[str, Any]:
-  """Reads config.json in the folder of a file of attempts; {} if there is none."""
+  """Reads the config.json beside a trajectory file; {} if there is none."""
   beside = os.path.join(os.path.dirname(path), "config.json")
   if not os.path.exists(beside):
     return {}
@@ -93,7 +93,7 @@ def _notes(multi: dict[str, Any], single: dict[str, Any]) -> list[str]:
 
 
 def _reported(attempt: Trajectory) -> Trajectory | None:
-  """Returns an attempt with the endpoint's own counts; None if it sent none."""
+  """Returns an attempt with the endpoint's own counts; None without such counts."""
   counts = attempt.meta.get("reported")
   if not counts:
     return None
@@ -105,7 +105,7 @@ def _reported(attempt: Trajectory) -> Trajectory | None:
 
 
 def print_costs(multi: str, single: str, out: str = "") -> None:
-  """Prints the tables of `compare_costs`, and writes its figures to `out` as JSON."""
+  """Prints `compare_costs` as tables, and writes the figures to `out` as JSON."""
   results = compare_costs(multi, single)
   for name in ("metered", "reported"):
     if results[name] is not None:

@@ -3,10 +3,10 @@
 One request to /v1/chat/completions asks one question: the last message, which must be
 the user's. A trajectory begins with one question, so earlier turns are not read
 (`coa.ignored_messages` in the response counts them), and a system message is refused.
-With `conversation`, for models trained to use them, they are written before the
-question, as plain text. /v1/completions reads each `prompt` as a question.
+For models trained to use them, `conversation` writes both before the question, as plain
+text. /v1/completions reads each `prompt` as a question.
 
-`stop` cuts the answer, and no further tokens are sampled; reasoning may contain it. The
+`stop` cuts the answer and ends sampling; reasoning may contain stop strings. The
 sampler keeps only the sampled token's log-prob: `top_logprobs` (`logprobs` in
 /v1/completions) is at most 1, and only at temperature 0, where the sampled token is the
 most likely one. Other fields are accepted only with a neutral value.
@@ -56,7 +56,7 @@ _MOST_STOPS = {"chat": 4, "text": 16}
 
 
 class _Message(pydantic.BaseModel):
-  """Other fields, e.g. a returned answer's, are not read."""
+  """One message; other fields, e.g. of a returned answer, are not read."""
 
   role: Literal["user", "assistant", "system", "developer"]
   content: Any = None
@@ -67,7 +67,7 @@ class _StreamOptions(http_server.Body):
 
 
 class _Body(http_server.Body):
-  """The supported fields, and fields without effect on an answer."""
+  """The common fields: supported ones, and ones without effect on an answer."""
 
   model: str
   temperature: float = pydantic.Field(1.0, ge=0, le=2)
@@ -111,7 +111,7 @@ class RequestRefused(Exception):
     status: int = 400,
     kind: str = "invalid_request_error",
   ):
-    """Args: the fault, the field, its code, HTTP status, error class."""
+    """Takes the error's message, field and code, the HTTP status, the error type."""
     super().__init__(message)
     self.status = status
     error = {"message": message, "type": kind, "param": param, "code": code}
@@ -123,13 +123,14 @@ class ChatRequest:
   """A request's attempts at one question, and their output format.
 
   Attributes:
-    attempts: `n` in a row per question; /v1/completions may have several questions.
-    stream: whether they are sent as server-sent events.
-    include_usage: whether the stream ends with their token counts.
-    ignored_messages: turns outside the question.
+    attempts: each question's `n` attempts in a row; /v1/completions may have several
+      questions.
+    stream: whether the answers are sent as server-sent events.
+    include_usage: whether the stream ends with the token counts.
+    ignored_messages: number of messages not read.
     n: attempts at one question.
     stop: strings ending an answer.
-    top: log-probs to send per token, besides the sampled one's; None for none.
+    top: length of a token's `top_logprobs`; None for no log-probs.
     is_text: whether the request came to /v1/completions.
   """
 
@@ -158,7 +159,7 @@ def read_request(
     model: the served model's name.
     top_p: from the config.
     most: the largest n.
-    conversation: system messages and earlier turns are part of the question.
+    conversation: whether system messages and earlier turns belong to the question.
 
   Raises:
     RequestRefused: naming the field.
@@ -217,7 +218,7 @@ def _request(
   most: int,
   most_stops: int,
 ) -> ChatRequest:
-  """Reads the fields common to both kinds of request."""
+  """Reads the fields common to both request kinds."""
   if body.n * len(questions) > most:
     name = "n" if len(questions) == 1 else "n times the number of prompts"
     raise RequestRefused(f"{name} must be between 1 and {most}", "n")
@@ -311,7 +312,7 @@ def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
     raise RequestRefused("the question must be a non-empty string", where)
   if not conversation:
     return question, last
-  # --- In a conversation all is read; with several turns each begins with its role.
+  # --- In a conversation all messages are read; several turns begin with their roles.
   turns = [m for m in messages if m.role not in _SYSTEM]
   blocks = []
   for i, message in enumerate(messages):

@@ -38,7 +38,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def split(words: Sequence[str]) -> tuple[flags.FlagValues, list[str], list[str]]:
-  """Takes the config's flags from a command line without the program.
+  """Takes the config's flags out of a command line without the program name.
 
   Returns:
     The values of --config and --config.help; the words --config.FIELD=VALUE; the rest.
@@ -66,7 +66,7 @@ def read(
 ) -> ml_collections.ConfigDict:
   """Reads a config file and its overrides.
 
-  Any field can be overridden, whether the file has it or not; None empties it, or
+  Overrides can set any field, even one missing in the file; None empties a field, or
   removes an optional section.
 
   `config_class` is the stage's config dataclass; its defaults fill missing fields.
@@ -108,10 +108,10 @@ def read(
 
 
 def _make_room(config: ml_collections.ConfigDict, word: str) -> bool:
-  """Prepares a config for one override: ml_collections neither makes sections nor None.
+  """Prepares one override: ml_collections neither makes sections nor sets None.
 
   Returns:
-    Whether it was None, and is done.
+    Whether the override was None, and is applied already.
   """
   flag, _, text = word.partition("=")
   path = re.sub(r"--?(no)?config\.", "", flag)
@@ -126,7 +126,7 @@ def _make_room(config: ml_collections.ConfigDict, word: str) -> bool:
       raise ValueError(f"config.{path}: {name} is a value and has no fields")
   if text == "None":
     if field in config:
-      del config[field]  # its type goes with it
+      del config[field]  # together with its type
     config[field] = None
     return True
   is_section = isinstance(config.get(field), ml_collections.ConfigDict)
@@ -139,7 +139,7 @@ def _make_room(config: ml_collections.ConfigDict, word: str) -> bool:
 
 
 def read_file(file: str) -> ml_collections.ConfigDict:
-  """Runs `get_config` of FILE or FILE:ARGUMENT; foreign code may fail in any way.
+  """Runs `get_config` of FILE or FILE:ARGUMENT; user code may fail in any way.
 
   Raises:
     ConfigError: naming the file, and the line that failed.
@@ -152,7 +152,7 @@ def read_file(file: str) -> ml_collections.ConfigDict:
     get_config = runpy.run_path(file).get("get_config")
     if callable(get_config):
       config = get_config(*argument)
-  except ValueError as e:  # its own words for an unknown argument
+  except ValueError as e:  # its message for an unknown argument
     raise ConfigError(f"{file}: {e}") from e
   except SyntaxError as e:
     raise ConfigError(f"{file}:{e.lineno or 1}: {e.msg}") from e
@@ -173,7 +173,7 @@ def read_file(file: str) -> ml_collections.ConfigDict:
 
 
 def _check_values(value: Any, path: str, above: tuple[int, ...]) -> None:
-  """Drops required placeholders; refuses a section, list or dict in itself."""
+  """Drops required placeholders; refuses a value that contains itself."""
   if id(value) in above:
     raise ConfigError(f"{path} contains itself")
   above = (*above, id(value))

@@ -34,7 +34,7 @@ CONFIGS = {
   "synthesize": "coa_jax.cli.synthesize.SynthesizeConfig",
   "tasks": "coa_jax.cli.select_tasks.SelectTasksConfig",
 }
-# The type of a dict from the user's keys to sections.
+# The type of a dict from user-chosen names to sections.
 _SECTIONS_BY_NAME = "sections by name"
 _WHOLE = "Sections of "
 
@@ -43,8 +43,8 @@ _WHOLE = "Sections of "
 class Field:
   """One config field, in words.
 
-  `default` is "" if it is required; `meaning` is from the docstring; a section's fields
-  follow it.
+  `default` is "" for a required field; `meaning` is from the docstring; a section's
+  fields follow the section.
   """
 
   path: str
@@ -83,7 +83,7 @@ def list_fields(cls: type, path: str = "") -> list[Field]:
 def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
   """Explains a config, or the section or field `wanted`, for a terminal.
 
-  `config` has the file's values. The width in columns is by default the terminal's.
+  `config` has the file's values. By default, `width` is the terminal's, in columns.
 
   Raises:
     ConfigError: the path is unknown; the nearest is named.
@@ -117,7 +117,7 @@ def read_class(stage: str) -> type:
 
 
 def reference() -> str:
-  """Writes docs/config.md: all stages; a section of several stages only once."""
+  """Returns the text of docs/config.md: all stages, a shared section only once."""
   lines = [
     "# Every field of every config",
     "",
@@ -135,7 +135,7 @@ def reference() -> str:
       above = field.path.rpartition(".")[0] or f"{_WHOLE}{stage}"
       sections.setdefault(above, {}).setdefault(field, []).append(stage)
 
-  # --- A table for each.
+  # --- A table for each section.
   for above, fields in sections.items():
     all_readers = sorted({name for readers in fields.values() for name in readers})
     lines += [f"## {above}", ""]
@@ -149,7 +149,7 @@ def reference() -> str:
 
 
 def _row(field: Field, readers: list[str]) -> str:
-  """Returns a field's row of a Markdown table; it names `readers`."""
+  """Returns a field's row of a Markdown table, with the names in `readers`."""
   name = field.path.rpartition(".")[2]
   meaning = field.meaning
   if readers:
@@ -181,9 +181,9 @@ def _value(field: Field, config: Values) -> str:
 
 
 def _sections(hint: Any) -> Iterator[tuple[str, type]]:
-  """Yields the dataclasses among a hint's types, with the suffixes of their paths.
+  """Yields (path suffix, class) for each dataclass among a hint's types.
 
-  A dict's dataclasses are under the user's names.
+  The suffix is ".NAME" for a dict's values: the user names them.
   """
   for kind in kinds_of(hint):
     if dataclasses.is_dataclass(kind):
@@ -217,7 +217,7 @@ def _kind(hint: Any, metadata: Mapping[str, Any]) -> str:
 def _default(field: dataclasses.Field[Any], is_section: bool) -> str:
   """Returns a field's default as text; "" if it has none or is a section."""
   value = field.default
-  # A section's default consists of its fields', which may be inconsistent yet.
+  # A section's default is its fields' defaults, which may still be inconsistent.
   has_factory = field.default_factory is not dataclasses.MISSING
   if value is dataclasses.MISSING and has_factory and not is_section:
     value = field.default_factory()

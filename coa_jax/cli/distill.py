@@ -3,7 +3,7 @@
 coa distill --config=configs/X.py --workdir=DIR [--config.FIELD=VALUE]
   [--shard=I/N]
 
-A chat endpoint's API key, if it requires one, is read from COA_API_KEY.
+A chat endpoint's API key, if required, is read from COA_API_KEY.
 """
 
 import os
@@ -26,7 +26,7 @@ def run(
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-  """Makes tables of `results.json`: every stage's kept runs, and families."""
+  """Makes tables of `results.json`: runs by task family, and runs kept by stage."""
   stages = {"convert": results["convert"], **results["filters"]}
   rows = [{"stage": "team runs", "kept": results["runs"], "dropped": ""}]
   for name, stage in stages.items():

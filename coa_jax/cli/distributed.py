@@ -1,4 +1,4 @@
-"""Meeting of a run's processes: waits, time limits and the shared folder."""
+"""Joins the processes of one run: waiting, time limits and the shared workdir."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _HEARTBEAT_S = flags.DEFINE_integer(
 
 
 def join(where: str) -> None:
-  """Joins a run's other processes; `where` is the flag --distributed."""
+  """Joins the run's other processes; `where` is the value of --distributed."""
   import jax
 
   if where == "auto":
@@ -62,19 +62,19 @@ def join(where: str) -> None:
 
 
 def leave_devices_alone() -> None:
-  """Makes saving processes synchronise through JAX's coordination service.
+  """Makes Orbax synchronise processes through JAX's coordination service.
 
   By default Orbax synchronises over all devices. Meanwhile other threads dispatch work
   to the devices of `mesh.rollout`, and two programs with collectives could deadlock. At
-  the service a process waits 300 s at most.
+  the service a process waits at most 300 s.
   """
-  import orbax.checkpoint  # noqa: F401  # it has the flag
+  import orbax.checkpoint  # noqa: F401  # defines the flag
 
   flags.FLAGS.set_default("experimental_orbax_use_distributed_barrier", True)
 
 
 def _join_at(where: str) -> None:
-  """Joins processes at an address: HOST:PORT,PROCESSES,PROCESS."""
+  """Joins the processes at HOST:PORT,PROCESSES,PROCESS."""
   import jax
 
   # --- Read the flag.
@@ -129,7 +129,7 @@ def _join_at(where: str) -> None:
 
 
 def _await_coordinator(host: str, port: int, seconds: float) -> None:
-  """Waits until process 0 listens, and reports it; stops the program after `seconds`.
+  """Waits until process 0 listens, and reports the wait; fails after `seconds`.
 
   JAX's own wait is silent until its end.
   """
@@ -156,7 +156,7 @@ def _await_coordinator(host: str, port: int, seconds: float) -> None:
 def check_shared(workdir: str) -> None:
   """Stops all processes if the workdir is not one shared folder.
 
-  Otherwise they would wait for each other at the first checkpoint.
+  Otherwise the processes would wait for each other at the first checkpoint.
   """
   import jax
   import numpy as np
@@ -189,8 +189,8 @@ def in_bucket(uri: str, scratch: str) -> Iterator[str]:
   """Yields this process's local folder for a workdir in a bucket.
 
   Raises:
-    ValueError: another run works there, or the bucket can not be used. If the first
-      process raises it, all stop.
+    ValueError: another run works there, or the bucket cannot be used. If process 0
+      raises this error, all stop.
   """
   if not WHERE.value:
     with mirror.opened(uri, scratch) as folder:
@@ -207,9 +207,9 @@ def in_bucket(uri: str, scratch: str) -> Iterator[str]:
     # Orbax writes each process's part, and supports no other store.
     raise BucketError(f"{uri}: several processes need gs:// or a shared disk")
   with contextlib.ExitStack() as stack:
-    # --- The first one takes the lease; the others receive its number.
+    # --- Process 0 takes the lease; the others receive the lease's number.
     refusal = None
-    epoch = 0  # its lease's number
+    epoch = 0  # the lease's number
     if process == 0:
       try:
         first = stack.enter_context(mirror.Mirror(uri, scratch, 0, processes))

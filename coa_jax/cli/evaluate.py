@@ -1,9 +1,9 @@
-"""Evaluation: one stage, from one config file.
+"""Evaluates a model, from one config file.
 
   coa evaluate --config=configs/X.py --workdir=DIR [--json]
 
-Any field can be overridden: --config.SECTION.FIELD=VALUE. Prints a table, one row for
-all tasks and one for every source and family; --json prints results.json instead.
+Any field can be overridden: --config.SECTION.FIELD=VALUE. Prints a table with one row
+for all tasks and one per source and family; --json prints results.json instead.
 """
 
 from __future__ import annotations

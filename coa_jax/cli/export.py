@@ -2,7 +2,7 @@
 
   coa export --workdir=DIR --out=DIR [--step=N]
 
-Writes OUT/model, and OUT/adapter for a run with section lora, like the run itself at
+Writes OUT/model, and OUT/adapter for a run with section lora, as the run itself does at
 its end. The run may still be running; without --step the newest checkpoint is used. The
 policy is exported, a critic is not.
 """
@@ -19,18 +19,18 @@ from coa_jax.runtime.lock import hold
 
 
 def _define_flags() -> None:
-  # Not on import: other programs have equal flags, and tests import both.
+  # Not on import: other programs have the same flags, and tests import both.
   flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
   flags.DEFINE_string("out", None, "The folder for model/.", required=True)
   flags.DEFINE_integer("step", None, "The checkpoint's step; by default the newest.")
 
 
 def export(workdir: str, out: str, step: int | None = None) -> int:
-  """Writes a checkpoint's model, by default the newest's; returns its step.
+  """Writes the model of a checkpoint, by default the newest; returns the step.
 
   Raises:
     FileNotFoundError: there is no run.
-    ValueError: it has no such checkpoint, or the checkpoint is damaged.
+    ValueError: the run has no such checkpoint, or the checkpoint is damaged.
   """
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora
@@ -81,7 +81,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
       data = read_config(config.get("data"), DataConfig, "data")
       base = init_params(cfg, data.seed)
   else:
-    # Nothing is computed with it, so the kernel may be another machine's.
+    # The model is not run here, so its attention kernel may be unavailable.
     load = dataclasses.replace(load, attention="auto")
     cfg = load_config(init, load)
     if lora_config:
@@ -93,7 +93,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
 
 
 def main() -> None:
-  """Exports."""
+  """Exports the checkpoint named by the flags."""
   prepare("")
   out = flags.FLAGS.out
   with hold(out):

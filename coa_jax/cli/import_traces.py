@@ -126,7 +126,7 @@ _FORMATS = _define_section("formats", ToolAugmentation)
 
 
 def main() -> None:
-  """Imports FILE, whole or a shard of it."""
+  """Imports FILE, or one shard of its rows."""
   shard = read_shard(_SHARD.value) if _SHARD.value else None
   suffix_of(_OUT.value)  # refused before any work
 
@@ -151,7 +151,7 @@ def main() -> None:
       _write_tasks(records, out)
     return
 
-  # --- All rows here, or each shard its own and the last one all.
+  # --- Import all rows, or this shard's rows; the last shard joins all.
   pipeline = _pipeline(chosen)
   job = ImportJob(pipeline, _WORKERS.value)
   if not shard:
@@ -176,7 +176,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _output() -> Iterator[str]:
-  """Yields a path for OUT and the files next to it, and locks out others."""
+  """Yields a path for OUT and the files next to OUT; locks out other processes."""
   folder, _, name = _OUT.value.rpartition("/")
   if not is_uri(_OUT.value):
     with hold(os.path.abspath(folder), f".{name}.lock"):
@@ -186,7 +186,7 @@ def _output() -> Iterator[str]:
   os.makedirs(SCRATCH.value, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=SCRATCH.value) as local:
     yield os.path.join(local, name)
-    # The manifest last: its files exist by then.
+    # The manifest comes last, after the files that the manifest names.
     for file in sorted(os.listdir(local), key=lambda file: file.endswith(".json")):
       bucket.put(os.path.join(local, file), file)
 
@@ -227,7 +227,7 @@ def _write(
     for reasons in filtered.values():
       dropped.update(reasons)
     message = f"{_FILE.value}: no record is left to train on ({_counted(dropped)})"
-    if dropped_first:  # one line: the remedy for most of them
+    if dropped_first:  # one line: the commonest reason's remedy
       most = max(dropped_first, key=lambda reason: dropped[reason])
       message += f"; {hints.hint(pipeline.importer, *dropped_first[most])}"
     stop(message)
@@ -252,7 +252,7 @@ def _write(
 
 
 def _dropped(counts: dict[str, Any]) -> tuple[Counter[str], dict[str, Counter[str]]]:
-  """Counts reasons for dropped rows at import, and by each filter, if any."""
+  """Returns the counts of dropped rows by reason: at import, and in each filter."""
   filtered = {}
   if "filters" in counts:
     for stage in filters.STAGES:
@@ -382,7 +382,7 @@ def _report(
 
 
 def _settings(chosen: str, pipeline: RowPipeline) -> dict[str, Any]:
-  """Returns the settings to reproduce the file."""
+  """Returns the settings that reproduce the file."""
   return {
     "file": _FILE.value,
     "format": chosen,

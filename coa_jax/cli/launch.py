@@ -1,4 +1,4 @@
-"""Every command's preparation: flags, config, workdir, errors."""
+"""Prepares every command: flags, config, workdir, errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ HANG_S = flags.DEFINE_integer(
   lower_bound=0,
 )
 
-# Flags that --help of a command lists in addition to its own.
+# Shared flags that a command's --help lists besides the command's own.
 _LISTED = (
   "config",
   "config.help",
@@ -73,7 +73,7 @@ _LISTED = (
   "compile_cache",
   "hang_s",
 )
-_MAX_LINE = 2000  # characters of a refusal; longer ones are cut in their middle
+_MAX_LINE = 2000  # characters of an error; longer lines are cut in the middle
 
 
 def show(results: dict[str, Any]) -> None:
@@ -95,12 +95,12 @@ def launch(
 
   Args:
     stage: the stage's function.
-    config_class: the dataclass of its config; its defaults fill missing fields.
-    tables: makes the results' tables, printed at the end; --json prints the results
+    config_class: the stage's config dataclass; its defaults fill missing fields.
+    tables: makes tables of the results, printed at the end; --json prints the results
       themselves, like programs without tables.
     logs: files from which the stage resumes, if it supports shards: see
       `coa_jax.cli.shards`.
-    without_workdir: what to run if --workdir is missing; None if it is required.
+    without_workdir: runs instead if --workdir is missing; None requires --workdir.
   """
   if logs:
     flags.DEFINE_string(
@@ -135,7 +135,7 @@ def _run_stage(
   config_class: type,
   logs: tuple[str, ...],
 ) -> tuple[dict[str, Any], bool]:
-  """Runs a stage, or a shard of it, with the other processes.
+  """Runs a stage or one shard, together with the other processes.
 
   Returns:
     The results, and whether they cover all shards.
@@ -155,7 +155,7 @@ def _run_stage(
       distributed.check_shared(workdir)
 
   def run(folder: str, shard: Shard | None) -> dict[str, Any]:
-    # Not during access to a bucket: it may last, and has its own timeouts.
+    # Bucket access is not watched: a transfer may be long, and has its own timeouts.
     heartbeat.watch(HANG_S.value)
     try:
       with disk.clear_errors(folder):
@@ -226,17 +226,17 @@ def _config_help(values: flags.FlagValues, config_class: type) -> str:
 
 
 def config_of_words(words: list[str], config_class: type) -> ml_collections.ConfigDict:
-  """Reads the config of another program's command line; its other flags are ignored.
+  """Reads the config in another program's command line; ignores all other flags.
 
   Raises:
-    ConfigError: there is none, or it is unusable.
+    ConfigError: the config is missing or unusable.
   """
   values, overrides, _ = config_file.split(words)
   return config_file.read(values.config, overrides, config_class)
 
 
 def fetch_inputs(config: ml_collections.ConfigDict) -> None:
-  """Replaces gs:// and s3:// addresses by local copies' paths."""
+  """Replaces the config's gs:// and s3:// addresses by paths of local copies."""
   cache = os.path.join(SCRATCH.value, "inputs")
   for name, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
@@ -250,8 +250,8 @@ def fetch_inputs(config: ml_collections.ConfigDict) -> None:
 def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
   """Runs a program with its own flags and without a config; errors as in `launch`.
 
-  With `takes_words` main gets the command line's words other than flags; otherwise
-  there must be none.
+  With `takes_words`, `main` gets the command line's words other than flags; otherwise
+  such words are refused.
   """
 
   def parse(argv: list[str]) -> list[str]:
@@ -276,7 +276,7 @@ def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
 def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   """Sets up the process: allocator, log, compile cache, CPU devices.
 
-  Call it before using JAX.
+  Must be called before JAX is used.
   """
   process.keep_freed_memory()
   process.log_plainly()
@@ -291,14 +291,14 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
     jax.config.update("jax_compilation_cache_dir", compile_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   joins = flags.FLAGS.is_parsed() and distributed.WHERE.value
-  if not joins:  # otherwise after joining
+  if not joins:  # otherwise checked after joining
     with_clear_errors(lambda: process.check_devices(cpu_devices))
 
 
 def with_clear_errors(work: Callable[[], Any], file: str = "") -> Any:
   """Runs `work`; wrong input or a failed service becomes one line and exit status 2.
 
-  Ctrl-C is status 130, and SIGTERM in a stage that saves before its end 143.
+  Ctrl-C gives status 130; SIGTERM, in a stage that saves before ending, 143.
   """
   try:
     with disk.clear_errors():
@@ -308,7 +308,7 @@ def with_clear_errors(work: Callable[[], Any], file: str = "") -> Any:
   except (ValueError, InfrastructureError, RefusedError) as e:
     stop(str(e))
   except OSError as e:
-    # The system puts its words in brackets before the path; ours need no change.
+    # A system error's text begins with [Errno N]; our own messages need no change.
     stop(f"{e.filename}: {e.strerror}" if e.filename else str(e))
   except Interrupted as e:
     print(e, file=sys.stderr)
@@ -332,7 +332,7 @@ def stop(message: str) -> NoReturn:
 
 
 def _flag_error(error: Exception) -> str:
-  """Describes an absl error; of required flags it gives only the names."""
+  """Describes an absl error; lists missing required flags only by name."""
   missing = re.findall(r"flag --(\w+)=None: Flag --\1 must", str(error))
   if not missing:
     return str(error)

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from coa_jax.runtime.fields import nearest
 
-# Command -> its purpose. Its module has this name, or the name in MODULES.
+# Command -> its purpose. The module has the same name, or the name in MODULES.
 COMMANDS = {
   "distill": "play teacher runs and write them as trajectories",
   "sft": "fine-tune a model on trajectories",
@@ -39,7 +39,7 @@ def split_program(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
   """Splits a command line, `coa COMMAND ...` or `MODULE ...`, for another process.
 
   Returns:
-    The program as `experiments.NAME`, or the module; `python -m`'s words; its flags.
+    The program as `experiments.NAME`, or the module; `python -m`'s words; the flags.
   """
   module, *rest = words
   if module != "coa":
@@ -62,7 +62,7 @@ def run(command: str) -> None:
 
 
 def main() -> None:
-  """Runs the command named in the command line; without one, lists them."""
+  """Runs the command named in the command line; without a name, lists all."""
   command = sys.argv[1] if len(sys.argv) > 1 else "--help"
   if command in ("-h", "-help", "--help"):
     print(usage())
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _refuse(command: str) -> NoReturn:
-  """Ends the program with one line naming the nearest command or all."""
+  """Ends the program with one line that names the nearest command, or all."""
   from coa_jax.cli.launch import stop  # imports what --help does not need
 
   stop(f"coa {command}: there is no such command{nearest(command, COMMANDS)}")

@@ -1,4 +1,4 @@
-r"""Prints the start of a run on a pod: a GKE JobSet, an sbatch file or gcloud commands.
+r"""Prints how to start a run on a pod: a GKE JobSet, an sbatch file or gcloud commands.
 
   coa pod --slice=v6e-64 --image=REGISTRY/coa-jax \
     -- coa rl --config=configs/rl_afm.py --workdir=gs://BUCKET/runs/rl ...
@@ -9,20 +9,20 @@ r"""Prints the start of a run on a pod: a GKE JobSet, an sbatch file or gcloud c
   coa pod --times=runs/rl
 
 The words after `--` are the program and its flags, as on one machine; every host runs
-them with --distributed=auto. Their config is read first: a mesh unsuited to the
+the program with --distributed=auto. The config is read first: a mesh unsuited to the
 devices, or a file, an address or a sandbox missing on the hosts, is refused. With
-`--shards` the hosts are independent: an Indexed Job's pods run the words with
---shard=auto/N, on hosts without TPUs or, with --slice, on one host of TPUs each.
-`--apply` passes the manifest to kubectl. The manifests are checked against Kubernetes'
-schemas; none of them has been run on a cluster yet.
+`--shards` the hosts are independent: an Indexed Job's pods run the program with
+--shard=auto/N, on hosts without TPUs or, with --slice, on one TPU host each. `--apply`
+passes the manifest to kubectl. The manifests are checked against Kubernetes' schemas;
+none has been run on a cluster yet.
 
 If a host dies, the processes on all others end: JAX's coordination service notices
-within 100 seconds. The JobSet then recreates all of them, and the run resumes from its
-last checkpoint. SIGTERM stops rollouts at once, finishes an update, and saves: the
-grace period should cover an update and a checkpoint.
+within 100 seconds. The JobSet then recreates all pods, and the run resumes from its
+last checkpoint. On SIGTERM a run stops rollouts at once, finishes an update, and saves:
+the grace period should cover an update and a checkpoint.
 
---times estimates from a run's own times whether its rollouts should have devices of
-their own (`mesh.rollout`): see `coa_jax/cli/deploy/arrangements.py`.
+--times estimates from a run's own times whether rollouts should have separate devices
+(`mesh.rollout`): see `coa_jax/cli/deploy/arrangements.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """Defines the flags; not on import, because other programs have equal names."""
+  """Defines the flags; not on import: other programs have flags of the same names."""
   flags.DEFINE_bool("slurm", False, "Print an sbatch file for hosts with GPUs.")
   flags.DEFINE_bool("vm", False, "Print the gcloud commands of a queued resource.")
   flags.DEFINE_string("times", "", "A run of RL: print estimates of its step.")
@@ -116,11 +116,11 @@ _ONLY = {
   ),
 }
 _QUANTITY = r"[1-9]\d*(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"
-_TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"  # of man sbatch, --time
+_TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"  # from man sbatch, --time
 
 
 def _check_flags() -> None:
-  """Refuses another form's flags, and values invalid on any cluster."""
+  """Refuses another form's flags, and values that no cluster accepts."""
   if FLAGS.slurm and FLAGS.vm:
     stop("--slurm and --vm: give one of them, or none for a JobSet")
   form = "Kubernetes"

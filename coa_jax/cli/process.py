@@ -1,4 +1,4 @@
-"""A program's process: its devices, its memory allocator, its log."""
+"""Sets up a program's process: devices, memory allocator, log."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from absl import logging
 
 _VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
-# Parameters of mallopt, by glibc's malloc.h.
+# Parameters of mallopt and madvise, from glibc's headers.
 _TRIM_THRESHOLD = -1
 _TOP_PAD = -2
 _MMAP_MAX = -4
 _ARENA_MAX = -8
 _MADV_HUGEPAGE = 14
-_HUGE_PAGE = 2 << 20  # bytes; of x86 and most others
+_HUGE_PAGE = 2 << 20  # bytes, on x86 and most others
 
 
 def check_devices(cpu_devices: int = 1) -> None:
-  """Makes JAX find its devices, if certain ones are requested.
+  """Makes JAX find the requested devices; without a request, does nothing.
 
-  Each of several processes calls it after joining the others.
+  Each of several processes must join the others first.
 
   Raises:
     ValueError: the environment or the flag asks for missing devices.
@@ -82,12 +82,12 @@ def log_plainly() -> None:
   handler = logging.get_absl_handler()
   handler.setFormatter(PlainFormatter())
   handler.addFilter(is_for_the_user)
-  # It logs every request, so every tool call, at a visible level.
+  # httpx logs every request, so every tool call, at a visible level.
   python_logging.getLogger("httpx").setLevel(python_logging.WARNING)
 
 
 def is_for_the_user(record: python_logging.LogRecord) -> bool:
-  """Filters Orbax's messages about files written by us in another way."""
+  """Filters out Orbax's warnings: they concern files that we write in another way."""
   of_orbax = f"{os.sep}orbax{os.sep}" in record.pathname
   return not of_orbax or record.levelno >= python_logging.ERROR
 
@@ -105,7 +105,7 @@ def keep_freed_memory() -> None:
 
   Page faults and TLB misses would cost a small model on a CPU more than its arithmetic:
   kept memory reduces a quickstart training step to two thirds of the time, huge pages
-  to about nine tenths of that. glibc's mapping threshold can not exceed 32 MiB, so
+  to about nine tenths of that. glibc's mapping threshold cannot exceed 32 MiB, so
   mapping is turned off instead, and one arena keeps the memory for all threads.
   """
   try:
@@ -121,8 +121,8 @@ def keep_freed_memory() -> None:
   mallopt(_ARENA_MAX, 1)
   mallopt(_TRIM_THRESHOLD, -1)
   mallopt(_TOP_PAD, 1 << 28)
-  # The heap grows once; its size costs nothing until it is used: madvise does not apply
-  # to later extensions.
+  # The heap grows only once, because madvise does not apply to later extensions. Unused
+  # memory costs nothing.
   room = min(8 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
   block = libc.malloc(room)
   if not block:

@@ -1,4 +1,4 @@
-"""Agentic RL: one stage, from one config file.
+"""Trains a model by agentic RL, from one config file.
 
   coa rl --config=configs/X.py --workdir=DIR
 

@@ -1,10 +1,10 @@
-"""Difficulty selection for RL: a model's pass rate per task; keep a band.
+"""Difficulty selection for RL: keeps tasks within a band of a model's pass rates.
 
-Plays the tasks like `evaluate` and writes, in addition to its files:
+Plays the tasks like `evaluate` and writes, besides evaluate's files:
   tasks.jsonl       the kept tasks, with meta.pass_rate and meta.attempts; a `tasks.uri`
   selection.json    the funnel, the histogram of pass rates, the token counts
 
-The samples are kept: another band, in the same workdir, replays nothing.
+The samples are kept: another band in the same workdir needs no new samples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from coa_jax.runtime.fields import section
 from coa_jax.runtime.lock import hold
 from coa_jax.runtime.shard import Shard
 
-# Reasons for which `keep_tasks` leaves tasks out, except too few attempts.
+# `keep_tasks`' reasons for leaving tasks out, except too few attempts.
 _LEFT_OUT = ("used", "all_wrong", "all_right", "too_hard", "too_easy", "limit")
 
 
@@ -63,8 +63,8 @@ def run(
   """Estimates pass rates and keeps tasks by the criteria in `select`.
 
   Args:
-    config: see `SelectTasksConfig`; if `select` names files of attempts, only `tasks`
-      is needed besides: for other sections only the names are checked.
+    config: see `SelectTasksConfig`; if `select.played` names files of attempts, `tasks`
+      is the only other section needed: only the names of the rest are checked.
     workdir: the output folder.
     shard: plays only this part of the tasks: see `evaluate.run`.
 
@@ -72,7 +72,7 @@ def run(
     selection.json's content.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: before any play; see `evaluate.run`. Or
+    ConfigError, ValueError, FileNotFoundError: before any play, see `evaluate.run`; or
       no task is left.
   """
   # --- Read the config. Without new attempts most sections may be missing, so only
@@ -125,9 +125,9 @@ def run(
 
 
 def _used(paths: tuple[str, ...]) -> set[str]:
-  """Returns the questions of the files' tasks or trajectories; ids if they have none.
+  """Returns the question of every row in the files, otherwise the row's id.
 
-  An id is unique only in its file: often just the file's name and a number.
+  An id is unique only within a file: often just the file's name and a number.
   """
   used: set[str] = set()
   for path in paths:

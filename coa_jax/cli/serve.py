@@ -1,4 +1,4 @@
-r"""A trained team behind OpenAI's API: any OpenAI client can ask it.
+r"""Serves a trained team behind OpenAI's API, for any OpenAI client.
 
   coa serve --config=configs/evaluate_world.py \
     [--config.init=MODEL_FOLDER] [--host=127.0.0.1] [--port=8000] [--conversation]
@@ -6,19 +6,20 @@ r"""A trained team behind OpenAI's API: any OpenAI client can ask it.
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
     -d '{"model": "coa", "messages": [{"role": "user", "content": "..."}]}'
 
-Takes an evaluation's config, so that the evaluated system is served; its tasks, rewards
-and attempts are not read, and vLLM (section vllm) is refused. Serves POST
-/v1/chat/completions and /v1/completions (with "stream": true as server-sent events),
-GET /v1/models, GET /v1/models/NAME and GET /health; GET / is a page to chat with, GET
-/metrics Prometheus's (`coa_jax/cli/serve_metrics.py`). See `coa_jax/cli/completions.py`
-for requests' fields and `coa_jax/cli/choices.py` for responses' fields.
+Takes an evaluation's config, so that the evaluated system is served; the config's
+tasks, rewards and attempts are not read, and vLLM (section vllm) is refused. Serves
+POST /v1/chat/completions and /v1/completions (with "stream": true as server-sent
+events), GET /v1/models, GET /v1/models/NAME and GET /health; GET / is a chat page, GET
+/metrics is for Prometheus (`coa_jax/cli/serve_metrics.py`). See
+`coa_jax/cli/completions.py` for requests' fields and `coa_jax/cli/choices.py` for
+responses' fields.
 
-All requests share the `rollout.slots`; further ones wait, and beyond
---max_waiting they get status 429. A request with a seed has the same answer regardless
-of other requests. A disconnected client frees its slot after the rest of the running
-window and one more token, or after its question's running tool. Ctrl-C or SIGTERM stop
-the server: requests have GRACE_S seconds left. There is no key and no encryption: on a
---host reachable by others, they can run programs in the sandbox.
+All requests share the `rollout.slots`; further requests wait, and beyond --max_waiting
+get status 429. A request with a seed has the same answer regardless of other requests.
+A disconnected client frees its slot after the rest of the running window and one more
+token, or after its question's running tool. Ctrl-C or SIGTERM stop the server: requests
+have GRACE_S seconds left. There is no key and no encryption: others who can reach
+--host can run programs in the sandbox.
 """
 
 from __future__ import annotations
@@ -93,10 +94,10 @@ class Exchange:
     parsed: ChatRequest,
     metrics: ServeMetrics,
   ):
-    """Submits all; if one is refused, all are cancelled.
+    """Submits all attempts; if one is refused, cancels all.
 
     Raises:
-      RequestRefused: too long, too many, or too late.
+      RequestRefused: the question is too long, the queue full, or the server stopped.
     """
     self._server = server
     self._metrics = metrics
@@ -106,7 +107,7 @@ class Exchange:
     self._events: asyncio.Queue[tuple[int, TextDelta | Trajectory | None]]
     self._events = asyncio.Queue()
     self._episodes: list[StreamingEpisode] = []
-    self._counted: set[int] = set()  # attempts with their end in the metrics
+    self._counted: set[int] = set()  # attempts counted as ended
     try:
       for index, request in enumerate(parsed.attempts):
         on_event = functools.partial(self._on_event, index)
@@ -121,7 +122,7 @@ class Exchange:
     ]
 
   def _on_event(self, index: int, event: TextDelta | Trajectory | None) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended: no client
+    with contextlib.suppress(RuntimeError):  # the loop has ended: no client is left
       self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
   def cancel(self) -> None:
@@ -168,7 +169,7 @@ def _refusal(error: Exception) -> RequestRefused:
 
 
 class Json(JSONResponse):
-  """Like its parent, in ASCII: UTF-8 can not encode a lone surrogate."""
+  """A JSON response in ASCII, because UTF-8 cannot encode a lone surrogate."""
 
   def render(self, content: Any) -> bytes:
     """Returns the body. See `starlette.responses.Response`."""
@@ -176,10 +177,10 @@ class Json(JSONResponse):
 
 
 class EventStream(StreamingResponse):
-  """Server-sent events of an exchange; it ends with the response."""
+  """An exchange's server-sent events; the exchange ends with the response."""
 
   def __init__(self, exchange: Exchange, events: AsyncIterator[str]):
-    """Args: the exchange, and its events as text."""
+    """`events` are the exchange's, as text."""
     headers = {"cache-control": "no-cache"}
     super().__init__(events, media_type="text/event-stream", headers=headers)
     self._exchange = exchange
@@ -309,7 +310,7 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
     await asyncio.wait((playing, leaving), return_when=asyncio.FIRST_COMPLETED)
     if not playing.done():
       raise RequestRefused("the client is gone", status=499)
-    playing.result()  # raises what it raised
+    playing.result()  # raises its exception
   finally:
     playing.cancel()
     leaving.cancel()
@@ -328,7 +329,7 @@ async def _events(
   def chunk(*parts: dict[str, Any], **more: Any) -> str:
     return _event({**shared, "choices": parts, **more})
 
-  # --- Every choice of a chat begins with its role; then text as it arrives.
+  # --- Every chat choice begins with its role; then text as it arrives.
   note = {"coa": parsed.note}
   for choice in exchange.choices:
     if not parsed.is_text:
@@ -347,7 +348,7 @@ async def _events(
           yield chunk({"logprobs": None, **fields, "text": delta.get("content", "")})
       elif choice.trajectory or delta:
         yield chunk({**fields, "delta": delta})
-  except RequestRefused as e:  # too late for a status: it was sent
+  except RequestRefused as e:  # too late for an error status
     yield _event(e.body)
     return
   # --- The end.
@@ -365,7 +366,7 @@ def main(config: ml_collections.ConfigDict) -> None:
   # At any point, the exit ends threads and processes.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
   host = _HOST.value
-  # The port first: a used port is reported before loading a model.
+  # Bind the port first: a used port is reported before loading a model.
   with (
     contextlib.suppress(KeyboardInterrupt),
     http_server.bind(host, _PORT.value) as sock,

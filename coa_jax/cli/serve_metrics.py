@@ -21,7 +21,7 @@ class ServeMetrics:
   """One server's counts, in a separate registry."""
 
   def __init__(self, server: InferenceServer):
-    """Args: the server; each scrape reads its running and waiting questions."""
+    """Each scrape reads the number of running and waiting questions in `server`."""
     self._registry = CollectorRegistry()
     registry = self._registry
     self._ended = Counter(
@@ -66,7 +66,7 @@ class ServeMetrics:
     self._first.observe(seconds)
 
   def ended(self, trajectory: Trajectory | None, seconds: float) -> None:
-    """Counts an attempt's end; None if it was cancelled."""
+    """Counts an attempt's end; a cancelled attempt has no trajectory."""
     if trajectory is None:
       self._ended.labels("cancelled").inc()
       return
@@ -81,5 +81,5 @@ class ServeMetrics:
     self._refused.labels(str(code)).inc()
 
   def text(self) -> bytes:
-    """Writes all in Prometheus's text format."""
+    """Returns all metrics in Prometheus's text format."""
     return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: one stage, from one config file.
+"""Fine-tunes a model on trajectories, from one config file.
 
   coa sft --config=configs/X.py --workdir=DIR
 

@@ -1,12 +1,12 @@
-"""Work in shards: each is a separate process, the last one joins them.
+"""Runs a stage in shards: separate processes; the last one joins their results.
 
 `--shard=I/N` does part I of N (from 0) in `WORKDIR/shards/I-of-N`; `auto/N` takes I
 from the job's index under Kubernetes or Slurm. The last shard to end copies all logs
 into the workdir and resumes the stage there: the result equals one process's. A lost
 shard resumes by the same command; nothing is done twice.
 
-The workdir is on a shared disk, or in a bucket, where each shard works in a local
-mirror of its part (`bucket.mirror`).
+The workdir is on a shared disk or in a bucket. For a bucket, each shard works in a
+local mirror of its part (`bucket.mirror`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from coa_jax.runtime.shard import Shard
 
 _FOLDER = "shards"
 _CLAIM = f"{_FOLDER}/shards.json"  # the common settings
-_DONE = "done.json"  # in a shard: its result; in the folder: all is joined
+_DONE = "done.json"  # in a shard's folder: its result; in shards/: all are joined
 # Schedulers' variables for a process's index in its job.
 _INDEX = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID")
 _MOST = 10_000
@@ -41,7 +41,7 @@ Stage = Callable[[str, Shard | None], dict[str, Any]]
 
 
 def read_shard(text: str) -> Shard:
-  """Reads the flag --shard: I/N, or auto/N; otherwise ends the program."""
+  """Reads the flag --shard, I/N or auto/N; refuses other text."""
   match = re.fullmatch(r"(\d+|auto)/(\d+)", text)
   if not match:
     raise ValueError(
@@ -84,8 +84,8 @@ def run_shard(
     The stage's result, and whether it covers all shards: true for the last one.
 
   Raises:
-    ValueError: the other shards there have other settings or another number, or the
-      workdir holds a run that was not cut into shards.
+    ValueError: the other shards have other settings or another count, or the workdir
+      holds a run that was not cut into shards.
     InUseError: another process does this shard.
   """
   place: _Disk | _InBucket = _Disk(workdir)
@@ -152,7 +152,7 @@ class _Disk:
     """Yields the common folder.
 
     Raises:
-      InUseError: another process joins them.
+      InUseError: another process joins the shards.
     """
     with hold(os.path.join(self.workdir, _FOLDER)):
       yield self.workdir
@@ -189,7 +189,7 @@ def _name(shard: Shard) -> str:
 
 def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> None:
   """Records the shards' settings, or refuses a shard with different ones."""
-  settings = json.loads(json.dumps(settings))  # as read back
+  settings = json.loads(json.dumps(settings))  # as read back from JSON
   known = place.read(_CLAIM)
   if known is None:
     if place.read("config.json") is not None:
@@ -198,7 +198,7 @@ def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> No
         "workdir"
       )
     place.create(_CLAIM, json.dumps({"config": settings, "shards": count}, indent=2))
-    # Two may have begun at once: the stored record applies to both.
+    # Two shards may have begun at once: the stored record applies to both.
     known = place.read(_CLAIM)
   there = f"{place.workdir}/{_FOLDER}"
   noted = parse_object(known or b"", f"{place.workdir}/{_CLAIM}")
@@ -219,7 +219,7 @@ def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> No
 
 
 def _join(workdir: str, names: Sequence[str], logs: Sequence[str]) -> None:
-  """Concatenates the shards' logs into the workdir; once."""
+  """Concatenates the shards' logs into the workdir, only once."""
   joined = os.path.join(workdir, _FOLDER, _DONE)
   if os.path.exists(joined):  # the stage may have appended since
     return
@@ -236,7 +236,7 @@ def _join(workdir: str, names: Sequence[str], logs: Sequence[str]) -> None:
 
 
 def _note(path: str, value: dict[str, Any]) -> None:
-  """Writes a marker for finished work; in a bucket after all its files."""
+  """Writes a marker for finished work; in a bucket, after all files of the work."""
   mirror.push(path)
   write_json(path, value)
   mirror.push(path)

@@ -1,4 +1,4 @@
-"""Standard output and standard error after the end of their reader."""
+"""Keeps a program running after the reader of its output has ended."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.shard import Shard
 
-# A stage's field that numbers equal runs.
+# Stage -> the field that numbers repetitions of a run.
 SEED_FIELDS = {
   "experiments.distill": "scripted.seed",
   "experiments.sft": "data.seed",
@@ -45,7 +45,7 @@ def parse_grid(text: str) -> tuple[str, list[str]]:
   """Reads "FIELD=A,B,C"; commas within brackets or quotes do not separate.
 
   Raises:
-    ConfigError: it has another form.
+    ConfigError: the text has another form.
   """
   field, equals, rest = text.partition("=")
   field = field.removeprefix("--config.").removeprefix("config.")
@@ -75,7 +75,7 @@ def parse_grid(text: str) -> tuple[str, list[str]]:
 def combinations(
   grid: Sequence[tuple[str, Sequence[str]]], seed_field: str, seeds: int
 ) -> Iterator[list[str]]:
-  """Yields each run's fields, as "FIELD=VALUE"; a point's seeds in a row."""
+  """Yields each run's fields, as "FIELD=VALUE"; a combination's seeds in a row."""
   axes = [[f"{field}={value}" for value in values] for field, values in grid]
   if seeds:
     axes.append([f"{seed_field}={seed}" for seed in range(seeds)])
@@ -104,8 +104,8 @@ def sweep(
     The workdirs of all runs in the sweep.
 
   Raises:
-    ConfigError: the folder holds a sweep of another command; or runs have failed; they
-      are named after the others' end.
+    ConfigError: the folder holds another command's sweep; or runs have failed
+      (reported after all others have ended).
   """
   module, start, arguments = split_program(command)
   if start == [module] and importlib.util.find_spec(module) is None:
@@ -130,11 +130,11 @@ def sweep(
     print(title, flush=True)
     flags_of_run = [f"--config.{field}" for field in runs[i]]
     words = [*arguments, *flags_of_run, f"--workdir={folders[i]}"]
-    # Its results are in the final table; its messages are shown meanwhile.
+    # The run's results are in the final table; its messages are shown meanwhile.
     done = subprocess.run(
       [sys.executable, "-m", *start, *words], stdout=subprocess.DEVNULL, check=False
     )
-    if done.returncode in (130, 143):  # Ctrl-C, SIGTERM: it has saved
+    if done.returncode in (130, 143):  # Ctrl-C, SIGTERM: saved
       raise KeyboardInterrupt
     if done.returncode:
       failed.append(folders[i])

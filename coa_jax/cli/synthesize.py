@@ -1,12 +1,12 @@
-"""Task synthesis: tasks requiring the tools, from a search tool's documents.
+"""Synthesises tasks that need tools, from a search tool's documents.
 
   coa synthesize --config=configs/synthesize_chat.py --workdir=DIR
   coa synthesize --config=configs/synthesize_cloze.py --workdir=DIR
 
 The second needs no model: its questions are gaps in the documents' sentences. Writes
-`tasks.jsonl` (a `tasks.uri`), `results.json` (tasks by family, reasons of rejected
-ones, the bill) and `calls.jsonl`, from which an interrupted run resumes without paying
-for a call twice. The endpoint's key, if it requires one, is read from COA_API_KEY.
+`tasks.jsonl` (a `tasks.uri`), `results.json` (tasks by family, rejection reasons, the
+bill) and `calls.jsonl`, from which an interrupted run resumes without paying for a call
+twice. The endpoint's key, if required, is read from COA_API_KEY.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tools_sandbox.search.index import read_corpus
 
 CALLS = "calls.jsonl"
-# A shard's results, to be joined with the others'.
+# A shard's result files, joined by the last shard.
 LOGS = (CALLS,)
 _TOOL = "wiki_search"
 _MAY_CHANGE = (
@@ -161,7 +161,7 @@ def run(
     pairs = _pairs(grown, plan)
     attempts += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
     bill = journal.bill()
-  # --- Write them, and counts of the rest.
+  # --- Write the tasks, and counts of the rest.
   tasks = [m.task for m in attempts if m.task is not None]
   write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in tasks])
   count = collections.Counter
@@ -178,7 +178,7 @@ def run(
 
 
 def _pairs(tasks: list[Task], plan: SynthesisConfig) -> list[tuple[Task, Task]]:
-  """Returns pairs of tasks from different documents, each in one pair at most."""
+  """Draws pairs of tasks from different documents; a task is in at most one pair."""
   drawn = list(tasks)
   random.Random(plan.seed + 1).shuffle(drawn)
   drawn = drawn[: round(plan.width * len(drawn))]
@@ -204,7 +204,7 @@ def _in_parallel(
     for done, some in enumerate(journal.in_order(work, items, workers), 1):
       out += some
       num_tasks = sum(m.task is not None for m in out)
-      # A hundred lines for any number of documents, and the last.
+      # About a hundred lines for any number of documents, and the last.
       if done % max(1, len(items) // 100) == 0 or done == len(items):
         figure = f"{num_tasks} tasks  {journal.spent()}"
         metrics.log(done, {"tasks": num_tasks, **journal.values()}, figure)

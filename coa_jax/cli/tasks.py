@@ -5,12 +5,13 @@ r"""Checks tasks before a run, or selects some of them by a model's pass rate.
   coa tasks --uri=set.jsonl --fields=question=query,answers=gold
   coa tasks --config=configs/select_world.py --workdir=DIR [--shard=I/N]
 
-With --workdir a model plays the tasks, and those of a band of pass rates are written
-(section `select`; see `coa_jax/cli/select_tasks.py`). Without it the tasks are only
-checked, section `dev` included: kinds, sources, samples, and are they gradable? Every
-accepted answer is graded by the run's `reward`, or by the default one: answers with
-less than 1 are listed, and the exit status is then 1. A judge is asked as in the run.
-For programming tasks only the tests are read, because no solution is known.
+With --workdir a model plays the tasks, and tasks within a band of pass rates are
+written (section `select`; see `coa_jax/cli/select_tasks.py`). Without --workdir the
+tasks are only checked, section `dev` included: kinds, sources, samples, and whether
+every task can be graded. Every accepted answer is graded by the run's `reward`, or by
+the default one; answers that earn less than 1 are listed and set exit status 1. A judge
+is asked as in the run. For programming tasks only the tests are read, because no
+solution is known.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class TasksCheckConfig:
 
   Attributes:
     tasks: the tasks to check.
-    reward: their grader.
-    dev: tasks of RL's evaluations, to check as well; None if there are none.
+    reward: the tasks' grader.
+    dev: RL's evaluation tasks, to check as well; None if there are none.
   """
 
   tasks: TasksConfig
@@ -95,7 +96,7 @@ def faults_of(task: Task, grader: Grader) -> list[str]:
 
 
 def work(config: ml_collections.ConfigDict) -> None:
-  """Checks the tasks of a config; flags override it."""
+  """Checks a config's tasks; flags override section `tasks`."""
   given = {"uri": _URI.value, "kind": _KIND.value, "fields": _fields()}
   tasks = {
     **dict(config.get("tasks") or {}),

@@ -1,6 +1,6 @@
 """Refuses sizes beyond this machine's memory, before any allocation.
 
-It counts a size's minimum memory, so a refused size can not work; an accepted one
+Checks count only the minimum memory: a refused size can not work, but an accepted size
 may still be too large. Fixed bounds per field would refuse sizes possible on a larger
 machine.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# Bytes on the host, at the least: of one trajectory, and of one thread or process.
+# Minimum host memory in bytes, per trajectory and per thread or process.
 TRAJECTORY = 1 << 10
 THREAD = 1 << 16
 
@@ -19,16 +19,16 @@ def check_host(needs: Mapping[str, int]) -> None:
   """Refuses needs (field -> minimum bytes) beyond this machine's memory.
 
   Raises:
-    ValueError: naming the fields that need most.
+    ValueError: the needs are too large; the message names the two largest.
   """
   check(needs, host_bytes(), "this machine has")
 
 
 def check(needs: Mapping[str, int], room: float, who: str) -> None:
-  """Like `check_host`, with `room` in bytes; `who` is its owner in the message."""
+  """Like `check_host`, for `room` bytes; `who` is e.g. "this machine has"."""
   if sum(needs.values()) <= room:
     return
-  # Two fields suffice to know which to reduce.
+  # The two largest fields tell the user what to reduce.
   most = sorted(needs.items(), key=lambda need: -need[1])
   largest = "; ".join(f"{name}: {size / 1e9:,.0f} GB" for name, size in most[:2])
   raise ValueError(f"too large, at the least: {largest}; {who} {room / 1e9:,.0f} GB")

@@ -1,4 +1,4 @@
-"""Compilation ahead of work, with progress: a large model needs minutes."""
+"""Compiles programs ahead of work, with progress: a large model takes minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coa_jax.runtime import heartbeat
 
 _AT_ONCE = 8  # programs; each uses some GB of host memory
 _SAY_S = 10.0  # between two progress lines
-_TURN = threading.Lock()  # held by each caller that compiles in turn
+_TURN = threading.Lock()  # held while compiling in turn
 
 
 def compile_all(
@@ -26,17 +26,17 @@ def compile_all(
 ) -> None:
   """Compiles programs in parallel; reports progress on standard error.
 
-  JAX runs these programs without recompiling them, and its persistent cache, if there
-  is one, has them at the next start. Only process 0 writes there. On GPUs all replicas
-  share one entry per program: a process's replicas compile in turn, so that all but the
-  first find the entry. Elsewhere each replica has its own entry, because a TPU's
-  compiler makes a different program for other chips: later processes' replicas are
+  JAX then runs these programs without recompiling them, and its persistent cache, if
+  enabled, has them at the next start. Only process 0 writes to the cache. On GPUs all
+  replicas share one entry per program: a process's replicas compile in turn, so that
+  all but the first find the entry. On TPUs each replica has its own entry, because the
+  compiler makes a different program for other chips: replicas of later processes are
   recompiled at every start.
 
   Args:
-    of: their owner, for messages.
-    lowered: functions tracing one program each.
-    replica_on: the backend, if the programs belong to a replica.
+    of: the programs' owner, for messages.
+    lowered: functions, each tracing one program.
+    replica_on: the replica's backend; "" if the programs belong to no replica.
   """
   in_turn = replica_on not in ("", "tpu") and jax.config.jax_compilation_cache_dir
   with _TURN if in_turn else contextlib.nullcontext():

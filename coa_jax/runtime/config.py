@@ -1,8 +1,8 @@
 """Reads an ml_collections ConfigDict into a frozen dataclass.
 
-Every program does this first, so a misspelt field is an error on line one, and
-ConfigDicts are not passed on (nor into jit). A stage's dataclass has a field for each
-section, itself a dataclass.
+Every program reads its config first: a misspelt field is an error at once, and no
+ConfigDict is passed on (nor into jit). A stage's dataclass has one field per section,
+itself a dataclass.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ConfigError(ValueError):
 
 
 class UnknownFieldError(ConfigError):
-  """A config's field or section that its dataclass does not have.
+  """A config has a field or section unknown to its dataclass.
 
   Attributes:
-    path: its name, as "section.field".
+    path: the unknown name, as "section.field".
   """
 
   def __init__(self, message: str, path: str):
@@ -45,22 +45,22 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   """Reads a config, or one section, into the dataclass `cls`.
 
   Lists become tuples; an int is accepted for a float; a dataclass field, or a dict of
-  dataclasses, is read from a nested section. Missing fields have the dataclass's
-  defaults. In a whole config an empty section (None, "" or {}) equals a missing one:
-  the defaults, or None if the dataclass allows it.
+  dataclasses, is read from a nested section. Missing fields get the dataclass's
+  defaults. In a whole config an empty section (None, "" or {}) counts as missing: the
+  section gets its defaults, or becomes None if its type allows None.
 
-  A field with metadata "read" is made by that function, from its value and the whole
-  config, if a section's type depends on others.
+  If a section depends on other fields, the function in its metadata "read" builds the
+  section from the section's values and the whole config.
 
   Args:
-    config: the values; None for none.
-    cls: their dataclass.
-    section: its name for messages, e.g. "algo.loss"; "" for a whole config.
+    config: the values; None is an empty config.
+    cls: the dataclass to build.
+    section: the section's name for messages, e.g. "algo.loss"; "" for a whole config.
 
   Raises:
     ConfigError: a field is unknown (the nearest is suggested), missing, of the wrong
-      type, NaN or infinite, or an integer beyond 64 bits; a section is a value; or
-      `cls` itself refuses the values (ValueError).
+      type, NaN or infinite, or an integer beyond 64 bits; a section is a plain value;
+      or `cls` itself refuses the values (ValueError).
   """
   values = _values(config, section)
   fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -93,13 +93,13 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
       value = _section_or_nothing(value, hints[name], path)
     allows_none = type(None) in kinds_of(hints[name])
     if value is None and _is_required(field) and not allows_none:
-      value = dataclasses.MISSING  # a placeholder not filled by a flag
+      value = dataclasses.MISSING  # a placeholder that no flag has filled
     if value is not dataclasses.MISSING:
       arguments[name] = _typed(value, hints[name], f"config.{path}")
     elif _is_required(field):
       raise ConfigError(f"{where} lacks field {name!r}")
 
-  # --- The dataclass has its own checks.
+  # --- The dataclass makes its own checks.
   try:
     return cls(**arguments)
   except ConfigError:
@@ -115,15 +115,16 @@ def fill_defaults(
 ) -> None:
   """Writes `cls`'s defaults into a config's missing fields.
 
-  So a flag can override every field, by its type. A field without a default, or with
-  default None, becomes a typed placeholder. An optional section stays missing, and
-  fields unknown to `cls` are unchanged.
+  A flag can then override every field, parsed by the field's type. A field without a
+  default, or with default None, becomes a typed placeholder. An optional section stays
+  missing, and fields unknown to `cls` are unchanged.
 
-  A section with metadata "read" gets only types: its function knows better defaults.
+  A section with metadata "read" gets only typed placeholders, because that function
+  knows better defaults.
 
   Args:
-    config: for a whole stage, or a section.
-    cls: its dataclass.
+    config: a whole stage's config, or a section; changed in place.
+    cls: the config's dataclass.
     types_only: make every missing field a typed placeholder.
   """
   hints = typing.get_type_hints(cls)
@@ -165,7 +166,7 @@ def _put(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
 
 
 def _default_of(field: dataclasses.Field[Any], otherwise: Any) -> Any:
-  """Returns a field's default; `otherwise` if it is None or missing."""
+  """Returns a field's default, or `otherwise` if the default is None or missing."""
   default = None
   if field.default is not dataclasses.MISSING:
     default = field.default
@@ -175,15 +176,15 @@ def _default_of(field: dataclasses.Field[Any], otherwise: Any) -> Any:
 
 
 def _placeholder(hint: Any) -> Any:
-  """Returns a placeholder for a flag's value of the hint's type."""
+  """Returns a placeholder of the hint's type, to be filled by a flag."""
   kinds = [kind for kind in kinds_of(hint) if kind is not type(None)]
-  # The flag parser treats a tuple of strings as a tuple.
+  # For the flag parser tuple[str, ...] is a plain tuple.
   kind = typing.get_origin(kinds[0]) or kinds[0]
   return config_dict.placeholder(kind)
 
 
 def _values(config: Any, section: str) -> dict[str, Any]:
-  """Returns a section's fields; none if it is empty or missing."""
+  """Returns a section's fields; {} for an empty or missing section."""
   if config is dataclasses.MISSING or config is None or config == "":
     return {}
   if not isinstance(config, Values):
@@ -200,7 +201,7 @@ def _section_or_nothing(value: Any, hint: Any, path: str) -> Any:
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-  """Returns a union's types, or the one type."""
+  """Returns a union's types, or a tuple with the single type."""
   if isinstance(hint, types.UnionType):
     return typing.get_args(hint)
   return (hint,)
@@ -221,7 +222,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _suggestion(name: str, cls: type) -> str:
-  """Names the section below `cls` with an unknown field, or the nearest field."""
+  """Suggests the path of a field `name` below `cls`, or the nearest name in `cls`."""
   names = [field.name for field in dataclasses.fields(cls)]
   for path, field in _fields_within(cls):
     if field.name == name:
@@ -247,7 +248,7 @@ def _fields_within(
 
 
 def as_json(config: Any) -> dict[str, Any]:
-  """Returns a config, a dataclass or a ConfigDict, as JSON values.
+  """Converts a config, a dataclass or a ConfigDict, to JSON values.
 
   Infinite defaults are left out, because JSON has no infinity.
   """
@@ -269,12 +270,12 @@ def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_empty(section: Any) -> bool:
-  """Whether a value equals a missing section."""
+  """Whether a section's value counts as missing."""
   return section is None or section == "" or section == {}
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
-  """Returns the value as this type; `where` names it in messages."""
+  """Converts a value to type `hint`; `where` is the value's name in messages."""
   if isinstance(value, float) and not math.isfinite(value):
     raise ConfigError(f"{where} is {value}; it must be a finite number")
   if isinstance(value, int) and abs(value) >= 2**63:
@@ -305,7 +306,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     if isinstance(value, dict) and dataclasses.is_dataclass(kind):
       return read_config(value, kind, where.removeprefix("config."))
 
-  # --- A plain value; in Python True is an int, but for a reader not a number.
+  # --- A plain value. Python's True is an int, but users do not mean it as a number.
   is_bool = isinstance(value, bool)
   if float in kinds and isinstance(value, int) and not is_bool:
     return float(value)

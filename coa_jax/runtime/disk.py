@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and disk errors in one line.
+"""Writes files whole or not at all, and reports disk errors in one line.
 
 A full or read-only disk, or a refused name, ends the work with a `DiskError`.
 """
@@ -18,7 +18,7 @@ from typing import IO, Any
 
 _MAKE_ROOM = "make room"
 _OTHER_PLACE = "choose another place"
-# Errors of disks and limits -> their remedies.
+# Errors from disks and file limits -> remedies.
 REMEDIES = {
   errno.ENOSPC: _MAKE_ROOM,
   errno.EDQUOT: _MAKE_ROOM,
@@ -35,31 +35,31 @@ _STATUS = re.compile(r"[A-Z_]+: ")  # the beginning of TensorStore's errors
 
 
 class DiskError(ValueError):
-  """The disk, or a limit of files, ended the work; the message has the remedy."""
+  """The disk, or a file limit, ended the work; the message has the remedy."""
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
   """Yields a temporary path for a file or folder, then renames it to `path`.
 
-  So a reader sees all of it or nothing, even if the writer is killed. Missing parent
-  folders are made. If the block raises, its output is removed and the previous file
-  stays.
+  A reader sees the whole output or nothing, even if the writer is killed. Missing
+  parent folders are made. If the block raises, its output is removed and the previous
+  file stays.
 
   Raises:
-    DiskError: something other than a regular file has the name: it is not replaced.
+    DiskError: `path` exists but is not a regular file; only regular ones are replaced.
   """
   path = os.fspath(path)
   unfinished = path + ".tmp"
   _check_replaceable(path)
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-  # A killed writer's file, or a link or a FIFO, which `open` would follow.
+  # Remove a killed writer's file, or a link or FIFO, which `open` would follow.
   if os.path.islink(unfinished) or not os.path.isdir(unfinished):
     with contextlib.suppress(FileNotFoundError):
       os.remove(unfinished)
   try:
     yield unfinished
-    os.replace(unfinished, path)  # at once, on POSIX
+    os.replace(unfinished, path)  # atomic on POSIX
   except BaseException:
     # Also at Ctrl-C: a partial file may be large.
     if os.path.isdir(unfinished):
@@ -75,14 +75,14 @@ def _check_replaceable(path: str) -> None:
     kind = kind_of_file(os.lstat(path).st_mode)
   except FileNotFoundError:
     return
-  except ValueError as e:  # a NUL in it
+  except ValueError as e:  # the path has a NUL
     raise DiskError(f"{path!r}: is not a file's name ({e})") from None
   if kind != "a regular file":
     raise DiskError(f"{path}: is {kind}; give the name of a new or a regular file")
 
 
 def kind_of_file(mode: int) -> str:
-  """Returns the file's kind, in words, for a mode from `os.stat`."""
+  """Returns a file's kind in words, for a mode from `os.stat`."""
   for is_kind, name in _KINDS.items():
     if is_kind(mode):
       return name
@@ -106,7 +106,7 @@ def atomic_write(
 ) -> Iterator[IO[str]]:
   """Yields an open text file (UTF-8); renames it to `path` when complete.
 
-  With `fsync` its bytes are on the disk, so that they survive a power cut.
+  With `fsync` the bytes reach the disk before the rename, to survive a power cut.
   """
   with atomic_path(path) as unfinished:
     with open(unfinished, "w", encoding="utf-8") as f:
@@ -123,10 +123,10 @@ def fsync_file(path: str) -> None:
 
 @contextlib.contextmanager
 def clear_errors(where: str = "") -> Iterator[None]:
-  """Converts a disk's error, at any depth inside another error, to a DiskError.
+  """Converts a disk error, at any depth inside another error, to a DiskError.
 
-  Libraries wrap it in their own errors, or only quote the system's words. Any other
-  ValueError is unchanged: it names a file of the user's already.
+  Libraries wrap disk errors in their own, or only quote the system's words. Any other
+  ValueError is unchanged: its message already names the user's file.
 
   Args:
     where: the output place, for errors without one.
@@ -134,7 +134,7 @@ def clear_errors(where: str = "") -> Iterator[None]:
   try:
     yield
   except Exception as e:
-    # Its message is already for the user, whatever its cause.
+    # This message is already for the user, whatever the cause.
     if isinstance(e, ValueError) and not _number(e):
       raise
     if message := _refusal(e, where, set()):
@@ -145,9 +145,9 @@ def clear_errors(where: str = "") -> Iterator[None]:
 def report_once() -> None:
   """Stops libraries from also printing the errors they raise.
 
-  A failed checkpoint is an error in each thread writing a part: orbax and asyncio log
-  every one, and TensorStore prints one for every part ending after the first failure,
-  without a listener.
+  When a checkpoint fails, each thread writing a part raises an error. Orbax and asyncio
+  log all of them, and TensorStore prints one for every part that ends after the first
+  failure, when nobody listens any more.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).addFilter(_is_no_repetition)
@@ -169,7 +169,7 @@ def _print_unless_late(unraisable: Any) -> None:
 
 
 def _refusal(error: BaseException | None, where: str, seen: set[int]) -> str:
-  """Returns the disk's refusal in an error, its causes or members; "" if none."""
+  """Describes the disk error in an error, its causes or members; "" if none."""
   # --- This error itself. Causes may be cyclic: none is read twice.
   if error is None or id(error) in seen:
     return ""
@@ -202,7 +202,8 @@ def _number(error: BaseException) -> int:
     if error.errno in REMEDIES:
       return error.errno
     return 0
-  # C++ and Rust libraries quote the system's words; our ValueError may, too.
+  # C++ and Rust libraries quote the system's words. Our own ValueErrors may, too, so
+  # a ValueError also needs TensorStore's prefix.
   words = str(error)
   if isinstance(error, ValueError) and not _STATUS.match(words):
     return 0

@@ -1,10 +1,10 @@
-"""Bounds of config fields, as field metadata, and their one check.
+"""Bounds for config fields, stored as field metadata, and their one check.
 
   rows: int = bounded(16, least=1)
   ratio: str = choice("token", of=("token", "sequence"))
 
-The dataclass calls `check_fields(self)` in its `__post_init__`, before its own checks
-of several fields.
+A dataclass calls `check_fields(self)` in `__post_init__`, before its own checks that
+involve several fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def bounded(
 ) -> Any:
   """Returns a dataclass field for a number within bounds; required without a default.
 
-  `least` and `most` are accepted themselves, `above` and `below` are not.
+  `least` and `most` are inclusive bounds, `above` and `below` exclusive ones.
   """
   limits = {"least": least, "above": above, "most": most, "below": below}
   metadata = {name: limit for name, limit in limits.items() if limit is not None}
@@ -39,12 +39,12 @@ def choice(default: Any = dataclasses.MISSING, *, of: Sequence[str]) -> Any:
 
 
 def section(cls: type) -> Any:
-  """Returns a dataclass field for a nested section, by default with its defaults."""
+  """Returns a dataclass field for a nested section, with default `cls()`."""
   return dataclasses.field(default_factory=cls)
 
 
 def check_fields(config: Any) -> None:
-  """Refuses a dataclass with a field out of its bounds, or not finite.
+  """Refuses a dataclass with a field that is out of bounds or not finite.
 
   Raises:
     ValueError: naming the field, its value and accepted values.

@@ -1,7 +1,8 @@
-"""Ends a program without progress for too long, and shows where it hangs.
+"""Ends a program after too long without progress, and shows where it hangs.
 
-A hanging process blocks all others in its run, invisibly to a scheduler. `beat` is
-called at every progress; without a watch it costs nothing.
+A hanging process blocks its run's other processes, and no scheduler can see the hang.
+The program calls `beat` whenever work progresses; without a watch the call costs
+nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _wound = 0.0
 
 
 def watch(seconds: float) -> None:
-  """Starts a watch; 0 ends it.
+  """Starts a watch; 0 seconds end the watch.
 
   Args:
-    seconds: the longest time between two beats. After it all threads' stacks are
-      written to standard error and the process ends with status 1, whatever hangs.
+    seconds: the longest time between two beats. After a longer silence all threads'
+      stacks go to standard error and the process exits with status 1, whatever hangs.
   """
   global _seconds, _wound
   with _lock:
@@ -34,7 +35,7 @@ def watch(seconds: float) -> None:
 
 
 def beat() -> None:
-  """Reports progress; from any thread."""
+  """Reports progress; may be called from any thread."""
   global _wound
   if not _seconds:
     return

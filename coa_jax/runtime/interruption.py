@@ -1,7 +1,7 @@
-"""SIGTERM (a preempted machine) and SIGINT (Ctrl-C): a run's orderly end.
+"""Ends a run in good order at SIGTERM (a preempted machine) or SIGINT (Ctrl-C).
 
-At the first signal the run saves at its next boundary and exits. A second one ends the
-process at once, whatever it is doing.
+After the first signal the run saves at its next boundary and exits. A second signal
+ends the process at once, whatever the process is doing.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Interrupted(KeyboardInterrupt):
   """A signal has ended the run, and its state is saved."""
 
   def __init__(self, number: int, message: str = ""):
-    """Takes the signal, and a message for the user."""
+    """Takes the signal's number and a message for the user."""
     super().__init__(message)
     self.number = number
     self.status = 128 + number
 
 
 class SharedSignal:
-  """Shares a signal with a run's processes; use as a context manager.
+  """Shares a signal among a run's processes; use as a context manager.
 
-  A scheduler may signal only one process, and the others would continue. JAX's
-  coordination service carries the number: no device waits for it.
+  A scheduler may signal only one process, and the others would continue. The signal's
+  number travels through JAX's coordination service, so no device waits.
   """
 
   def __init__(self, interruption: Interruption):
-    """Sends signals from `interruption`, and sets it from others' signals."""
+    """Sends the signal of `interruption`, or sets its number from another process."""
     self._interruption = interruption
     self._left = threading.Event()
     self._thread = threading.Thread(target=self._share, name="signal", daemon=True)
@@ -66,13 +66,13 @@ class SharedSignal:
 
 
 class Interruption:
-  """Listens for signals inside its context; only in the main thread.
+  """Listens for signals inside its context, if entered from the main thread.
 
-  A thread reads signals from a pipe filled by Python's C handler, so that a second one
-  counts while the main thread waits for a device or a compiler.
+  A thread reads the signals from a pipe that Python's C handler fills. So a second
+  signal counts even while the main thread waits for a device or a compiler.
 
   Attributes:
-    number: the first signal, 0 for none.
+    number: the first signal's number, 0 for none.
   """
 
   def __init__(self):
@@ -96,7 +96,7 @@ class Interruption:
   def __exit__(self, *unused: object) -> None:
     if not self._entered:
       return
-    # Restored for later code: Ctrl-C ends the program again.
+    # Restore the handlers for later code: Ctrl-C ends the program again.
     for number, handler in zip(_SIGNALS, self._handlers, strict=True):
       signal.signal(number, handler)
     signal.set_wakeup_fd(self._wakeup)
@@ -104,7 +104,7 @@ class Interruption:
 
   @contextlib.contextmanager
   def at_once(self) -> Iterator[None]:
-    """Lets the first signal raise `Interrupted` in the main thread while inside."""
+    """Inside this context the first signal raises `Interrupted` in the main thread."""
     self._at_once = self._entered
     try:
       # An earlier signal counts, too.
@@ -115,7 +115,7 @@ class Interruption:
       self._at_once = False
 
   def _handle(self, number: int, frame: object) -> None:
-    """Python's handler; it runs when the main thread returns to Python."""
+    """Handles a signal in Python, once the main thread returns to Python code."""
     del frame
     self.number = self.number or number
     if self._at_once:
@@ -123,8 +123,8 @@ class Interruption:
       raise Interrupted(number)
 
   def _listen(self) -> None:
-    """The thread: reports signals without waiting for the main thread."""
-    # Ends when the pipe is closed: the read is empty then.
+    """Reports signals from a thread, without waiting for the main thread."""
+    # The loop ends when the pipe is closed: the read is then empty.
     count = 0
     while byte := os.read(self._pipe[0], 1):
       if byte[0] not in _SIGNALS:  # Python writes every signal's number
@@ -132,7 +132,7 @@ class Interruption:
       count += 1
       name = signal.Signals(byte[0]).name
       if count > 1:
-        # Not sys.exit: the main thread may be waiting for ever.
+        # Not sys.exit: the main thread may be waiting forever.
         os.write(2, f"\n{name} again: ended at once\n".encode())
         os._exit(128 + byte[0])
       text = f"\n{name}: saving at the next boundary, then leaving; again to end now\n"

@@ -1,8 +1,8 @@
-"""Reads untrusted JSON: each fault is one ValueError with its place.
+"""Reads untrusted JSON: every fault is one ValueError that names the place.
 
 Python's own reader raises four kinds of errors (not JSON, not UTF-8, nested too deeply,
 a number with too many digits), and its result may have any type. Here a file or a line
-becomes a value, and an object a dataclass with checked field types.
+becomes a value, and an object becomes a dataclass with checked field types.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def parse_json(text: str | bytes, where: str, surrogates: bool = False) -> Any:
 
   Args:
     text: the value; bytes are UTF-8, with or without a byte order mark.
-    where: its place for messages, e.g. "FILE:LINE".
-    surrogates: accept half of a surrogate pair in a text.
+    where: the value's place for messages, e.g. "FILE:LINE".
+    surrogates: accept lone surrogates, halves of surrogate pairs, in strings.
 
   Raises:
-    ValueError: it is not JSON, not UTF-8, nested more than `MAX_DEPTH` levels deep, or
-      has a duplicate field, a number with too many digits or half a surrogate pair.
+    ValueError: `text` is not JSON, not UTF-8, nested more than `MAX_DEPTH` levels deep,
+      or has a duplicate field, a number with too many digits or a lone surrogate.
   """
   try:
     if isinstance(text, bytes):
@@ -73,7 +73,7 @@ def parse_json(text: str | bytes, where: str, surrogates: bool = False) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """Returns an object; refuses duplicate field names."""
+  """Returns an object from its fields; refuses duplicate field names."""
   value = dict(pairs)
   if len(value) < len(pairs):
     names = [name for name, _ in pairs]
@@ -90,7 +90,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
     for one in containers:
       if isinstance(one, dict):
         one = one.values()
-      # Most lists have thousands of numbers: only their types are checked.
+      # Most lists hold thousands of numbers: only the types are checked.
       if {dict, list} & set(map(type, one)):
         inside += [x for x in one if isinstance(x, dict | list)]
     containers = inside
@@ -101,7 +101,7 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
   """Reads one JSON object.
 
   Raises:
-    ValueError: as `parse_json`; or it is another value.
+    ValueError: as `parse_json`, or the value is not an object.
   """
   value = parse_json(text, where)
   if not isinstance(value, dict):
@@ -123,24 +123,25 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ()) -> T:
   """Builds a dataclass from a JSON object, checking every field's type.
 
-  A number must be finite, except in a list: there may be many, some of them log-probs
-  of -inf. No `__post_init__` is called.
+  Numbers must be finite, except in lists, which may be long and hold log-probs of -inf.
+  `__post_init__` is not called.
 
   Args:
     row: the object.
-    cls: with fields of text, numbers, bool, Any, enums or dataclasses, or None, and
-      lists, tuples and dicts of these.
+    cls: a dataclass with str, int, float, bool, enum, dataclass or Any fields, optional
+      ones (`T | None`), and lists, tuples and dicts of these.
     where: the row's place for messages, e.g. "FILE:LINE".
-    needed: required fields, although the dataclass has a default.
+    needed: fields required in the row, although the dataclass has a default.
 
   Raises:
-    ValueError: a field is missing, unknown or of another type; named with its value.
+    ValueError: a field is missing, unknown or has another type; the message has its
+      name and value.
   """
   try:
     value = _validator(cls).validate_python(row)
   except pydantic_core.ValidationError as e:
     raise ValueError(f"{where}: {_message(e.errors(include_url=False)[0])}") from None
-  # Defaults are for fields missing in earlier versions, not for these.
+  # Defaults serve rows from earlier versions, which lack some fields, but not these.
   for name in needed:
     if name not in row:
       raise ValueError(f"{where}: field {name!r} is missing")
@@ -148,7 +149,7 @@ def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ())
 
 
 def _message(fault: pydantic_core.ErrorDetails) -> str:
-  """Returns one line on a field: its path, its value, accepted values."""
+  """Describes a fault in one line: the field's path and value, and accepted values."""
   steps = fault["loc"]
   if fault["type"] == "unknown":
     accepted = fault["msg"].split(", ")
@@ -166,7 +167,7 @@ def _message(fault: pydantic_core.ErrorDetails) -> str:
 
 
 def shown(value: Any, most: int = 80) -> str:
-  """Returns any value as a short text for messages."""
+  """Returns any value as text for messages, cut to `most` characters."""
   try:
     text = repr(value)
   except (RecursionError, ValueError):  # an int with more digits than Python's limit
@@ -190,14 +191,14 @@ def _validator(cls: type) -> pydantic_core.SchemaValidator:
 
 
 def _schema(hint: Any, finite: bool = True) -> core_schema.CoreSchema:
-  """Returns a type's pydantic schema; pydantic's own strict ones refuse dicts."""
+  """Returns a type's schema; pydantic's own strict dataclass schema refuses dicts."""
   if hint is Any:
     return core_schema.any_schema()
   if isinstance(hint, types.UnionType):  # T | None
     (inner,) = set(typing.get_args(hint)) - {types.NoneType}
     return core_schema.nullable_schema(_schema(inner))
   arguments = typing.get_args(hint)
-  origin = typing.get_origin(hint)  # of list[int]: list
+  origin = typing.get_origin(hint)  # e.g. list for list[int]
   if origin is list:
     return core_schema.list_schema(_schema(arguments[0], False), fail_fast=True)
   if origin is tuple:
@@ -226,7 +227,7 @@ def _worded(schema: core_schema.CoreSchema, wanted: str) -> core_schema.CoreSche
 
 
 def _object(cls: type) -> core_schema.CoreSchema:
-  hints = typing.get_type_hints(cls)  # annotations are text until then
+  hints = typing.get_type_hints(cls)  # resolves annotations, which are strings
   fields = {}
   for f in dataclasses.fields(cls):
     schema = _schema(hints[f.name])
@@ -239,7 +240,7 @@ def _object(cls: type) -> core_schema.CoreSchema:
     fields[f.name] = core_schema.dataclass_field(f.name, schema)
 
   # An unknown field is a mistake in the file, or from a later version: never dropped.
-  # Checked first: it may be a misspelt missing one.
+  # This check comes first, because a missing field may be misspelt.
   def refuse_unknown(value: Any) -> Any:
     if isinstance(value, dict) and not value.keys() <= fields.keys():
       raise pydantic_core.PydanticCustomError("unknown", ", ".join(fields))

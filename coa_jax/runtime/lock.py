@@ -1,10 +1,10 @@
-"""One process at a time works in a workdir: the second is refused by name.
+"""Locks a workdir for one process at a time; a refused process learns the owner.
 
-The lock is POSIX's (`fcntl.lockf`). The kernel drops it when its process dies, also by
-SIGKILL or a power cut; an NFS server does so too, and there it holds for all hosts.
-Unlike `flock`'s it belongs to that process only: surviving children do not keep it. But
-closing any descriptor of the file would drop it, so a process opens the file once:
-`_HELD` records it.
+This is a POSIX lock (`fcntl.lockf`). The kernel drops the lock when its process dies,
+even by SIGKILL or a power cut. An NFS server does so, too, and enforces the lock for
+all hosts. Unlike a `flock` lock, this one belongs to its process only: surviving
+children do not keep it. But closing any descriptor of the file would drop the lock, so
+a process opens the file once: `_HELD` records open files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coa_jax.runtime.names import check_workdir
 FILE = ".lock"  # in a workdir
 _LOCKED = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_HELD: dict[str, int] = {}  # lock file -> the process: a forked one holds nothing
+_HELD: dict[str, int] = {}  # lock file -> process: a forked child holds nothing
 _GUARD = threading.Lock()
 _log = logging.getLogger(__name__)
 
@@ -35,22 +35,22 @@ Journey = Callable[..., dict[str, Any]]
 
 
 class InUseError(ValueError):
-  """Another process works there; the message has the place, owner and remedy."""
+  """Another process uses the workdir; the message has the place, owner and remedy."""
 
 
 def exclusive(
   folder_of: Callable[[str], str] = lambda workdir: workdir,
 ) -> Callable[[Journey], Journey]:
-  """Decorates `run(config, workdir)` to hold the workdir while it runs.
+  """Decorates `run(config, workdir)` to hold the workdir's lock while running.
 
   Args:
-    folder_of: returns the folder to hold in a workdir shared by several processes.
+    folder_of: returns the folder to lock in a workdir shared by several processes.
   """
 
   def decorate(run: Journey) -> Journey:
     @functools.wraps(run)
     def alone(config: Any, workdir: str, *rest: Any, **named: Any) -> dict[str, Any]:
-      # Also while the config is read: two may begin at once.
+      # Lock before the config is read: two processes may begin at once.
       with hold(folder_of(workdir)):
         return run(config, workdir, *rest, **named)
 
@@ -61,37 +61,37 @@ def exclusive(
 
 @contextlib.contextmanager
 def hold(workdir: str, file: str = FILE) -> Iterator[None]:
-  """Locks a workdir; makes it if missing.
+  """Locks a workdir, and makes the folder if missing.
 
-  A workdir made here is removed if it stays empty. A file system without locks is named
-  in the log, and others are not excluded.
+  A workdir made here is removed if it stays empty. If the file system has no locks,
+  the log names the folder, and other processes are not excluded.
 
   Args:
     workdir: a folder.
-    file: the lock's name in it: a folder may have several, for its parts.
+    file: the lock file's name: a folder may have several locks, for its parts.
 
   Raises:
     InUseError: another process, or another stage in this one, works there.
-    OSError: the lock's file can not be written.
-    ValueError: something other than a regular file has the lock's name, or the
-      folder's name is not UTF-8.
+    OSError: the lock file can not be written.
+    ValueError: the lock file exists but is not a regular file, or the folder's name is
+      not UTF-8.
   """
-  # --- Lock it. A POSIX lock excludes only other processes; _HELD excludes our own.
+  # --- Lock. A POSIX lock excludes only other processes; _HELD excludes this one.
   check_workdir(workdir)
   path = os.path.join(os.path.realpath(workdir), file)
   with _GUARD:
     if _HELD.get(path) == os.getpid():
       raise _in_use(path, _this())
-    is_new = not os.path.exists(workdir)  # before the lock's file makes it
+    is_new = not os.path.exists(workdir)  # before `_open_locked` makes the folder
     fd = _open_locked(path)
     _HELD[path] = os.getpid()
   try:
     yield
   finally:
-    # --- Release it; a folder made here and still empty is removed.
+    # --- Release the lock; remove a folder that was made here and is still empty.
     with _GUARD:
       mine = _HELD.pop(path) == os.getpid()
-      with contextlib.suppress(OSError):  # others may work there, or remove it
+      with contextlib.suppress(OSError):  # others may use or remove the folder
         # A child forked meanwhile leaves the folder to its parent.
         if mine and is_new and os.listdir(workdir) == [file]:
           os.remove(path)
@@ -100,7 +100,7 @@ def hold(workdir: str, file: str = FILE) -> Iterator[None]:
 
 
 def _open_locked(path: str) -> int:
-  """Opens and locks the file, and writes its owner; returns its descriptor."""
+  """Opens and locks the file, and writes the owner; returns the file descriptor."""
   while True:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = _open(path)
@@ -109,7 +109,7 @@ def _open_locked(path: str) -> int:
       # Write only to a file with a single name: a hard link may be another's file.
       if os.fstat(fd).st_nlink > 1:
         os.remove(path)
-      # The previous holder may have removed it since it was opened.
+      # The previous holder may have removed the file after we opened it.
       if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(fd)):
         os.ftruncate(fd, 0)
         os.pwrite(fd, _this().encode() + b"\n", 0)
@@ -122,8 +122,8 @@ def _open_locked(path: str) -> int:
 
 
 def _open(path: str) -> int:
-  """Opens a lock's file; refuses links, FIFOs and devices."""
-  # Without waiting for a FIFO's other end.
+  """Opens a lock file; refuses links, FIFOs and devices."""
+  # O_NONBLOCK: do not wait for a FIFO's other end.
   flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
   try:
     fd = os.open(path, flags, 0o644)

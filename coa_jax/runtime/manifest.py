@@ -1,6 +1,6 @@
-"""Manifests: hashes of a folder's files at writing time, so that damage is found.
+"""Finds damaged folders by their manifests: the files' hashes at writing time.
 
-Every file's SHA-256 is in the folder's manifest, written last and atomically.
+A manifest has every file's size and SHA-256, and is written last and atomically.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.names import path_below
 
 MANIFEST = "manifest.json"
-TAG = "tag "  # instead of a hash: a bucket's tag for an object (bucket_steps)
+TAG = "tag "  # before an object's tag, instead of a hash (bucket_steps)
 _log = logging.getLogger(__name__)
 
 
 def derive(folder: str, make: Callable[[str], None], source: str) -> None:
-  """Makes a folder unless it exists undamaged; it appears when complete.
+  """Makes a folder, or replaces a damaged one; the new folder appears when complete.
 
-  `make` writes the data to its argument, a path; `source` is for the message about
-  damage.
+  `make` writes the data to its argument, a path; `source` is the data's origin, for the
+  message about damage.
 
   Raises:
-    OSError: it can not be written.
+    OSError: the folder can not be written.
   """
-  # --- It exists: unchanged, or damaged since.
+  # --- An existing folder is kept, unless damaged.
   if os.path.exists(folder):
     fault = fault_of(folder)
     if not fault:
@@ -39,16 +39,16 @@ def derive(folder: str, make: Callable[[str], None], source: str) -> None:
     _log.warning("%s is damaged (%s); made anew from %s", folder, fault, source)
     shutil.rmtree(folder)
 
-  # --- Make it.
+  # --- Make the folder.
   with atomic_path(folder) as unfinished:
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     make(unfinished)
     write_manifest(unfinished)
 
 
 def write_manifest(folder: str) -> None:
-  """Writes the size and SHA-256 of every file in a folder, after an fsync of each."""
-  # The manifest is written after this, so it does not name itself.
+  """Fsyncs a folder's files, then writes their sizes and SHA-256 to the manifest."""
+  # The manifest is written after this loop, so it does not list itself.
   files = {}
   for parent, _, names in os.walk(folder):
     for name in names:

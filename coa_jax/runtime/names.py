@@ -1,7 +1,7 @@
-"""The one check for external names before they become paths.
+"""The one check of external names before they become paths.
 
-Objects in a bucket, members of archives, files named in a manifest or an index: their
-author is untrusted. An accepted name leads to a file below its folder.
+Bucket objects, archive members, and files listed in a manifest or an index have names
+from untrusted authors. An accepted name leads to a file below its folder.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 
 from coa_jax.runtime.json_io import shown
 
-_MOST_BYTES = 1024  # of a name, as in buckets
-_MOST_BYTES_OF_A_PART = 255  # as on a disk
+_MOST_BYTES = 1024  # per name, as in buckets
+_MOST_BYTES_OF_A_PART = 255  # as on disks
 
 
 def check_name(name: str, where: str) -> None:
   """Refuses a name unless it leads to a file below its folder on every system.
 
-  `name` is relative to its folder, with "/" between its parts; `where` is its place for
+  `name` is a relative path with "/" between the parts; `where` is its place for
   messages.
 
   Raises:
@@ -34,11 +34,11 @@ def check_name(name: str, where: str) -> None:
 
 
 def check_names(names: Iterable[str], where: str) -> None:
-  """Refuses names unless they can all be files of one folder.
+  """Refuses names unless all can be files in one folder.
 
   Raises:
-    ValueError: as `check_name`; or two differ only in Unicode's normal form, or one is
-      a file and a folder.
+    ValueError: as `check_name`; or two names differ only in their Unicode normal form,
+      or one name is both a file and a folder.
   """
   seen: dict[str, str] = {}
   for name in names:
@@ -58,7 +58,7 @@ def check_names(names: Iterable[str], where: str) -> None:
 
 
 def path_below(folder: str, name: str, where: str) -> str:
-  """Returns the path of a checked name in a folder; refuses symlinks out of it.
+  """Checks a name and returns its path; refuses symlinks out of the folder.
 
   Raises:
     ValueError: as `check_name`, or a symlink leads out of the folder.
@@ -74,9 +74,9 @@ def path_below(folder: str, name: str, where: str) -> str:
 
 
 def check_workdir(path: str | os.PathLike[str], with_globs: bool = True) -> None:
-  """Refuses a folder with a path unsupported by the writing libraries.
+  """Refuses a folder path that the writing libraries do not support.
 
-  Without `with_globs`, as for checkpoints, it refuses glob characters, too.
+  Without `with_globs`, as for checkpoints, glob characters are refused, too.
 
   Raises:
     ValueError: naming the folder and the reason.

@@ -1,6 +1,6 @@
 """Communication between a run's processes.
 
-Everything goes to all processes, as JSON or bytes.
+All data goes to all processes, as JSON or bytes.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_PIECE = 1 << 26  # bytes of all processes on a device at once
-_own_devices: list[jax.Device] = []  # used for communication; all if empty
+_PIECE = 1 << 26  # bytes on a device at once, from all processes
+_own_devices: list[jax.Device] = []  # used for communication; empty: all devices
 
 
 def keep_to(devices: Iterable[jax.Device]) -> None:
   """Restricts communication to these devices; without any, all are used.
 
-  Others may belong to rollouts, with work from other threads meanwhile: two programs
-  with collectives could deadlock.
+  Other devices may belong to rollouts, whose threads use them at the same time: two
+  programs with collectives could deadlock.
   """
   _own_devices[:] = devices
   _mesh.cache_clear()
 
 
 def gather_json(value: Any) -> list[Any]:
-  """Returns every process's JSON value, in their order; all have to call this."""
+  """Returns all processes' JSON values, in process order; all have to call this."""
   if jax.process_count() == 1:
     return [value]
   return [json.loads(x) for x in gather_bytes(json.dumps(value).encode())]
 
 
 def gather_bytes(own: bytes) -> list[bytes]:
-  """Returns every process's bytes, in their order; all have to call this."""
-  # An all-gather needs arrays of one shape: the bytes, padded to the longest.
+  """Returns all processes' bytes, in process order; all have to call this."""
+  # An all-gather needs equal shapes: the bytes are padded to the longest.
   sizes = _all_gather(np.array([len(own)], np.int32))[:, 0]
   padded = np.zeros(_rounded(int(sizes.max())), np.uint8)
   padded[: len(own)] = np.frombuffer(own, np.uint8)
-  # In pieces: each is whole on every device, in addition to model and caches.
+  # Gather in pieces: every device holds a whole piece, besides model and caches.
   most = max(1, _PIECE // len(sizes))
   pieces = []
   for begin in range(0, len(padded), most):
@@ -53,7 +53,7 @@ def gather_bytes(own: bytes) -> list[bytes]:
 
 
 def _all_gather(own: np.ndarray) -> np.ndarray:
-  """Returns all processes' arrays, with one shape, stacked."""
+  """Returns all processes' arrays, which have equal shapes, stacked."""
   mesh = _mesh()
   of_process = NamedSharding(mesh, PartitionSpec("process"))
   whole = jax.make_array_from_process_local_data(of_process, own[None])
@@ -62,7 +62,7 @@ def _all_gather(own: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _mesh() -> Mesh:
-  """Returns a mesh with a row of devices per process, all rows equally long."""
+  """Returns a mesh with one device row per process, all rows equally long."""
   rows: dict[int, list[jax.Device]] = {}
   for device in _own_devices or jax.devices():
     rows.setdefault(device.process_index, []).append(device)

@@ -40,27 +40,28 @@ def prepare_workdir(
 ) -> None:
   """Writes the whole config, the commit and the time to `workdir/config.json`.
 
-  An existing record binds, unless its run has no output: a run refused for its config
-  can be restarted with another. A field missing in an earlier version's record counts
-  as its default.
+  An existing record is binding, unless its run has no output: after a refused config a
+  run can start with another. A field missing in an earlier version's record counts as
+  its default.
 
   Args:
-    config: of the new or resumed run: a dataclass, or a ConfigDict.
-    workdir: its output folder.
-    may_change: fields, as "section.field", or whole sections, without effect on
-      results: a run may resume with other values.
-    inputs: name -> hash of an input (`hash_json`, `hash_files`): the same path may have
-      other contents when a run resumes.
-    scratch_dirs: reproducible folders in the workdir; they are removed if it contains
-      nothing else and the config differs.
-    may_grow: integer fields, as "section.field", to extend a run: a larger number
-      replaces the recorded one. Each with the reason why it can not grow, "" for none.
+    config: the new or resumed run's config, a dataclass or a ConfigDict.
+    workdir: the run's output folder.
+    may_change: fields ("section.field") or whole sections without effect on results: a
+      run may resume with other values.
+    inputs: name -> input hash (`hash_json`, `hash_files`): the same path may have other
+      contents when a run resumes.
+    scratch_dirs: reproducible folders in the workdir, removed if the config differs and
+      the workdir contains nothing else.
+    may_grow: integer fields ("section.field") that extend a run, each mapped to the
+      reason why the field can not grow, or "". A larger number replaces the recorded
+      one.
     origin: further facts on the model's training, for `read_origin_of`.
 
   Raises:
-    ConfigError: the workdir has a run with another config or other inputs; the
-      differing fields or input are named. Or its run is of another version: a field
-      that this one does not have, and the run's commit, are named.
+    ConfigError: the workdir has a run with another config or other inputs; the message
+      names the differing fields or input. Or the run is from another version; the
+      message names a field unknown to this version, and the run's commit.
   """
   # --- A run with output resumes with its config; another config is refused.
   path = os.path.join(workdir, "config.json")
@@ -95,7 +96,7 @@ def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
   Raises:
     FileNotFoundError: there is no such file.
-    ConfigError: `prepare_workdir` did not write it; the file is named.
+    ConfigError: `prepare_workdir` did not write the file; the message names the path.
   """
   record = _read_record(path)
   return record["config"], record["inputs"]
@@ -121,7 +122,7 @@ def _read_record(path: str) -> dict[str, Any]:
 def read_origin_of(workdir: str) -> dict[str, Any] | None:
   """Returns `prepare_workdir`'s `origin`, with the run's first commit.
 
-  None for a run of an earlier version without this record.
+  Returns None if the record has no origin, as in earlier versions.
 
   Raises:
     FileNotFoundError, ConfigError: as `read_run`.
@@ -134,7 +135,7 @@ def read_origin_of(workdir: str) -> dict[str, Any] | None:
 
 
 def read_begun(workdir: str) -> float | None:
-  """Returns a run's start by `prepare_workdir`, in Unix time; None if unrecorded."""
+  """Returns the start recorded by `prepare_workdir`, in Unix time; None if missing."""
   path = os.path.join(workdir, "config.json")
   if not os.path.exists(path):
     return None
@@ -143,12 +144,12 @@ def read_begun(workdir: str) -> float | None:
 
 
 def _begun_with(path: str, config: dict[str, Any]) -> float | None:
-  """Returns the start of a run with the same config and no output, or None."""
+  """Returns the recorded start if the record has the same config, else None."""
   try:
     before, _ = read_run(path)
   except (FileNotFoundError, ConfigError):
     return None
-  # As read from JSON: lists for tuples.
+  # Compare as JSON, which has lists for tuples.
   same = before == json.loads(json.dumps(config))
   return read_begun(os.path.dirname(path)) if same else None
 
@@ -156,10 +157,10 @@ def _begun_with(path: str, config: dict[str, Any]) -> float | None:
 def _grown(
   path: str, config: Any, may_grow: Mapping[str, str]
 ) -> tuple[dict[str, int], str]:
-  """Returns fields larger now than in a `config.json`, and faults of others.
+  """Finds the fields with larger values now than in a `config.json`.
 
   Returns:
-    The former with their new values, and the latter's reasons in brackets.
+    New values of the fields that may grow, and the others' reasons, in brackets.
   """
   before, _ = read_run(path)
   now = named(as_json(config))
@@ -202,14 +203,14 @@ def _difference_from_record(
   may_change: tuple[str, ...],
   inputs: Mapping[str, str],
 ) -> tuple[str, str]:
-  """Describes the difference of a `config.json` from this config; "" if none.
+  """Compares a `config.json` with the current config and inputs.
 
   Returns:
-    The difference, and what to do about it.
+    A description of the difference ("" if none), and the remedy.
   """
   remedy = "choose another workdir or delete it"
-  # --- The two configs, except for changeable fields; an earlier version's config first
-  # gets defaults for missing fields.
+  # --- Compare the configs, except for changeable fields; an earlier version's config
+  # first gets defaults for missing fields.
   before, inputs_before = read_run(path)
   now = named(as_json(config))
   for field in may_change:
@@ -225,7 +226,7 @@ def _difference_from_record(
   if differences:
     return f"a run whose {', '.join(differences)}", remedy
 
-  # --- Their inputs; an earlier version hashed fewer.
+  # --- Compare the inputs; an earlier version hashed fewer.
   for name, value in inputs.items():
     if inputs_before.get(name, value) != value:
       return f"a run that read other contents of {name}", remedy
@@ -236,12 +237,12 @@ def _other_version(path: str, config: dict[str, Any], unknown: str) -> tuple[str
   """Describes a run whose record has a field that this version lacks.
 
   Args:
-    path: its `config.json`.
-    config: the config in it.
+    path: the run's `config.json`.
+    config: the config in that file.
     unknown: the field, as "section.field".
 
   Returns:
-    The difference, and what to do about it.
+    A description of the difference, and the remedy.
   """
   value: Any = config
   for name in unknown.split("."):
@@ -272,12 +273,12 @@ def _overwrite(before: dict[str, Any], now: dict[str, Any], field: str) -> None:
   if name in values_now:
     values[name] = values_now[name]
   elif values and not values_now:
-    return  # the section is gone: a difference, whatever its field was
+    return  # the section is gone: a difference, whatever the field was
   before[section] = values
 
 
 def _differences(before: Any, now: Any, path: str) -> Iterator[str]:
-  """Yields two configs' differing fields, with both values."""
+  """Yields the fields that differ between two configs, with both values."""
   if isinstance(before, dict) and isinstance(now, dict):
     for name in sorted({*before, *now}):
       below = f"{path}.{name}" if path else name
@@ -289,11 +290,11 @@ def _differences(before: Any, now: Any, path: str) -> Iterator[str]:
 
 
 def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
-  """Whether a file is the only one with content in its folder and below.
+  """Whether a file is the only non-empty one in its folder and below.
 
   Args:
-    path: the file; the lock next to it does not count.
-    beside: folders next to it that do not count, either.
+    path: the file; lock files do not count.
+    beside: folders next to the file that do not count, either.
   """
   folder = os.path.dirname(path)
   left_out = tuple(os.path.join(folder, name, "") for name in beside)
@@ -308,7 +309,7 @@ def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
 
 
 def hash_json(values: Iterable[Any]) -> str:
-  """Hashes JSON values, one after the other."""
+  """Returns a SHA-256 hash of a sequence of JSON values."""
   # Sorted keys: equal values have equal hashes.
   out = hashlib.sha256()
   for value in values:
@@ -317,21 +318,22 @@ def hash_json(values: Iterable[Any]) -> str:
 
 
 def hash_files(path: str | None, samples: int | None = None) -> str:
-  """Hashes a file, or a folder's files; None gives an empty hash.
+  """Returns a SHA-256 hash of a file, or of a folder's files; None hashes nothing.
 
   Args:
     path: the file or folder.
-    samples: hashes each file's size and 64 kB at `samples` places: quick for weights
-      of any size, because training changes every part. None reads all.
+    samples: the number of places where 64 kB are read in each file. Samples are quick
+      for weights of any size, and suffice because training changes every part. None
+      reads all.
   """
-  # --- The file, or the folder's files by name; subfolders are left out.
+  # --- List the file, or the folder's files by name; subfolders are left out.
   files = []
   if path and os.path.isdir(path):
     files = [os.path.join(path, name) for name in sorted(os.listdir(path))]
   elif path:
     files = [path]
 
-  # --- Each file's name and size, and its bytes or samples.
+  # --- Hash each file's name and size, and its bytes or samples.
   out = hashlib.sha256()
   for name in filter(os.path.isfile, files):
     size = os.path.getsize(name)
@@ -350,9 +352,9 @@ def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
   """Writes a data file's manifest: config, commit, figures and sha256.
 
   Args:
-    path: the manifest's path, JSON.
-    data: the complete data file.
-    config: its settings.
+    path: the path for the JSON manifest.
+    data: the path of the complete data file.
+    config: the settings for the data.
     **figures: further facts, e.g. counts.
   """
   with open(data, "rb") as f:
@@ -365,8 +367,8 @@ def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
 
 
 def git_commit() -> str | None:
-  """Returns this checkout's commit; None outside one."""
-  # Of the running code, independent of the current folder.
+  """Returns this checkout's commit; None outside a checkout."""
+  # The folder of the running code, not the current folder.
   here = os.path.dirname(os.path.abspath(__file__))
   command = ["git", "-C", here, "rev-parse", "HEAD"]
   try:

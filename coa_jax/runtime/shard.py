@@ -1,8 +1,8 @@
-"""Parts of a stage's work, each done by an independent process.
+"""Splits a stage's work into shards, each done by an independent process.
 
-Parts are interleaved: shard i of n has every n-th item from the i-th on. Each writes
-its own logs. Concatenated they equal the logs of a process interrupted after all of the
-work: the stage resumes from them.
+Shards are interleaved: shard i of n has every n-th item, beginning with item i. Each
+shard writes its own logs. The concatenated logs equal those of one process interrupted
+after all work, so the stage can resume from them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """Number `index` of `count` parts, counted from 0."""
+  """Shard number `index` of `count`, counted from 0."""
 
   index: int
   count: int
 
   def owns(self, place: int) -> bool:
-    """Whether the item at this place belongs to this part."""
+    """Whether the item at this place belongs to this shard."""
     return place % self.count == self.index
 
   def of(self, items: Sequence[T]) -> Sequence[T]:
-    """Returns this part's items, in their order."""
+    """Returns this shard's items, in order."""
     return items[self.index :: self.count]

@@ -1,1 +1,1 @@
-"""Benchmarks: ours and a peer interleaved in one run, and the ratio."""
+"""Benchmarks: our code and peers, interleaved in one run, and their ratios."""

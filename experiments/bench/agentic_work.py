@@ -1,4 +1,4 @@
-"""The contestants of `bench.agentic`: model turns with tools in between.
+"""Contestants for `bench.agentic`: model turns with tools in between.
 
   PYTHON -m experiments.bench.agentic_work CONTESTANT FOLDER   (bench.agentic starts it)
 
@@ -22,9 +22,10 @@ from experiments.bench.peers import Turn, serve
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryPlan:
-  """The plan of all trajectories.
+  """A plan for all trajectories.
 
-  All fields but `new`, tokens per turn, are by trajectory, the last two by call, too.
+  `new` is the tokens per turn. The other fields are per trajectory, the last two also
+  per call.
   """
 
   prompts: list[list[int]]
@@ -47,18 +48,18 @@ def make_plan(job: dict[str, Any], trajectories: int, latency: bool) -> Trajecto
 
 
 class TimedTools:
-  """Timed calls, one thread per trajectory."""
+  """Runs timed calls, one thread per trajectory."""
 
   def __init__(self, plan: TrajectoryPlan):
     self.plan = plan
     self._pool = concurrent.futures.ThreadPoolExecutor(len(plan.prompts))
 
   def start(self, i: int, call: int) -> concurrent.futures.Future[list[int]]:
-    """Future of trajectory i's n-th call."""
+    """Starts a call for trajectory i; returns its future."""
     return self._pool.submit(self._call, i, call)
 
   def calls(self, i: int) -> list[Callable[[], concurrent.futures.Future[list[int]]]]:
-    """Returns a function to start trajectory i's calls."""
+    """Returns functions that start trajectory i's calls, in order."""
     count = len(self.plan.seconds[i])
     return [functools.partial(self.start, i, n) for n in range(count)]
 
@@ -106,7 +107,7 @@ def vllm(folder: str, job: dict[str, Any]) -> Play:
   ).llm_engine
 
   def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:
-    engine.reset_prefix_cache()  # from an earlier turn with the same prompts
+    engine.reset_prefix_cache()  # an earlier turn had the same prompts
     tools = TimedTools(plan)
     sampling = plain.vllm_sampling(plan.new)
     # Per trajectory: all ids, last turn's ids, number of turns.

@@ -1,17 +1,18 @@
-"""Trains the quickstart's SFT model by every algorithm, with a small fixed budget.
+"""Trains the quickstart's SFT model with every algorithm, on a small fixed budget.
 
   python -m experiments.bench.algorithms [--quick] [--cases=REGEX] [--out=FILE.json]
     [--quickstart=runs/quickstart] [--runs=runs/algorithms] [--seeds=3] [--steps=15]
   python -m experiments.bench.algorithms --long=NAME [--steps=500]
 
-Needs a finished `experiments.quickstart`. Each run is configs/rl_world.py with the
-fields of one preset. About an hour alone on two cores, two thirds of one with --long.
-After Ctrl-C or a kill the same command resumes, and finished runs are not repeated. The
-sampled reward counts: RL maximises it, and greedy answers are nearly all right before
-RL. An algorithm that fails, or does not raise it with every seed, is named, and the
-exit status is 1 (not with --quick, which makes 2 updates from a few rollouts). --long
-makes 500 updates with one algorithm instead, of a quarter of the rollouts each, and
-tests for a collapse; the exit status is 1 if there is one.
+Needs a finished `experiments.quickstart`. Each run uses configs/rl_world.py with one
+preset's fields. All runs take about an hour alone on two cores; --long takes two thirds
+of an hour. After Ctrl-C or a kill the same command resumes and does not repeat finished
+runs. The verdict uses the sampled reward: RL maximises it, and nearly all greedy
+answers are right before RL. The command names algorithms that fail or, without --quick,
+do not raise the reward with every seed; the exit status is then 1. --quick makes 2
+updates from a few rollouts. --long instead makes 500 updates with one algorithm, from a
+quarter of the rollouts each, and tests for collapse; the exit status is 1 if the run
+collapses.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _LONG = flags.DEFINE_enum(
   "long", None, list(PRESETS), "Test this algorithm for collapse."
 )
 flags.set_default(CPU_DEVICES, 2)
-# Seconds of an update, and of a run's other work, alone on two cores: the estimate
-# until runs have ended.
+# Seconds per update, and for a run's other work, alone on two cores: the estimate until
+# runs have ended.
 _UPDATE, _START = 6.0, 25.0
 _LONG_PROMPTS = 6  # tasks per update in a long run
 _WINDOW = 480  # tasks per average in a long run
@@ -63,7 +64,7 @@ def config_of(
   quick: bool,
   prompts: int | None = None,
 ) -> ml_collections.ConfigDict:
-  """The config of one run; `prompts` tasks per update, by default rl_world's."""
+  """Returns a run's config; `prompts` are tasks per update, by default rl_world's."""
   config = bench.quickstart_config(quickstart, quick, seed)
   # Every algorithm gets one batch of rollouts per step.
   config.algo.update(preset(name))
@@ -82,7 +83,7 @@ def config_of(
 
 
 def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
-  """One line of the table from the logs of an algorithm's runs."""
+  """Makes a table row from the logs of an algorithm's runs."""
   # --- Figures per seed.
   before: list[float] = []
   after: list[float] = []
@@ -112,24 +113,24 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
 
 
 def _column(log: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-  """Returns a metric by update; NaN for null, if nothing could be graded."""
+  """Returns a metric per update, with NaN for null (nothing could be graded)."""
   return np.array([row[name] for row in log], float)
 
 
 def collapse(
   log: Sequence[Mapping[str, Any]], accuracy: float | None, prompts: int
 ) -> list[str]:
-  """The reasons why a run counts as collapsed; [] if it does not.
+  """Returns the reasons why a run counts as collapsed; [] if none.
 
-  Means are over the updates of 480 tasks (`_WINDOW`; the best mean over fewer would be
-  chance), without ungraded updates. A run has collapsed if more than a tenth of its
-  last window is ungraded; it ends with less than nine tenths of its best mean reward;
-  its greedy dev accuracy ends a tenth below its best, or unknown; its final
-  trajectories are less than nine tenths well-formed, or more than a tenth cut off; or a
-  gradient was not finite.
+  A mean covers a window of updates with 480 tasks (`_WINDOW`; with fewer tasks the best
+  mean would be chance), without ungraded updates. A run has collapsed if more than a
+  tenth of its last window is ungraded; its last mean reward is less than nine tenths of
+  the best; its last greedy dev accuracy is unknown, or more than a tenth below the
+  best; less than nine tenths of its last window's trajectories are well-formed, or more
+  than a tenth are cut off; or a gradient was not finite.
 
   Args:
-    log: lines of stage rl.
+    log: the log lines of stage rl.
     accuracy: the last policy's greedy accuracy on dev tasks; None if ungraded.
     prompts: tasks per update.
   """
@@ -172,13 +173,13 @@ def collapse(
 def train(
   jobs: Sequence[tuple[ml_collections.ConfigDict, str]], steps: int
 ) -> dict[str, str]:
-  """Makes the unfinished runs of (config, workdir), with progress.
+  """Runs every unfinished (config, workdir) and prints the progress.
 
   Returns:
     Workdir -> the error, for failed runs.
 
   Raises:
-    DiskError, InUseError: nothing can be written there, or another command works there.
+    DiskError, InUseError: a workdir is not writable, or another command works there.
   """
   failed: dict[str, str] = {}
   run_seconds: list[float] = []
@@ -187,7 +188,7 @@ def train(
   # --- Durations of finished runs.
   for config, own in jobs:
     if os.path.exists(os.path.join(own, "results.json")):
-      # Only with the same settings.
+      # A finished run must have the same settings.
       settings = read_config(config, rl.RLConfig)
       prepare_workdir(settings, own, may_change=("log.wandb_project",))
       run_seconds.append(read_metrics(own, "rl")[-1]["seconds"])
@@ -224,7 +225,7 @@ def run(
   quick: bool,
   prompts: int | None = None,
 ) -> dict[str, Any]:
-  """Trains all; returns the table, and errors under "failed"."""
+  """Trains all algorithms; returns the table, and errors under "failed"."""
   # --- Seed after seed, each with all algorithms: so the table grows.
   workdirs: dict[str, list[str]] = {name: [] for name in names}
   jobs = []
@@ -244,7 +245,7 @@ def run(
 
 
 def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, Any]:
-  """One long run; its row, with `collapse`'s reasons under "collapse"."""
+  """Makes a long run; adds `collapse`'s reasons to its figures, under "collapse"."""
   quick = bench.QUICK.value
   prompts = None if quick else _LONG_PROMPTS
   figures = run([name], quickstart, workdir, 1, steps, quick, prompts)
@@ -259,7 +260,7 @@ def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, 
 
 
 def main() -> None:
-  """Trains, prints, judges."""
+  """Trains, prints the table and judges."""
   prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
   quick = bench.QUICK.value
   figures: dict[str, Any] = {}

@@ -1,14 +1,15 @@
-"""Asynchronous against synchronous RL under slow tools: steps per second, accuracy.
+"""Compares asynchronous and synchronous RL under slow tools: steps/s, accuracy.
 
   python -m experiments.bench.async_rl [--quick] [--rounds=5] [--out=FILE.json]
     [--quickstart=runs/quickstart] [--runs=runs/async] [--steps=24] [--staleness=2]
 
-Needs a finished `experiments.quickstart`. Both train its SFT model with
-configs/rl_world.py, 8 groups of 8 a step, which the slots hold at once; every tool call
-takes 0.1 to 0.3 s longer, by a hash of it. Whole runs alternate, one seed per round.
-Both make one update per step, so that on-policy importance weights are 1. A step's
-seconds exclude evaluation and saving; the first steps, which compile, are left out. The
-learner waits for the rest of a step.
+Needs a finished `experiments.quickstart`. Both contestants train the quickstart's SFT
+model with configs/rl_world.py. A step has 8 groups of 8 trajectories, which the slots
+hold at once; every tool call takes 0.1 to 0.3 s longer, by the call's hash. Whole runs
+alternate, one seed per round. Both make one update per step, so that on-policy
+importance weights are 1. A step's seconds exclude evaluation and saving; the first
+steps, which compile, are left out. The learner learns, and waits for the rest of a
+step.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from experiments.bench import program as bench
 _COMPILES = 3  # steps that are not timed
 _UNTIMED = ("dev", "save")  # phases that are the same for both
 _LAST = 3  # the reward after training is the mean of these last steps
-# That a call takes longer.
+# Added seconds per call.
 _LEAST_S = 0.1
 _MOST_S = 0.3
 
 
 def _define_flags() -> None:
-  # Not on import: other programs have equal flags, and tests import both.
+  # Not at import: other programs define the same flags, and tests import both.
   flags.DEFINE_string("quickstart", "runs/quickstart", "A finished quickstart.")
   flags.DEFINE_string("runs", "runs/async", "Folder for the runs.")
   flags.DEFINE_integer("steps", 24, "Updates per run.", _COMPILES + 1)
@@ -75,7 +76,7 @@ class SlowToolbox(Toolbox):
 def config_of(
   quickstart: str, seed: int, steps: int, quick: bool, algo: Mapping[str, Any]
 ) -> ml_collections.ConfigDict:
-  """The config of one run; `algo` has the contestant's fields."""
+  """Returns a run's config; `algo` has the contestant's fields."""
   config = bench.quickstart_config(quickstart, quick, seed)
   config.dev.every = config.checkpoint.every = config.algo.steps = steps
   if not quick:
@@ -104,7 +105,7 @@ def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> 
   return {
     "seconds": seconds,
     "learn": learn,
-    # When synchronous, all of rollout: decoding, tools, grading.
+    # In synchronous RL the whole rollout: decoding, tools, grading.
     "learner_waited": seconds - learn,
     "rollouts_waited": mean("rollouts_waited", timed),
     "staleness": mean("staleness", timed),
@@ -116,14 +117,14 @@ def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> 
 
 
 def _number(value: float | None) -> float:
-  """Returns NaN for null, if nothing could be graded."""
+  """Returns NaN for null (nothing could be graded)."""
   return math.nan if value is None else value
 
 
 def run(
   quickstart: str, workdir: str, rounds: int, steps: int, staleness: int, quick: bool
 ) -> dict[str, Any]:
-  """Runs all, alternating; returns the table and the speed-ups."""
+  """Alternates the contestants' runs; returns the table and the speed-ups."""
   ahead = {"loss": {"is_clip": 2.0}, "sampling": {"staleness": staleness}}
   contestants = {"in turns": {}, "ahead": ahead}
   runs: dict[str, list[dict]] = {name: [] for name in contestants}

@@ -7,39 +7,40 @@ r"""Compiles an RL run's programs for a TPU slice without one: do they fit, how 
     [--text=FOLDER]
   python -m experiments.bench.compile_check [--cases=REGEX] [--out=FILE]
 
-With a config it compiles that run's programs, as `rl.run` builds them, and one
-replica's. The model is the folder `init`, or a published one by --model. By default it
-compiles those that decide: the step, the decode parameters, and the largest cache's
-window and longest prefill; --cases finds others, and --list prints all names. A run
-that `rl.run` refuses is refused. Without a config it compiles the runs of `CASES`. With
---quick models have two layers.
+With a config the command compiles that run's programs as `rl.run` builds them, for one
+decoding replica. The model is the folder `init`, or a published model with --model. By
+default it compiles the deciding programs: the step, the decode parameters, and the
+largest cache's window and longest prefill; --cases selects others, and --list prints
+all names. The command refuses the same runs as `rl.run`. Without a config it compiles
+the runs in `CASES`. With --quick, models have two layers.
 
 Columns, per device (half a chip of TPU7x), and per token of a window:
   own, beside  GB of the program; GB of the run's other arrays meanwhile.
-  needed       minimum GB to read and write: weights once a pass, keys and values of
-               --live tokens of every slot, the state.
-  moved        GB read and written by the compiled instructions, loops counted; kernels
-               count operands and results once, and of pages the rows' own blocks.
-  copies       number and GB of copies at least half as large as a layer's keys.
-  sorts        their number.
-  collectives  their number, the overlapped ones, GB sent by a device.
+  needed       minimum GB to read and write: weights once per pass, keys and values of
+               --live tokens per slot, the state.
+  moved        GB that the compiled instructions read and write, loop trips counted;
+               kernels count operands and results once, and only the rows' own pages.
+  copies       number and GB of copies at least half as large as a layer's pool array.
+  sorts        number of sorts.
+  collectives  number of collectives, number of overlapped ones, GB a device sends.
   between      number and GB of transfers between slices.
   Gcycles      10^9 cycles, by the compiler, without collectives and kernels.
-  floor ms     the largest of arithmetic, needed GB and sent GB at their peaks.
+  floor ms     the longest of arithmetic, needed GB and sent GB at the chip's peaks.
   estimate ms  the compiler's cycles, collectives that do not overlap, and kernels'
                traffic at HBM's peak; without kernels' arithmetic and traffic between
                slices.
-Cycles become seconds by three plain programs: a large product (for learn, score and
-prefill), a product of 64 rows (for windows), a stream of multiplications (for the
+Three plain programs convert cycles to seconds: a large product (for learn, score and
+prefill), a product with 64 rows (for windows), a stream of multiplications (for the
 rest). Nothing is measured.
 
 --slice=h100:8 (or h200; up to a host's eight, or whole hosts) compiles for absent GPUs:
 pip install 'jax[cuda13]'. Their compiler estimates no cycles.
 --top=N adds each program's N longest operations, with their place in the model: by
-cycles, on GPUs by traffic at HBM's peak; without kernels. --text keeps all text.
+cycles, on GPUs by traffic at HBM's peak; without kernels. --text keeps the compiled
+programs' text.
 
-Exit status 1 if a program does not compile or fit. Each has its own process, because
-the compiler keeps its memory.
+The exit status is 1 if a program does not compile or fit. Each program compiles in its
+own process, because the compiler keeps its memory.
 
 budget: the figures next to their sources.
 """
@@ -98,11 +99,11 @@ class Chip:
   """A device's peaks.
 
   Attributes:
-    flops: bf16 operations a second.
+    flops: bf16 operations per second.
     hbm: bytes of memory.
-    hbm_rate: its bytes a second.
-    ici_rate: bytes sent a second within a slice, or a host of GPUs.
-    dcn_rate: bytes a second between those.
+    hbm_rate: memory bytes per second.
+    ici_rate: bytes sent per second within a slice, or within a GPU host.
+    dcn_rate: bytes sent per second between slices, or between GPU hosts.
   """
 
   flops: float
@@ -112,24 +113,24 @@ class Chip:
   dcn_rate: float
 
 
-# cloud.google.com/tpu/docs/v5e, /v5p, /v6e and /tpu7x, tables of key specifications: of
-# ICI half of what is given there for both directions; DCN is 25, 50, 100 and 100 Gb/s a
-# chip. HBM in decimal GB leaves a few percent of reserve: the compiler itself may use
-# 15.75, 95.74 and 31.25 GiB. A chip of TPU7x is two devices.
+# cloud.google.com/tpu/docs/v5e, /v5p, /v6e and /tpu7x, tables of key specifications.
+# ICI is half the figure there, which is for both directions; DCN is 25, 50, 100 and
+# 100 Gb/s per chip. HBM in decimal GB leaves a reserve of a few percent: the compiler
+# itself may use 15.75, 95.74 and 31.25 GiB. A TPU7x chip is two devices.
 CHIPS = {
   "v5e": Chip(197e12, 16e9, 819e9, 200e9, 3.1e9),
   "v5p": Chip(459e12, 95e9, 2765e9, 600e9, 6.25e9),
   "v6e": Chip(918e12, 32e9, 1640e9, 400e9, 12.5e9),
   "tpu7x": Chip(1153.5e12, 96e9, 3690e9, 300e9, 6.25e9),
-  # NVIDIA's data sheets, NVLink one way, 400 Gb/s a GPU between hosts. Memory is what
-  # JAX takes of it by itself, as seen on one of each.
+  # NVIDIA's data sheets: NVLink one way, 400 Gb/s per GPU between hosts. Memory is
+  # JAX's default share, as seen on one GPU of each kind.
   "h100": Chip(989e12, 63.7e9, 3350e9, 450e9, 50e9),
   "h200": Chip(989e12, 112.6e9, 4800e9, 450e9, 50e9),
 }
 
 
 def _case(topology: str, model: str, length: int, **fields: Any) -> list[str]:
-  """The command line of a run: four micro-batches of a row a chip."""
+  """A run's command line: four micro-batches with one row per chip."""
   chips = read_slice(topology).chips
   changes = {
     "rollout.max_len": length,
@@ -165,7 +166,7 @@ CASES = {
     "tpu7x:2x2x2",
     "qwen2.5-7b",
     32_768,
-    **{"rollout.tensor": 4, "algo.batch.rows": 16},  # two devices a chip
+    **{"rollout.tensor": 4, "algo.batch.rows": 16},  # two devices per chip
   ),
 }
 
@@ -263,14 +264,14 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
 
 
 def _product_rate(program: Program, rates: Mapping[str, float]) -> float:
-  """Cycles of a second of a program's matrix products."""
+  """Cycles per second for a program's matrix products."""
   return rates["rows"] if program.units > 1 else rates["product"]
 
 
 def _longest(
   program: Program, text: str, chip: Chip, rates: Mapping[str, float] | None
 ) -> list[dict[str, Any]]:
-  """The longest operations by cycles, with `calibrate`'s rates; else by traffic."""
+  """The longest operations, by cycles with `calibrate`'s rates, else by traffic."""
   rows = []
   for x in operations(text, program.turns, program.units):
     takes = x.moved / chip.hbm_rate
@@ -284,10 +285,10 @@ def _longest(
 
 
 def calibrate(device: jax.Device, chip: Chip) -> dict[str, float]:
-  """The compiler's cycles for a second, at the chip's peaks, of three plain programs.
+  """The compiler's cycles per second of three plain programs at the chip's peaks.
 
-  A product of two 8192 x 8192 is bound by arithmetic, one of 64 rows and a stream by
-  HBM.
+  Arithmetic bounds a product of two 8192 x 8192 matrices; HBM bounds a product with 64
+  rows, and a stream.
   """
   place = SingleDeviceSharding(device)
 
@@ -308,7 +309,7 @@ def calibrate(device: jax.Device, chip: Chip) -> dict[str, float]:
 
 
 def row_of(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
-  """A row of the table."""
+  """Formats a program's figures as a table row."""
   copies = f"{figures['copies']:.3g}: {figures['copied'] / 1e9:.1f}"
   collected = f"{figures['collectives']:.0f}, {figures['overlapped']:.0f}"
   return {
@@ -332,7 +333,7 @@ def row_of(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def top_table(figures: Mapping[str, Any]) -> str:
-  """The table of a program's longest operations."""
+  """Formats a program's longest operations as a table."""
   rows = [
     {
       "ms": 1e3 * x["seconds"],
@@ -340,7 +341,7 @@ def top_table(figures: Mapping[str, Any]) -> str:
       "count": x["count"],
       "kind": "product" if x["product"] else "other",
       "result": x["result"],
-      # The last of its scopes: the first are the same for all.
+      # The innermost scopes: the outermost are the same for all.
       "origin": x["origin"][-80:],
     }
     for x in figures["top"]
@@ -350,7 +351,7 @@ def top_table(figures: Mapping[str, Any]) -> str:
 
 
 def verdict(name: str, figures: Mapping[str, Any]) -> str:
-  """One line: whether it fits, by how much, and a remedy."""
+  """One line: whether a program fits, by how much, and a remedy."""
   change = f"try {advice(name)}"
   if "error" in figures:
     short = "memory" in figures["error"]
@@ -380,7 +381,7 @@ def advice(name: str) -> str:
 
 
 def _alone(words: Sequence[str]) -> dict[str, Any]:
-  """Runs this program in a separate process; {"error": one line} if it fails."""
+  """Runs this command in a separate process; {"error": one line} on failure."""
   command = [sys.executable, "-m", "experiments.bench.compile_check", *words]
   done = subprocess.run(command, capture_output=True, text=True)
   lines = done.stderr.splitlines()
@@ -392,7 +393,7 @@ def _alone(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _devices() -> tuple[Chip, list[jax.Device]]:
-  """Returns the peaks of a device of --slice, and all devices."""
+  """Returns --slice's peaks per device, and its devices."""
   if found := read_gpus(_SLICE.value):
     if _SLICES.value > 1:
       raise ValueError("--slices is of TPUs; give GPUs as h100:16")
@@ -408,7 +409,7 @@ def _need_libtpu() -> None:
 
 
 def _check_run(config: ml_collections.ConfigDict) -> None:
-  """Compiles the programs of a config's run and prints their table."""
+  """Compiles a config's programs and prints their table."""
   # --- The programs to compile.
   settings = read_config(config, RLConfig)
   chip, devices = _devices()
@@ -439,9 +440,9 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_cases() -> None:
-  """Compiles the programs of every case that --cases finds, and prints one table."""
+  """Compiles the programs of --cases' runs and prints one table."""
   _need_libtpu()
-  cases = bench.chosen(CASES)  # the first of them with --quick
+  cases = bench.chosen(CASES)  # only the first with --quick
   if _LIST.value:
     print("\n".join(f"{name}\n  {' '.join(words)}" for name, words in cases.items()))
     return
@@ -462,7 +463,7 @@ def _check_cases() -> None:
 
 
 def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
-  """Prints and writes the table; ends with status 1 where something does not fit."""
+  """Prints and writes the table; exits with status 1 if a program does not fit."""
   rows = [row_of(name, row) for name, row in table.items() if "own" in row]
   columns = dict(_COLUMNS)
   if _SLICES.value == 1:
@@ -484,7 +485,7 @@ def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
 
 
 def main() -> None:
-  """Checks the run of --config; without one, those of `CASES`."""
+  """Checks --config's run; without --config the runs in `CASES`."""
   run_programs.prepare()
   if any(word.startswith(("--config", "-config")) for word in sys.argv[1:]):
     start(_check_run, RLConfig)

@@ -1,19 +1,19 @@
-"""One GPU's speed in this project, with torch in the same run.
+"""Measures this project's speed on one GPU, with torch in the same run.
 
   python -m experiments.bench.gpu --out=DIR [--stages=rates,train] [--models=0.5b]
     [--quick] [--torch_python=python3]   pip install torch transformers
 
-Stages, the most valuable first; each is a separate process with a time limit and writes
-DIR/STAGE.json after every figure, so a lost machine loses only the rest.
+Stages, the most valuable first. Each is a separate process with a time limit and writes
+DIR/STAGE.json after every figure, so a lost machine loses only the later figures.
 
-  rates    Bytes/s of a copy, FLOP/s of products in bfloat16, TF32 and float32.
-  window   Decoding steps of Qwen2.5 0.5B and 1.5B sizes over 1,024 cached tokens:
-           time, and its share needed to read the step's bytes from memory.
-  train    SFT steps of the same sizes at 4,096 tokens beside transformers under
+  rates    Bytes/s for a copy, FLOP/s for products in bfloat16, TF32 and float32.
+  window   Decoding steps at Qwen2.5's 0.5B and 1.5B sizes over 1,024 cached tokens:
+           time, and the share needed to read the step's bytes from memory.
+  train    SFT steps at the same sizes with 4,096 tokens, beside transformers under
            torch.compile: tokens/s, model FLOP utilisation (MFU), memory.
-  decode   Prompts of 128 tokens continued by 256: the rollouts' scheduler,
+  decode   128-token prompts continued by 256 tokens: the rollouts' scheduler,
            beside transformers' `generate` with a static cache.
-  compile  Every program of a 0.5B run's sampler, without a cache.
+  compile  Every sampler program of a 0.5B run, without a compile cache.
   correct  tests/test_gpu.py, each test by name.
 
 Weights are random, drawn on the device. MFU is the model's arithmetic
@@ -62,7 +62,7 @@ def _known(stages: list[str]) -> bool:
 
 
 def run_stage(stage: str, out: pathlib.Path) -> dict[str, Any]:
-  """Runs a stage in a separate process; returns its figures and its end."""
+  """Runs a stage in a separate process; returns its figures and how it ended."""
   command = [sys.executable, "-m", "experiments.bench.gpu_work", stage, str(out)]
   sizes = ["tiny"] if _QUICK.value else _MODELS.value or ["0.5b", "1.5b"]
   command += [_TORCH.value, *sizes]

@@ -1,4 +1,4 @@
-"""The stages of `bench.gpu`, one process each.
+"""Stages for `bench.gpu`, one process each.
 
 python -m experiments.bench.gpu_work STAGE DIR TORCH_PYTHON SIZE...
 """
@@ -41,7 +41,7 @@ _TINY = ModelConfig(
 )
 _PAGE = 256  # tokens
 _PRODUCTS = 20  # in a row
-_STEPS = 16  # of a window
+_STEPS = 16  # per window
 
 
 class Figures:
@@ -90,7 +90,7 @@ def product_rate(size: int, dtype: str, precision: str) -> float:
 
   @jax.jit
   def run(a: jax.Array, b: jax.Array) -> jax.Array:
-    # Each product needs the last one; the scale keeps numbers bounded.
+    # Each product needs the previous product; the scale keeps numbers bounded.
     scaled = b * jnp.asarray(size**-0.5, b.dtype)
     multiply = lambda _, x: jnp.matmul(x, scaled, precision=precision)  # noqa: E731
     return jax.lax.fori_loop(0, _PRODUCTS, multiply, a)
@@ -122,7 +122,8 @@ def rates(figures: Figures, torch: str, sizes: list[str]) -> None:
 def step_bytes(cfg: ModelConfig, rows: int, length: float) -> float:
   """Bytes a bfloat16 decoding step must read: the weights and the rows' cache.
 
-  An input embedding counts by its used rows; a tied one whole, as the output matrix.
+  A separate input embedding counts only its used rows; a tied embedding counts whole,
+  as the output matrix.
   """
   weights = sum(x.size for x in jax.tree.leaves(param_shapes(cfg)))
   if not cfg.tie_embeddings:
@@ -145,7 +146,7 @@ def window_step(cfg: ModelConfig, rows: int, length: int) -> tuple[float, float]
   draw = jax.jit(lambda key, x: jax.random.normal(key, x.shape, x.dtype))
   cache = jax.tree.map(lambda x: draw(next(keys), x), cache)
   table_BC = jnp.arange(rows * blocks, dtype=jnp.int32).reshape(rows, blocks)
-  # --- Slots within their trajectories.
+  # --- Slots in the middle of their trajectories.
   zero_B = jnp.zeros(rows, jnp.int32)
   state = sampler.SamplerState(
     length_B=zero_B + length,
@@ -303,7 +304,7 @@ def compile_stage(figures: Figures, torch: str, sizes: list[str]) -> None:
 
 
 def correct(figures: Figures, torch: str, sizes: list[str]) -> None:
-  """tests/test_gpu.py, test by test."""
+  """Runs tests/test_gpu.py; one row per test."""
   with tempfile.TemporaryDirectory() as folder:
     report = os.path.join(folder, "report.xml")
     command = [sys.executable, "-m", "pytest", "-n", "0", f"--junitxml={report}"]

@@ -1,8 +1,8 @@
-"""Absent GPUs for XLA's CUDA compiler.
+"""Describes absent GPUs to XLA's CUDA compiler.
 
   pip install 'jax[cuda13]'   (the compiler; it needs neither a GPU nor a driver)
 
-Without a GPU XLA does not autotune kernels: its programs use its first choices.
+Without a GPU, XLA does not autotune kernels: programs use its first choices.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 from jax.experimental import topologies
 
 _A_HOST = 8  # GPUs
-# XLA's facts on a GPU (GpuTargetConfigProto). Source: NVIDIA's
-# CUDA programming guide, compute capability 9.0, and both data sheets.
+# XLA's facts about a GPU (GpuTargetConfigProto). Sources: NVIDIA's CUDA programming
+# guide, compute capability 9.0, and both data sheets.
 _HOPPER = """
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 }}
@@ -53,10 +53,10 @@ _TARGETS = {
 
 
 def read_gpus(text: str) -> tuple[str, int] | None:
-  """Reads h100:8, a kind and a number; None for any other text.
+  """Reads a kind and a number, as in h100:8; None for any other text.
 
   Raises:
-    ValueError: the number is neither within a host nor whole hosts.
+    ValueError: the GPUs are neither within one host nor whole hosts.
   """
   match = re.fullmatch(rf"({'|'.join(_TARGETS)}):(\d+)", text)
   if not match:
@@ -70,7 +70,7 @@ def read_gpus(text: str) -> tuple[str, int] | None:
 
 
 def gpus(kind: str, count: int) -> list[jax.Device]:
-  """Returns a number of GPUs in hosts of eight, for the compiler."""
+  """Returns `count` GPUs, in hosts with eight each, for the compiler."""
   if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
     raise ValueError("this needs the compiler for GPUs: pip install 'jax[cuda13]'")
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver

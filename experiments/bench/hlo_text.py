@@ -1,4 +1,4 @@
-"""A compiled program's instructions and collectives, read from its HLO text.
+"""Reads a compiled program's instructions and collectives from its HLO text.
 
 XLA's figures count a loop's body once; here each instruction counts as often as the
 loops around it run.
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective of a compiled program.
+  """One collective in a compiled program.
 
   Attributes:
     kind: HLO's name; an all-reduce whose fusion keeps a slice is a reduce-scatter.
@@ -25,8 +25,8 @@ class Collective:
     ways: devices per group.
     origin: the operation in the model.
     overlapped: whether other work runs between its start and end.
-    between_slices: whether it uses the network between TPU slices; each of a group's
-      devices is on another slice.
+    between_slices: whether the collective uses the network between TPU slices; each
+      device in a group is on a different slice.
   """
 
   kind: str
@@ -87,10 +87,10 @@ def group_size(line: str, devices: int) -> int:
 
 
 def computations(text: str) -> tuple[dict[str, list[str]], str]:
-  """The instructions of each computation of an HLO module, and the entry's name."""
+  """Returns an HLO module's instructions per computation, and the entry's name."""
   out: dict[str, list[str]] = {}
   entry = ""
-  name = ""  # the line's computation; "" between two
+  name = ""  # the current computation; "" between two
   for line in text.splitlines():
     if head := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
       name = head[2]
@@ -105,12 +105,12 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def trips(line: str, condition: list[str], body: list[str]) -> int | None:
-  """A while instruction's number of trips; None if only the run knows.
+  """Returns a while instruction's trip count; None if only the run knows.
 
-  The counter starts at 0, ends at the condition's constant, and grows by the body's
-  constant (2 if unrolled); or the compiler wrote the number down.
+  Either the compiler wrote the count down, or the counter starts at 0, ends at the
+  condition's constant, and grows by the body's constant (2 if unrolled).
   """
-  # --- The compiler wrote it down.
+  # --- The compiler wrote the count down.
   if known := re.search(r"known_trip_count\W+n\W+(\d+)", line):
     return int(known[1])
 
@@ -124,7 +124,7 @@ def trips(line: str, condition: list[str], body: list[str]) -> int | None:
   if most is None:
     return None
 
-  # --- Its increment: the body returns the counter in a tuple.
+  # --- The counter's increment: the body returns the counter in a tuple.
   counter = re.search(r"index=(\d+)", _defining(condition, compared[1]))
   parts = re.search(r" tuple\((.*?)\)", _without_braces(_root(body)))
   if not counter or not parts:
@@ -164,13 +164,13 @@ def instructions(
   """Yields every executed instruction with its count, loop and computation.
 
   Args:
-    text: a compiled HLO module's.
+    text: the compiled HLO module's text.
     turns: trip counts only the run knows, outermost loop first; the last holds for all
-      loops further inside. The longest branch of a conditional counts.
+      loops further inside. A conditional counts its longest branch.
 
   Yields:
-    Its count; its loop body, branch or entry; its computation (another one inside a
-    fusion); its line.
+    The count; the loop body, branch or entry; the computation (a different one inside a
+    fusion); the line.
   """
   bodies, entry = computations(text)
 
@@ -206,7 +206,7 @@ def instructions(
 def collectives(
   text: str, devices: int, turns: Sequence[int] = (1,)
 ) -> list[Collective]:
-  """A compiled program's collectives, most bytes first.
+  """Returns a compiled program's collectives, most bytes first.
 
   `turns` as in `instructions`.
   """
@@ -217,7 +217,7 @@ def collectives(
     chained.update(set(re.findall(r"channel_id=(\d+)", "\n".join(lines))))
   out: dict[Any, Collective] = {}
   for count, owner, name, line in instructions(text, turns):
-    # --- Is it a collective? An asynchronous one counts at its start.
+    # --- Is it a collective? Asynchronous collectives count at their start.
     parts = _INSTRUCTION.search(_without_braces(line))
     if not parts:
       continue
@@ -248,7 +248,7 @@ def collectives(
       identity = channel[1]
     origin = re.search(r'op_name="([^"]*)"|$', line)[1] or ""
     overlapped = chained[identity] > 1 or _is_overlapped(bodies[name], line)
-    for caller in bodies[owner]:  # another core does it in parallel
+    for caller in bodies[owner]:  # another core runs the call in parallel
       if f"to_apply=%{name}," in caller:
         overlapped |= _is_overlapped(bodies[owner], caller)
     collective = Collective(kind, count, size, ways, origin, overlapped)
@@ -257,15 +257,15 @@ def collectives(
 
 
 def _between_slices(line: str, shape: str, count: int) -> Collective | None:
-  """Transfers between slices: the compiler has the host send them."""
+  """Reads a transfer between slices, which the host sends; else None."""
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', line)
   if " send(" not in line or kind is None:
     return None
   kind = kind[1].lower().replace("_", "-")
   if kind == "one-to-one":
     kind = "collective-permute"
-  size = array_bytes(shape)[0]  # of (data, context, token)
-  # The slices by their numbers; 1:4 is from 1 to 4. A permutation names its pairs.
+  size = array_bytes(shape)[0]  # the type is (data, context, token)
+  # The slices' numbers; 1:4 means 1 to 4. A permutation names pairs instead.
   ways = 0
   numbers = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', line)
   for part in numbers[1].split(",") if numbers else ():

@@ -1,4 +1,4 @@
-"""Memory traffic and matrix work of a compiled program, from its HLO text.
+"""Reads a compiled program's memory traffic and matrix work from its HLO text.
 
 Each instruction counts as often as the loops around it run. Not counted: kernels'
 arithmetic and repeated reads, which the text lacks, and arrays on the chip (memory
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.bench.hlo_text import array_bytes, computations, instructions
 
-# Names and tuples without traffic; loops, whose bodies are counted; ends of operations
-# counted at their start.
+# Without traffic: names, tuples and barriers; loops and branches, because their bodies
+# are counted.
 _FREE = {
   "bitcast",
   "conditional",
@@ -40,14 +40,14 @@ class Work:
   Attributes:
     moved: bytes read from and written to HBM, kernels included.
     copied: bytes of large arrays copied or transposed whole.
-    copies: their number.
+    copies: number of these copies.
     sorted: bytes of sorted arrays.
-    sorts: their number.
+    sorts: number of sorts.
     kernels: kernel calls.
     kernels_moved: the kernels' part of `moved`: operands and results once; for a page
       pool, the caller's figure.
     product_cycles: the compiler's estimate for matrix products and their fusions.
-    other_cycles: its estimate for the rest, without collectives and kernels.
+    other_cycles: the compiler's estimate for the rest, without collectives and kernels.
   """
 
   moved: float = 0
@@ -63,7 +63,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """One operation of a program's source.
+  """One operation in a program's source.
 
   Attributes:
     origin: JAX's name for the model's code; "" if the compiler made it.
@@ -102,9 +102,9 @@ def work(
   """Sums a program's traffic, kernels and cycles.
 
   Args:
-    text: of the compiled HLO module.
+    text: the compiled HLO module's text.
     turns: as in `instructions`.
-    large: minimum bytes of a copied array that counts; 0 for none.
+    large: minimum bytes for a counted copy; 0 counts none.
     units: divisor of all sums.
     pool_read: bytes a kernel reads from a large operand.
   """
@@ -173,11 +173,11 @@ def _running(
 ]:
   """Yields the instructions outside fusions.
 
-  Those inside do not access memory, and a fusion's estimate covers them.
+  Instructions inside a fusion do not access memory, and its estimate covers them.
 
   Yields:
-    Its number of runs, the instructions around it, itself, and a fusion's inner
-    instructions.
+    The number of runs, the surrounding instructions, the instruction, and a fusion's
+    inner instructions.
   """
   module = {name: _parsed(lines) for name, lines in computations(text)[0].items()}
   for count, owner, name, line in instructions(text, turns):
@@ -204,7 +204,7 @@ def _parsed(lines: Sequence[str]) -> dict[str, _Instruction]:
   out = {}
   for line in lines:
     if found := _DEFINITION.match(line):
-      # Operands end where attributes begin; types inside them have brackets.
+      # Operands end where attributes begin; operands' types have parentheses.
       depth, end = 1, 0
       rest = found[4]
       while end < len(rest) and depth:
@@ -221,7 +221,7 @@ def _called(line: str) -> str:
 
 
 def _hbm_bytes(kind: str) -> list[int]:
-  """Bytes of each array of a type that is in HBM."""
+  """Bytes of each HBM array in a type's text."""
   arrays = re.findall(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?", kind)
   out = []
   for array in arrays:
@@ -253,7 +253,7 @@ def _moved(
     written = x.operands[1 if operation == "dynamic-update-slice" else -1]
     return 2 * sum(_hbm_bytes(around[written].kind)) if written in around else 0
 
-  # --- Bytes written, and bytes read by the fusion's use of each operand.
+  # --- Bytes written, and bytes a fusion reads from each operand.
   read = 0
   for number, name in enumerate(x.operands):
     if name in around:

@@ -1,9 +1,9 @@
-"""Paged against dense caches: the real scheduler on a simulated device.
+"""Compares paged and dense caches: the real scheduler on a simulated device.
 
   python -m experiments.bench.pages [--quick] [--out=FILE.json]
     [--trajectories=runs/rl/trajectories/step_000000.jsonl]
 
-Trajectories resemble agents': lengths are log-normal with mean 8k and maximum 32k
+Trajectories resemble an agent's: lengths are log-normal with mean 8k and maximum 32k
 tokens; a group of 8 shares its prompt; a turn samples 200 tokens, then a tool returns
 300. Tool times are drawn from a run's recorded calls (--trajectories), otherwise
 log-normally (median 1 s, one in twenty above 10 s).
@@ -17,8 +17,9 @@ measurement ends when the last trajectory gets a slot. Contestants are
   dense   rows of 32k tokens that fill the memory, each read up to the longest
           trajectory, rounded up to a power of two
 
-so their ratio compares floors, not measured times. A hybrid has as many slots as its
-states and MEAN tokens of each fit, and a step reads and writes its slots' states.
+so their ratio compares floors, not measured times. A hybrid's `pages` have as many
+slots as fit with their states and MEAN tokens each; a step reads and writes the active
+slots' states.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ WINDOW = 32
 
 
 def _define_flags() -> None:
-  # Not on import: other programs have equal flags, and tests import both.
+  # Not at import: other programs define the same flags, and tests import both.
   flags.DEFINE_string("trajectories", "", "Tool times are drawn from this file.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-  """A decoding group of chips.
+  """A group of chips that decodes together.
 
-  `held` are GB per chip used by the learner.
+  `held`: GB per chip that the learner uses.
   """
 
   model: str
@@ -71,8 +72,8 @@ class Replica:
   held: float
 
 
-# held: AdamW's float32 state over 16 chips, v5p:2x2x4 and v6e:4x4; 16 bytes for each of
-# the model's parameters, in billions.
+# held: AdamW's float32 state over 16 chips, v5p:2x2x4 and v6e:4x4: 16 bytes for each
+# parameter; parameters in billions.
 CASES = {
   "qwen2.5-7b v5p": Replica("qwen2.5-7b", "v5p", 4, 16 * 7.6 / 16),
   "qwen3-8b v6e": Replica("qwen3-8b", "v6e", 4, 16 * 8.2 / 16),
@@ -136,7 +137,7 @@ class Turns(Episode):
 
 
 class Device:
-  """Replaces the sampler's programs: seconds from a chip's arithmetic and traffic.
+  """Replaces the sampler's programs; their seconds follow from arithmetic and traffic.
 
   `live` has (seconds, trajectories in memory) per window.
   """
@@ -224,9 +225,9 @@ def simulate(
 ) -> dict[str, Any]:
   """Plays trajectories of `lengths` tokens, with tool times drawn from `seconds`.
 
-  Returns a row of the table; `dense` rows are contiguous, without pages.
+  Returns a table row. `dense` cache rows are contiguous, without pages.
   """
-  # --- Memory without the learner, weights and logits.
+  # --- The memory that the learner, weights and logits leave.
   model = variant(case.model, dtype="bfloat16")
   clock = Clock()
   device = Device(model, case, clock, dense)
@@ -241,7 +242,7 @@ def simulate(
   pages = int(room / (caching.PAGE_SIZE * device.token))
   config = RolloutConfig(slots=slots, window=WINDOW, max_len=LONGEST)
 
-  # --- Rounds until no free slot is refilled.
+  # --- Rounds until the last trajectory gets a slot.
   automaton = Automaton(
     np.zeros(8, int), np.zeros((1, 1), int), np.zeros((1, 1), int), ()
   )
@@ -277,7 +278,7 @@ def simulate(
 
 def run() -> dict[str, Any]:
   """Runs the selected cases; returns the table and the ratios."""
-  # --- Agents' lengths and tool times, drawn or recorded.
+  # --- Drawn lengths; drawn or recorded tool times.
   rng = np.random.default_rng(0)
   count = 512 if bench.QUICK.value else 4096
   lengths = MEAN * np.exp(rng.normal(-0.5 * 0.8**2, 0.8, count))
@@ -290,7 +291,7 @@ def run() -> dict[str, Any]:
       raise ValueError(f"--trajectories={file}: no trajectory in it calls a tool")
     seconds = np.array(calls)
 
-  # --- Both, on every replica.
+  # --- Both contestants, on every replica.
   rows = []
   ratios = {}
   for name, case in bench.chosen(CASES).items():

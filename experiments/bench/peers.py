@@ -1,8 +1,8 @@
 """A benchmark's contestants: interleaved processes, peers under their own Python.
 
-A benchmark keeps one `Worker` per contestant and sends it a JSON line per turn; the
-worker runs `PYTHON -m MODULE NAME FOLDER`, which ends in `serve`, and answers with a
-line. A peer's interpreter imports this file too, so it uses only the standard library.
+A benchmark keeps one `Worker` per contestant and sends it a JSON line per turn. The
+worker's process, `PYTHON -m MODULE NAME FOLDER`, ends in `serve` and answers with a
+line. Peers' interpreters import this file too, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PEERS = {
 }
 
 Answer = dict[str, Any]
-# Fields of a line -> the answer without the time.
+# A request's fields -> the answer without the time.
 Turn = Callable[..., Answer]
 Turns = dict[str, list[Answer]]  # by contestant
 
@@ -73,7 +73,7 @@ def serve(
 
 
 def own_peak_mb() -> float:
-  """ru_maxrss of this process in MiB."""
+  """This process's ru_maxrss in MiB."""
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -91,7 +91,7 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
 
 
 def available(pythons: Mapping[str, str]) -> dict[str, str]:
-  """Returns usable interpreters of peers; prints a remedy for others."""
+  """Returns the usable peers' interpreters; prints a remedy for other peers."""
   out = {}
   for name, python in pythons.items():
     modules, packages = PEERS[name]
@@ -145,10 +145,10 @@ class Worker:
     env: Mapping[str, str] | None = None,
     checkout: pathlib.Path = ROOT,
   ):
-    """Starts it, in an environment if not ours, and waits for its model.
+    """Starts the process, with our environment if `env` is None; waits for its model.
 
-    It runs a checkout's code, by default this one's; an older checkout uses this
-    benchmark's module.
+    The worker runs `checkout`'s code. An older checkout without `module` runs this
+    checkout's file.
     """
     self.name = name
     self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
@@ -197,7 +197,7 @@ class Worker:
 
 
 def allocator() -> dict[str, str]:
-  """The environment from `launch.prepare`, for processes without it."""
+  """The environment that `launch.prepare` sets, for processes that do not call it."""
   return {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_ARENA_MAX": "1",
@@ -218,11 +218,11 @@ def contestants(
 
   Args:
     module: a contestant's program.
-    job: the input of `writer` and contestants.
+    job: the input for `writer` and the contestants.
     pythons: the peers' interpreters; for `BEFORE` a checkout.
     writer: a module with `write_work(folder)`, which writes the model folder and other
       inputs.
-    gpu: whether they may share a GPU.
+    gpu: whether the contestants may share a GPU.
   """
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
   if gpu:
@@ -246,7 +246,7 @@ def start_worker(
   python: str,
   env: Mapping[str, str] | None = None,
 ) -> Worker:
-  """Starts a contestant from `available`; for `BEFORE` from a checkout."""
+  """Starts a contestant under `python`, which for `BEFORE` is a checkout."""
   if who == BEFORE:
     return Worker("ours", folder, module, env=env, checkout=pathlib.Path(python))
   return Worker(who, folder, module, python, env)
@@ -289,7 +289,7 @@ def median(turns: Sequence[Answer], figure: str = "seconds") -> float:
 
 
 def rates(turns: Sequence[Answer], tokens: int) -> dict[str, float]:
-  """A contestant's tokens per second over its turns of `tokens` tokens, and its costs.
+  """A contestant's tokens per second and costs; every turn has `tokens` tokens.
 
   `cores` is the median ratio of processor to wall time.
   """

@@ -43,7 +43,7 @@ def _is_regex(pattern: str) -> bool:
 
 
 def chosen(cases: Mapping[str, T]) -> dict[str, T]:
-  """The cases matching --cases; with --quick the first one."""
+  """The cases that match --cases; with --quick only the first."""
   out = {name: case for name, case in cases.items() if re.search(CASES.value, name)}
   if not out:
     raise ValueError(f"--cases={CASES.value!r} finds none of: {', '.join(cases)}")
@@ -62,7 +62,7 @@ def rounds() -> int:
 def available(*names: str) -> dict[str, str]:
   """Returns the usable peers' interpreters (see `peers.available`).
 
-  With --before also its checkout, under that name.
+  With --before also that checkout, under "before".
 
   Raises:
     ValueError: --before is not a checkout of this repository.
@@ -112,7 +112,7 @@ def ratios(
 
 
 def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
-  """RL's config on a finished quickstart's world, from its SFT model."""
+  """RL's config for a finished quickstart's world and SFT model."""
   # --- The SFT model, every run's start.
   model = os.path.join(folder, "sft", "model")
   world = os.path.join(folder, "world")

@@ -1,17 +1,17 @@
-"""Steps of agentic GRPO with tools, against google-tunix's agentic GRPO learner.
+"""Compares our agentic GRPO steps with google-tunix's agentic GRPO learner.
 
   python -m experiments.bench.rl [--quick] [--out=FILE.json] [--rounds=3]
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
 
-A step: 8 prompts with 64 tokens, 4 trajectories each. A trajectory has four 64-token
+A step has 8 prompts with 64 tokens, 4 trajectories each. A trajectory has four 64-token
 turns and three calls between them, which take 100 to 300 ms (or no time) and return 48
-tokens. Every other trajectory in a group has reward 1, the others 0; then one update
-(token mean, no KL, clip 0.2, AdamW, micro-batches with 8 rows).
+tokens. Every other trajectory in a group has reward 1, the others 0. One update (token
+mean, no KL, clip 0.2, AdamW, micro-batches with 8 rows) ends the step.
 
-All start from one Hugging Face folder with random weights and play the same tasks with
-the same latencies. Decoding is greedy and only length ends a turn, so all should sample
-the same tokens: in the second step, after an update, the last turn's first 16 tokens
-must agree in 9 of 10 trajectories, or nothing is reported. The contestants are
+All contestants load one Hugging Face folder with random weights and play the same tasks
+with the same latencies. Decoding is greedy and only length ends a turn, so all should
+sample the same tokens: in the second step, after an update, the last turn's first 16
+tokens must agree in 9 of 10 trajectories, or nothing is reported. The contestants are
 interleaved processes, one step at a time, after two steps to compile.
 
 * ours: the scheduler and `PolicyUpdate` as in `rl.run`, one device per core. Both sides
@@ -19,10 +19,10 @@ interleaved processes, one step at a time, after two steps to compile.
 * tunix: `tunix.rl.agentic.agentic_grpo_learner.GRPOLearner` with its only CPU sampler
   ("vanilla"). Threads call the sampler for each trajectory separately, and every turn
   prefills all earlier tokens. Its metrics need another forward pass per trajectory.
-* tunix in step: the same learner, with all trajectories' turns batched by us in one
-  sampler call: the best its parts can do.
+* tunix in step: the same learner, but we batch all trajectories' turns in one sampler
+  call: the best that tunix's parts can do.
 
-Our seconds are by phase. tunix's `learn` is `update_actor`, and `other` the rest, which
+Our seconds are per phase. tunix's `learn` is `update_actor`; `other` is the rest, which
 overlaps in threads: sampling, tools, scoring.
 """
 
@@ -45,7 +45,7 @@ _AGREE = 0.9  # fraction of trajectories
 
 
 def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
-  """Refuses contestants with other tokens than ours before or after an update."""
+  """Refuses contestants with other tokens than ours in over a tenth of trajectories."""
   for name, theirs in first.items():
     pairs = list(zip(first["ours"], theirs, strict=True))
     same = sum(list(a) == list(b) for a, b in pairs)
@@ -64,9 +64,10 @@ def measure(
   prompts: int = PROMPTS,
   new: int = NEW,
 ) -> list[dict[str, Any]]:
-  """Rows of the table, one per contestant at one size, ours first.
+  """Measures one size; returns a table row per latency and contestant, ours first.
 
-  Args as for `agentic.measure`, in float32; `rounds` are steps, `prompts` their groups.
+  Args as for `agentic.measure`, in float32; `rounds` are steps, `prompts` are groups
+  per step.
   """
   job = trajectory_job(model, "float32", new)
   job |= {"prompts": prompts, "samples": SAMPLES}
@@ -74,7 +75,7 @@ def measure(
   rows = []
   with peers.contestants("experiments.bench.rl_work", job, pythons) as workers:
     for latency in latencies:
-      # --- Interleaved steps. Later, rounding lets weights diverge.
+      # --- Interleaved steps. Later, rounding lets weights diverge, so no check.
       check = None if rows else check_tokens
       turns = peers.warm_turns(workers, rounds, check, steps=1, latency=latency)
 
@@ -129,7 +130,7 @@ def run() -> dict[str, Any]:
       size = "1M"
     model = SIZES[size].model
     rows += measure(size, model, pythons, latencies, bench.rounds(), **small)
-  # Processor time also compares on a loaded machine, but excludes waiting.
+  # Processor time is comparable on a loaded machine, too, but excludes waiting.
   figures = ("trajectories_per_second", "trajectories_per_cpu_second")
   return {"table": rows, "ratios": bench.ratios(rows, ["size", "tools"], figures)}
 

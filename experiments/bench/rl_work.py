@@ -1,4 +1,4 @@
-"""The contestants of `bench.rl`: agentic GRPO steps on the same work.
+"""Contestants for `bench.rl`: agentic GRPO steps on the same work.
 
   PYTHON -m experiments.bench.rl_work CONTESTANT FOLDER   (bench.rl starts it)
 
@@ -24,20 +24,20 @@ from experiments.bench import rollout_work as plain
 from experiments.bench.peers import Turn, serve
 from experiments.bench.train_work import tunix_config, tunix_optimizer
 
-# AdamW's, and the gradients' clipping norm.
+# AdamW's settings and the gradient clipping norm.
 _LR = 1e-5
 _DECAY = 0.1
 _B2 = 0.95
 _CLIP = 1.0
 _ROWS = 8  # per micro-batch, for all
 
-# (steps, whether tools take time) -> ids of the last step's trajectories, and seconds
-# by phase.
+# (steps, whether tools take time) -> every trajectory's last-turn ids in the last step,
+# and seconds by phase.
 Steps = Callable[[int, bool], tuple[list[list[int]], dict[str, float]]]
 
 
 def make_plan(job: dict[str, Any], latency: bool) -> agentic.TrajectoryPlan:
-  """Groups of trajectories, one prompt per group; observations differ.
+  """Plans trajectory groups: one prompt per group, different observations.
 
   No id is 0, the peer's padding.
   """
@@ -52,12 +52,12 @@ def make_plan(job: dict[str, Any], latency: bool) -> agentic.TrajectoryPlan:
 
 
 def reward(trajectory: int) -> float:
-  """Every other sample in a group is right."""
+  """Returns 1 for every other sample in a group, else 0."""
   return float(trajectory % 2)
 
 
 def _our_learner(model: Any, job: dict[str, Any]) -> Any:
-  """The policy's update, on a number of devices that divides a step's trajectories."""
+  """The policy update, on all devices if these divide the trajectories, else on one."""
   import jax
 
   from coa_jax.learner.algorithms import BatchConfig, LossConfig
@@ -141,7 +141,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
 
     # --- Time by phase; rollout time without a phase is the host's.
     phases = engine.timings.since(before)
-    del phases["idle"]  # while it learns
+    del phases["idle"]  # while the learner works
     other_s = rollout_s - sum(phases.values())
     phases |= {"learn": learn_s, "other": other_s}
     return [e.new[-1] for e in episodes], phases
@@ -149,14 +149,14 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   return steps
 
 
-# tunix reads and writes text. Id 0 pads; the end is outside every vocabulary.
+# tunix reads and writes text. Id 0 pads; the end id is outside every vocabulary.
 _NUMBERS = plain.NumberTokenizer(end=1 << 30, pad=0)
 
 
 class _StepState:
-  """The learner threads' input and output.
+  """The input and output of tunix's learner threads.
 
-  `last` has ids of each trajectory's last turn, `learn` seconds in the trainer.
+  `last` has each trajectory's last-turn ids; `learn` has the trainer's seconds.
   """
 
   def __init__(self, trajectories: int):
@@ -180,10 +180,10 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
   """tunix's agentic GRPO learner over its Qwen3 and its own ("vanilla") sampler.
 
   Args:
-    folder: has the model's folder.
+    folder: contains the model folder.
     job: the work; see `bench.rl.measure`.
-    in_step: whether all trajectories' turns are batched in one sampler call; the
-      learner itself calls it per trajectory.
+    in_step: whether one sampler call batches all trajectories' turns; the learner
+      itself calls the sampler per trajectory.
   """
   import jax
   from flax import nnx
@@ -194,12 +194,12 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
   cluster.update_actor = step.timed(cluster.update_actor)
   learner = _learner(cluster, job, _environment(job, step), in_step)
 
-  # --- It trains in its own thread, which waits between turns.
+  # --- The learner trains in a separate thread, which waits between turns.
   requests: queue.Queue[int] = queue.Queue()  # steps to make
   endings: queue.Queue[BaseException | None] = queue.Queue()  # None: done
 
   def batches() -> Iterator[dict[str, Any]]:
-    """The learner takes a batch after its last step, and waits here."""
+    """Yields a turn's batches; the learner waits here for the next turn."""
     while True:
       for _ in range(requests.get()):
         texts = [" ".join(map(str, p)) for p in step.plan.prompts[:: job["samples"]]]
@@ -270,7 +270,7 @@ def _cluster(folder: str, job: dict[str, Any]) -> Any:
 
 
 def _response(job: dict[str, Any]) -> int:
-  """One more than sampled; otherwise the learner drops the last turn as too long."""
+  """One token more than sampled, or the learner drops the last turn as too long."""
   return job["length"] - job["prompt"] + 1
 
 
@@ -305,7 +305,7 @@ def _environment(job: dict[str, Any], step: _StepState) -> type:
 def _learner(
   cluster: Any, job: dict[str, Any], environment: type, in_step: bool
 ) -> Any:
-  """Its agentic learner, with fixed-length turns."""
+  """tunix's agentic learner, with fixed-length turns."""
   from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig, GRPOLearner
 
   size = job["prompts"] * job["samples"]
@@ -314,7 +314,7 @@ def _learner(
   )
 
   class FixedTurnsLearner(GRPOLearner):
-    """Turns have a fixed length."""
+    """Samples fixed-length turns; with `in_step` batches the sampler calls."""
 
     def _model_call(self, chat_lists: Any, env: Any = None, **unused: Any) -> Any:
       if not in_step:
@@ -349,7 +349,7 @@ class BatchedCalls:
   """Batches several threads' calls into one, once all of them wait."""
 
   def __init__(self, size: int, generate: Callable[[list[str]], Any]):
-    """Args: the number of threads; a function to continue a list of prompts."""
+    """Args: the number of threads; a function that continues a list of prompts."""
     self._generate = generate
     self._texts = [""] * size
     self._indices = itertools.count()  # one per waiting thread

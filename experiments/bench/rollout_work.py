@@ -1,4 +1,4 @@
-"""The contestants of `bench.rollout`: greedy generation from the same prompts.
+"""Contestants for `bench.rollout`: greedy generation from the same prompts.
 
   PYTHON -m experiments.bench.rollout_work CONTESTANT FOLDER  (bench.rollout starts it)
 
@@ -19,7 +19,7 @@ from experiments.bench.train_work import architecture, tunix_config
 
 MODEL = "model"  # in the contestants' folder
 
-# (prompts, number of new tokens) -> the new ids of each.
+# (prompts, number of new tokens) -> each prompt's new ids.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
@@ -30,7 +30,7 @@ def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[lis
 
 
 def write_work(folder: str) -> None:
-  """Writes all contestants' model folder, with random weights, by the job there."""
+  """Writes the contestants' model folder with random weights, as the job says."""
   from coa_jax.model.hf.io import save_model
   from coa_jax.model.transformer import init_params
 
@@ -57,7 +57,7 @@ def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def endless(vocab_size: int) -> Any:
-  """An automaton of one state, which no token leaves."""
+  """A one-state automaton: no token leaves the state."""
   from coa_jax.protocol.grammar.automaton import Automaton
 
   stay = np.zeros((1, 1), np.int32)
@@ -67,10 +67,10 @@ def endless(vocab_size: int) -> Any:
 def our_engine(
   model: Any, params: Any, automaton: Any, rows: int, **config: int
 ) -> tuple[Any, Any]:
-  """Returns an engine and its parameters, on a number of devices that divides `rows`.
+  """Returns an engine and its parameters, on a device count that divides `rows`.
 
   Args:
-    model, params, automaton: of `our_model`.
+    model, params, automaton: from `our_model`.
     rows: sequences decoded together, on all devices.
     **config: fields of RolloutConfig except `slots`.
   """
@@ -145,13 +145,13 @@ class GreedyEpisode:
     new: int,
     tools: Sequence[Callable[[], Any]] = (),
   ):
-    """Args: `new`: tokens of a turn; `tools`: start a call, whose future gives ids."""
+    """Args: `new`: tokens per turn; `tools`: each starts a call for a future of ids."""
     self.sequence = sequence
     self.prompt = prompt
     self.tools = list(tools)
     self.turn = new
     self.limit = len(prompt) + new
-    self.new: list[list[int]] = []  # ids of every turn
+    self.new: list[list[int]] = []  # ids per turn
 
   def start(self) -> list[int]:
     return self.prompt
@@ -180,7 +180,7 @@ class GreedyEpisode:
 def vllm_engine(folder: str, job: dict[str, Any], **options: Any) -> Any:
   """vLLM's offline engine, without text."""
   os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-  # By default it leaves a core to its scheduler: of two, one would compute.
+  # By default vLLM keeps a core for its scheduler: only one of two would compute.
   os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
   import vllm
 
@@ -203,7 +203,7 @@ def vllm_sampling(new: int) -> Any:
 
 
 def vllm(folder: str, job: dict[str, Any]) -> Generate:
-  """vLLM, all prompts at once; none is asked twice, so without a prefix cache."""
+  """vLLM, all prompts at once, without a prefix cache: turns repeat their prompts."""
   os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4" if job["uneven"] else "1"  # GiB
   engine = vllm_engine(
     folder,
@@ -225,7 +225,7 @@ def vllm_continue(
 
 
 class NumberTokenizer:
-  """A tokenizer of ids as numbers, for tunix; no sequence has `end` or `pad`."""
+  """Writes ids as numbers, for tunix; no sequence contains `end` or `pad`."""
 
   def __init__(self, end: int, pad: int):
     self.end = end
@@ -263,7 +263,7 @@ def tunix_engine(folder: str, job: dict[str, Any], size: int) -> Any:
     num_kv_heads=config.num_kv_heads,
     head_dim=config.head_dim,
   )
-  # No token is the end or padding, so that every sequence has its full length.
+  # No token is the end or padding, so every sequence gets its full length.
   past = config.vocab_size + 1
   return sampler.Sampler(model, NumberTokenizer(past, past), cache)
 
@@ -271,7 +271,7 @@ def tunix_engine(folder: str, job: dict[str, Any], size: int) -> Any:
 def tunix_generate(
   engine: Any, prompt_ids: list[list[int]], new: int
 ) -> list[list[int]]:
-  """Continues every prompt; shorter ones are padded to the longest."""
+  """Continues every prompt, padded to the longest prompt."""
   texts = [" ".join(map(str, ids)) for ids in prompt_ids]
   longest = max(map(len, prompt_ids))
   out = engine(texts, max_generation_steps=new, max_prompt_length=longest)
@@ -321,7 +321,7 @@ def uneven_lengths(count: int, longest: int) -> list[int]:
 
 
 def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
-  """A contestant's turn: {"batch": B} prompts are continued."""
+  """A contestant's turn: {"batch": B} continues B prompts."""
   if name == "ours":
     use_cores(job)
   generate = CONTESTANTS[name](folder, job)

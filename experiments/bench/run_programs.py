@@ -1,8 +1,8 @@
-"""The device programs of an RL run, made from its config for absent devices.
+"""Builds an RL run's device programs from its config, for absent devices.
 
-`make_run` builds the learner of a plan (`coa_jax.plan.rl`) over devices known only to
-the compiler; the plan refuses a run like `rl.run`. `programs` lists the run's programs.
-Lowering one gives every argument its shape and sharding, but no array.
+`make_run` builds a plan's learner (`coa_jax.plan.rl`) over devices known only to the
+compiler; the plan refuses the same runs as `rl.run`. `programs` lists the run's
+programs. Lowering a program gives every argument a shape and sharding, but no array.
 
 budget: one run, and each of its programs.
 """
@@ -39,7 +39,7 @@ from coa_jax.plan.rl import RLConfig, plan_rl
 from coa_jax.rollout import sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
 
-# States and classes of tokens of an automaton and of a grammar about as large as the
+# (States, token classes) for an automaton and a grammar about as large as the
 # protocol's: no tokenizer is read.
 _STOPS = (32, 16)
 _GRAMMAR = (256, 1024)
@@ -51,10 +51,10 @@ class Run:
 
   Attributes:
     cfg, decoder: the architecture in learning and in decoding.
-    learner, rollouts: the meshes of learning and of all decoding replicas.
+    learner, rollouts: the learner's mesh, and the mesh of all decoding replicas.
     replica: the mesh of the first host's first replica.
-    pages: pages of a replica's cache, by the free memory.
-    state, frozen: trained and frozen parameters, as shapes with shardings.
+    pages: cache pages per replica, by the free memory.
+    state, frozen: the train state and frozen parameters, as shapes with shardings.
   """
 
   settings: RLConfig
@@ -75,15 +75,15 @@ class Program:
 
   Attributes:
     name: learn, score, convert, gather, gather a layer, or a `DeviceCall` in words.
-    devices: their number.
-    turns: trips of loops whose number only the run knows, the outermost first.
+    devices: number of devices.
+    turns: trip counts that only the run knows, outermost loop first.
     units: the figures' divisor: a window's tokens, else 1.
     flops: the model's arithmetic.
-    needed: bytes that must be read or written.
-    beside: bytes in use besides its arguments.
-    large: bytes of a layer's keys, for large copies; 0 without a cache.
-    pool_read: bytes of a layer's keys and values that a kernel reads per call.
-    decides: whether it is the largest of its kind.
+    needed: bytes that the program must read or write.
+    beside: bytes of the run's other arrays meanwhile.
+    large: minimum bytes for a large copy, half a pool array; 0 without a cache.
+    pool_read: bytes that a kernel reads from a layer's pool array per call.
+    decides: whether the program is the largest of its kind.
   """
 
   name: str
@@ -112,10 +112,10 @@ def prepare() -> None:
 
 
 def devices_of(tpus: Slice, slices: int = 1) -> list[jax.Device]:
-  """Returns the compiler's devices for slices of one kind."""
-  os.environ.setdefault("LIBTPU_INIT_ARGS", PLAIN_RINGS)  # read with the first of them
+  """Returns the compiler's devices for equal slices."""
+  os.environ.setdefault("LIBTPU_INIT_ARGS", PLAIN_RINGS)  # read with the first devices
   options: dict[str, Any] = {}
-  if tpus.hosts == 1:  # else the compiler has hosts of 2 x 2 chips
+  if tpus.hosts == 1:  # by default the compiler has hosts of 2 x 2 chips
     sides = [int(side) for side in tpus.topology.split("x")]
     options["chips_per_host_bounds"] = (*sides, 1, 1)[:3]
   if slices > 1:
@@ -133,8 +133,8 @@ def make_run(
 ) -> Run:
   """Builds a run on absent devices, by its plan.
 
-  `hbm` are a device's bytes. `model`, a name in `variants.VARIANTS`, replaces the
-  folder `init`; `layers` is the number of layers, 0 for all.
+  `hbm` is a device's memory in bytes. `model`, a name in `variants.VARIANTS`, replaces
+  the folder `init`; `layers` is the number of layers, 0 for all.
   """
   # --- The model, and the plan.
   cfg = None
@@ -145,7 +145,7 @@ def make_run(
     cfg = dataclasses.replace(cfg, layers=layers)
   plan = plan_rl(settings, cfg, devices)
 
-  # --- What learns, as shapes.
+  # --- The train state and frozen parameters, as shapes.
   grammar = _grammar(plan.cfg) if settings.rollout.constrain else None
   update = plan.make_update(allowed=grammar)
   params = _placed(param_shapes(plan.cfg), plan.learner)
@@ -170,8 +170,8 @@ def make_run(
 
 def programs(run: Run, live: int) -> list[Program]:
   """Lists a run's programs; a slot holds `live` tokens on average."""
-  # --- What is resident beside. The caches and the decode parameters are freed before
-  # learning; with staleness they are not, and there are the parameters before, too.
+  # --- Resident arrays beside a program. Caches and decode parameters are freed before
+  # learning; with staleness both stay, and the previous decode parameters, too.
   view = device_bytes(decoding_params(run))
   calls = device_calls(run.settings.rollout, run.replica.platform, [run.pages])
   kept = device_bytes(run.state) + device_bytes(run.frozen)
@@ -183,7 +183,7 @@ def programs(run: Run, live: int) -> list[Program]:
     older = view
     rolling = 2 * view + device_bytes(_cache(run))
 
-  # --- Devices of rollouts alone hold nothing of the learner, and it nothing of theirs.
+  # --- Separate rollout devices hold no learner arrays, and the learner none of theirs.
   beside_learning = 0.0 if run.settings.mesh.rollout else rolling
   beside_decoding = older if run.settings.mesh.rollout else older + kept
 
@@ -191,7 +191,7 @@ def programs(run: Run, live: int) -> list[Program]:
   out = [_learning(run, name, beside_learning) for name in run.update.jitted]
   out += _handing_over(run, kept + beside_learning)
 
-  # --- Decoding, of every replica by itself.
+  # --- Decoding, per replica.
   deciding = _deciding(calls)
   for call in calls:
     flops, needed = _decoding_needs(run, call, live)
@@ -217,7 +217,7 @@ def programs(run: Run, live: int) -> list[Program]:
 
 
 def device_bytes(tree: Any) -> float:
-  """Bytes of arrays on each device, by their shapes and shardings."""
+  """Array bytes per device, by shapes and shardings, without offloaded arrays."""
   total = 0
   for x in jax.tree.leaves(tree):
     if x.sharding.memory_kind == "pinned_host":
@@ -227,7 +227,7 @@ def device_bytes(tree: Any) -> float:
 
 
 def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
-  """A layer's pages that a call's kernel reads; trips of its loop without a kernel."""
+  """Pages per layer that a call reads, and its loop's trips (1 with a kernel)."""
   page_size = cache.page_size(run.settings.rollout.max_len)
   if run.replica.platform == "tpu":
     page_bytes = device_bytes(_pools(run)[0]) // run.pages
@@ -241,20 +241,20 @@ def _pages_read(run: Run, call: DeviceCall, live: int) -> tuple[float, int]:
 
 
 def _deciding(calls: list[DeviceCall]) -> list[DeviceCall]:
-  """The largest cache's window, and its call with the most prefill tokens."""
+  """Picks the largest cache's window and longest prefill."""
   prefills = [call for call in calls if call.function == "prefill"]
   windows = [call for call in calls if call.function == "window"]
   return [prefills[-1], windows[-1]]
 
 
 def _learning(run: Run, name: str, rolling: float) -> Program:
-  """The step, or the scores before it for some losses."""
+  """The learner's step, or the scoring before the step that some losses need."""
   batch = run.settings.algo.batch
   state = device_bytes(run.state)
   tokens = batch.rows * batch.length / run.learner.mesh.size
-  # A row is one segment, whose tokens read half of it on average.
+  # A row is one segment; on average a token reads half the row.
   forward = tokens * _token_flops(run.cfg, batch.length / 2)
-  # In 2 bytes, whole but for `tensor`.
+  # 2 bytes per weight; only `tensor` splits them.
   weights = 2 * sum(products(run.cfg)) / run.learner.mesh.shape["tensor"]
   shared = dict(
     name=name,
@@ -278,10 +278,10 @@ def _learning(run: Run, name: str, rolling: float) -> Program:
 
 
 def _handing_over(run: Run, beside: float) -> list[Program]:
-  """The programs of `decode_params.decoding_views`: round, then gather by layers.
+  """Lists `decode_params.decoding_views`' programs: round, then gather by layers.
 
-  `beside` has the learner's bytes in use meanwhile, the policy's parameters included.
-  One device has nothing to gather.
+  `beside`: the learner's bytes meanwhile, policy parameters included. One device has
+  nothing to gather.
   """
   params = _policy(run)
   gathered = decode_params.decoding_shapes(run.decoder, run.rollouts)
@@ -289,7 +289,7 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
   converted = _with_sharding(gathered, run.learner.tree(gathered, narrow))
   shared = dict(devices=run.learner.mesh.size, turns=(1,), units=1, flops=0)
 
-  # --- Rounded, and as many arrays as layers; each stays on the devices it is on.
+  # --- Round parameters and unstack layers; all arrays stay on their devices.
   convert = decode_params.converter(run.decoder, run.learner.platform)
   out = [
     Program(
@@ -302,8 +302,8 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
   ]
   if run.learner.mesh.size == 1:
     return out
-  # --- Gathered: where rollouts have devices of their own, a layer after the other,
-  # until those have it.
+  # --- Gather. For separate rollout devices: one layer at a time, until these devices
+  # have the layer.
   if run.settings.mesh.rollout:
     layer = converted["layer_0"]
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer))
@@ -319,7 +319,7 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
     )
     return out
 
-  # --- Else first what is of no layer, whose parts stay, then layer after layer.
+  # --- Otherwise: first parameters outside layers, whose shards stay, then each layer.
   def rest(tree: dict[str, Any]) -> dict[str, Any]:
     return {k: x for k, x in tree.items() if not decode_params.is_layer(k)}
 
@@ -328,7 +328,7 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
     ("gather", "", rest(converted), rest(gathered), device_bytes(converted) - parts)
   ]
   for kind in dict.fromkeys(run.decoder.kinds):
-    # The last one of its kind: all others are there whole.
+    # As if last: all other layers are already whole.
     number = run.decoder.kinds.index(kind)
     before, after = converted[f"layer_{number}"], gathered[f"layer_{number}"]
     beside_layer = device_bytes(gathered) - device_bytes(after) + parts
@@ -351,10 +351,10 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
 
 
 def _decoding_needs(run: Run, call: DeviceCall, live: int) -> tuple[float, float]:
-  """A call's `flops` and `needed` on a chip of a replica; see `Program`."""
+  """A call's `flops` and `needed` per chip; see `Program`."""
   cfg = run.decoder
   chips = run.replica.mesh.size
-  # Of one token, in all layers; heads that the mesh does not split are on each chip.
+  # Cache bytes per token, all layers; every chip has heads that the mesh cannot split.
   position = cache.row_bytes(cfg, 1) / run.replica.ways("K")
   layers, head = products(cfg)
   if call.function == "window":
@@ -368,7 +368,7 @@ def _decoding_needs(run: Run, call: DeviceCall, live: int) -> tuple[float, float
 
 
 def _token_flops(cfg: ModelConfig, read: float) -> float:
-  """Arithmetic of a token's forward pass that reads `read` keys."""
+  """FLOPs for a token's forward pass that reads `read` keys."""
   layers = cfg.kinds.count("attention")
   out = 2 * sum(products(cfg)) + 4 * layers * cfg.heads * cfg.head_dim * read
   if cfg.delta:
@@ -377,12 +377,12 @@ def _token_flops(cfg: ModelConfig, read: float) -> float:
 
 
 def _policy(run: Run) -> Any:
-  """The policy's parameters in the learner."""
+  """The learner's policy parameters, as shapes with shardings."""
   return _placed(param_shapes(run.cfg), run.learner)
 
 
 def decoding_params(run: Run) -> Any:
-  """One replica's parameters."""
+  """One replica's decode parameters, as shapes with shardings."""
   shapes = decode_params.decoding_shapes(run.decoder, run.rollouts)
   narrow = bool(run.decoder.product_dtype)
   return _with_sharding(shapes, run.replica.tree(shapes, narrow))
@@ -406,7 +406,7 @@ def _cache(run: Run) -> KVCache:
 
 
 def _pools(run: Run) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """The arrays of one attention layer of the cache."""
+  """One attention layer's cache arrays."""
   return next(layer for layer in _cache(run).layers if layer)
 
 
@@ -423,8 +423,7 @@ def _lower_learning(run: Run, name: str) -> Any:
       return scores
     scored = list(scores.out_info)
 
-  # --- The step reads what the scores say, and what is made of them, for each of its
-  # micro-batches.
+  # --- In each micro-batch the step reads the scores and the columns made from them.
   if run.settings.algo.loss.has_critic:
     scored.append("return_BT")
   for column in ("loss_weight_BT", *scored):

@@ -2,15 +2,15 @@
 
   python -m experiments.bench.sandbox [--quick] [--cases=REGEX] [--out=FILE.json]
 
-Three programs (print, numpy, sympy), 1, 2, 8 and 64 callers, contestants interleaved in
-every round; our two back-ends have two slots each. The plain one starts an interpreter
-per program, like a harness without our code; bubblewrap and nsjail, if on PATH, start
-one behind similar walls. Every answer is checked. Ratios are the jail's runs per second
-with one caller over the plain process's: above 1 the jail is faster. Last, one
-session's cells in sequence.
+Three programs (print, numpy, sympy) run with 1, 2, 8 and 64 callers; every round
+interleaves the contestants. Our two back-ends, the jail and subprocess, have two slots
+each. The plain process starts an interpreter per program, like a harness without our
+code; bubblewrap and nsjail, if on PATH, start an interpreter behind similar walls.
+Every answer is checked. A ratio is the jail's runs per second with one caller over the
+plain process's: above 1 the jail is faster. Last, one session runs cells in sequence.
 
-Expect (two cores, alone): 2.7 for print, 10 for numpy, 25 for sympy; with --rounds=1
-two minutes, 64 callers of a plain sympy most of it.
+Expect these ratios (two cores, alone): 2.7 for print, 10 for numpy, 25 for sympy. With
+--rounds=1 expect two minutes, mostly for 64 callers of a plain sympy.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ CALLERS = (1, 2, 8, 64)
 _CELLS = 3000
 SLOTS = 2
 RATIOS = {"print": "executions", "numpy": "numpy", "sympy": "sympy"}
-_RUNS = {"jail": 128, "subprocess": 128}  # for all callers in a round; otherwise:
-_FEW = 16
+_RUNS = {"jail": 128, "subprocess": 128}  # runs per round, all callers together
+_FEW = 16  # for the other contestants
 _COLUMNS = {
   "program": "program",
   "callers": "callers",
@@ -62,7 +62,7 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 
 
 def _command(*command: str) -> Callable[[str], str]:
-  """Runs a program as a command's last argument."""
+  """Makes a function that runs a program as the command's last argument."""
 
   def run(program: str) -> str:
     return subprocess.run(
@@ -73,7 +73,7 @@ def _command(*command: str) -> Callable[[str], str]:
 
 
 def _readable() -> list[str]:
-  """Host paths for an interpreter with our packages."""
+  """Host paths that an interpreter with our packages needs."""
   packages = [p for p in sys.path if p.endswith("site-packages")]
   folders = [sys.base_prefix, sys.prefix, *packages]
   folders += ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
@@ -83,14 +83,14 @@ def _readable() -> list[str]:
 def others() -> dict[str, Callable[[str], str]]:
   """A plain process and other installed jails; prints the missing ones."""
   contestants = {"plain": _command(sys.executable, "-I", "-c")}
-  # A linked interpreter still finds its packages by its own folder.
+  # A linked interpreter still finds its packages, by its own folder.
   python = [sys.executable, "-I", "-c"]
   if path := shutil.which("bwrap"):
     binds = []
     for folder in _readable():
       binds += ["--ro-bind", folder, folder]
     walls = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
-    # If /lib is a link, a bind of its target is not found under that name.
+    # If /lib is a link, binding its target does not make /lib.
     links = []
     for name in ("lib64", "lib"):
       if os.path.islink(f"/{name}"):
@@ -116,7 +116,7 @@ def timed(
 ) -> tuple[list[float], float]:
   """Runs a program `runs` times, shared by `callers` threads; checks every answer.
 
-  Returns seconds per run, and all callers' runs per second.
+  Returns the seconds of each run, and all callers' runs per second.
   """
   seconds: list[float] = []
   wrong: list[str] = []
@@ -143,7 +143,7 @@ def timed(
 
 
 def latencies(seconds: Sequence[float], per_s: float) -> dict[str, float]:
-  """A row's columns: seconds of single runs, and all callers' runs per second."""
+  """Returns a row's columns from single runs' seconds and all callers' runs/s."""
   cuts = statistics.quantiles(seconds, n=100)
   return {
     "p50_ms": round(cuts[49] * 1e3, 2),
@@ -183,7 +183,7 @@ def measure() -> dict[str, Any]:
       seconds_of[title, callers, name] += seconds
       rates_of[title, callers, name].append(rate)
 
-  # --- The table; a session is another program.
+  # --- The table; the session counts as another program.
   table = []
   per_s = {case: statistics.median(rates) for case, rates in rates_of.items()}
   for (title, callers, name), rate in per_s.items():
@@ -204,7 +204,7 @@ def measure() -> dict[str, Any]:
 
 
 def _cells() -> dict[str, float]:
-  """One session's cells in sequence; the target is 1,000 per second."""
+  """Times one session's cells in sequence; the target is 1,000 per second."""
   seconds = []
   with Sandbox(1) as jail, jail.session(timeout_s=600) as session:
     for i in range(_CELLS):

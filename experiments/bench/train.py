@@ -1,24 +1,24 @@
-"""The SFT step against torch with transformers, and against google-tunix, on a CPU.
+"""Compares our SFT step with torch (transformers) and google-tunix, on a CPU.
 
   python -m experiments.bench.train [--quick] [--out=FILE.json]
     [--torch_python=/tmp/peer_torch/bin/python]   pip install torch transformers
     [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
 
-Full fine-tuning of one Qwen3 (5M-hybrid: a Qwen3.5) in float32, random weights from one
-Hugging Face folder: 1,024-token rows with five segments each (of the hybrid one),
-attention inside segments, loss on three quarters of the tokens, gradients clipped to
-norm 1, AdamW. Contestants are separate,
-long-lived processes with interleaved turns. Their first losses, before and after
-updates, must agree to 1e-3.
+All contestants fine-tune one Qwen3 (5M-hybrid: a Qwen3.5) in full and in float32, from
+one Hugging Face folder with random weights: 1,024-token rows with five segments each
+(one for the hybrid), attention inside segments, loss on three quarters of the tokens,
+gradients clipped to norm 1, AdamW. Contestants are separate, long-lived processes with
+interleaved turns. Their first losses, before and after updates, must agree to 1e-3.
 
 Small models have small vocabularies, 1,344 (the quickstart's) and 4,096, and 100M has
-32,768, so the output matrix does not outweigh the layers. Every contestant runs its row
-of `SETTINGS` (--settings changes it): rows per forward pass, compilation. All use
-glibc's allocator with `launch.prepare`'s settings.
+32,768, so the output matrix does not outweigh the layers. Every contestant uses its
+entry in `SETTINGS` (--settings changes the entry): rows per forward pass, compilation.
+All use glibc's allocator with `launch.prepare`'s settings.
 
-tokens/s: median over rounds of wall time; `cores` is processor time over wall time, far
-below the machine's cores if another program ran, too. Peak MB is the process's
-ru_maxrss: interpreter, libraries, compilation, weights, optimizer and activations.
+tokens/s: tokens over the rounds' median wall time; `cores` is processor time over wall
+time, far below the machine's cores if another program ran, too. Peak MB is the
+process's ru_maxrss: interpreter, libraries, compilation, weights, optimizer and
+activations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from experiments.bench.train_work import SIZES, Size
 TOLERANCE = 1e-3  # relative, between losses
 CHECKED = 3  # steps with compared losses; the second and third follow updates
 
-# `rows`: per forward pass; `devices`: a launcher's `--cpu_devices`, at most one for two
+# `rows`: per forward pass; `devices`: a launcher's `--cpu_devices`, at most one per two
 # rows.
 SETTINGS: dict[str, dict[str, Any]] = {
   "ours": {"rows": 2, "devices": 1},  # and fields of `LoadConfig`
@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def check_losses(
   losses: Mapping[str, Sequence[float]], tolerance: float = TOLERANCE
 ) -> None:
-  """Refuses contestants with other losses than ours.
+  """Refuses contestants whose losses differ from ours.
 
   Args:
     losses: the first steps' losses by contestant, with "ours", from equal weights and
@@ -77,8 +77,8 @@ def race(
 ) -> tuple[dict[str, list[float]], peers.Turns]:
   """Trains every contestant at one size, interleaved.
 
-  `settings` are as `SETTINGS`. The losses of the first `checked` steps are compared.
-  Half precision may use a GPU.
+  `settings` are as `SETTINGS`. The first `checked` steps' losses are compared. Half
+  precision may use a GPU.
 
   Returns:
     The first steps' losses, and every turn's answer (see `peers.serve`), by contestant,
@@ -105,7 +105,7 @@ def measure(
   rounds: int,
   checked: int = CHECKED,
 ) -> list[dict[str, Any]]:
-  """Rows of the table, one per contestant at one size, ours first.
+  """Measures one size; returns a table row per contestant, ours first.
 
   Args as for `race`, and the size's name.
   """
@@ -130,7 +130,7 @@ def measure(
 
 
 def merged(changes: str) -> dict[str, dict[str, Any]]:
-  """`SETTINGS` with --settings over them."""
+  """Returns `SETTINGS`, overridden by --settings."""
   try:
     settings = json.loads(changes)
   except json.JSONDecodeError as e:
@@ -182,7 +182,7 @@ def run() -> dict[str, Any]:
 NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
 
 if __name__ == "__main__":
-  # Not on import: `bench.gpu_work` imports this file and has no such flag.
+  # Not at import: `bench.gpu_work` imports this file and has no such flag.
   flags.DEFINE_string(
     "settings",
     "{}",

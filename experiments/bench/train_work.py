@@ -1,4 +1,4 @@
-"""The contestants of `bench.train` and `bench.gpu`: training on the same rows.
+"""Contestants for `bench.train` and `bench.gpu`: training on the same rows.
 
   PYTHON -m experiments.bench.train_work CONTESTANT FOLDER   (the benchmark starts it)
 
@@ -20,7 +20,7 @@ import numpy as np
 from experiments.bench.peers import Turn, own_peak_mb, read_job, serve
 
 _BATCHES = 4  # different batches, used in turn
-_SHARES = (3, 4, 5, 9, 11)  # segments of a row, in 32nds
+_SHARES = (3, 4, 5, 9, 11)  # a row's segments, in 32nds
 # In the contestants' folder.
 _MODEL = "model"
 _ROWS = "rows.npz"
@@ -35,9 +35,9 @@ class Size:
     rows: per step, over all forward passes.
     steps: per round.
     length: tokens per row, a multiple of 32.
-    dtype: the computation's and frozen parameters'; trained ones are float32.
-    lora: adapters' rank on every layer matrix; 0 trains all parameters.
-    shares: segment lengths in parts of their sum.
+    dtype: computation and frozen parameters' dtype; trained parameters are float32.
+    lora: adapter rank on every layer matrix; 0 trains all parameters.
+    shares: segment lengths, relative to their sum.
   """
 
   model: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Size:
 
   @property
   def param_dtype(self) -> str:
-    """The dtype of the folder's weights."""
+    """The model folder's weight dtype."""
     return self.dtype if self.lora else "float32"
 
 
@@ -74,7 +74,7 @@ SIZES = {
   "1M": Size(model_fields(1_344, 128, 4, 4, 2, 32, 384), rows=8, steps=4),
   "5M": Size(model_fields(4_096, 256, 6, 4, 2, 64, 640), rows=8, steps=2),
   "100M": Size(model_fields(32_768, 768, 12, 12, 4, 64, 2_048), rows=2, steps=1),
-  # Rows of one segment: on a CPU transformers' linear attention knows no others.
+  # One segment per row: on a CPU transformers' linear attention knows no others.
   "5M-hybrid": Size(
     model_fields(4_096, 256, 8, 4, 2, 64, 512)
     | {
@@ -92,7 +92,7 @@ SIZES = {
 
 
 def architecture(model: Mapping[str, Any], **fields: Any) -> Any:
-  """The `ModelConfig` of a job's `model`, with other fields."""
+  """The `ModelConfig` for a job's `model`; `fields` override its fields."""
   from coa_jax.model.config import DeltaNet, ModelConfig
 
   fields = {**model, **fields}
@@ -108,9 +108,9 @@ def segments(size: Size) -> list[int]:
 
 
 def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
-  """Full rows of random tokens; all rows have the same segments in different order.
+  """Fills rows with random tokens; all rows have the same segments in random order.
 
-  So rows have equal weighted tokens, and the mean of rows' means is the mean.
+  So rows have equally many weighted tokens, and the mean of row means is the mean.
 
   Returns:
     tokens, segment, position (int32) and weight (float32), each [rows, length]. A
@@ -152,8 +152,8 @@ class Work:
 
   Attributes:
     model: the folder to load.
-    setting: the contestant's, without rows.
-    rows: per forward pass.
+    setting: the contestant's setting, without rows.
+    rows: rows per forward pass.
     size: the model and work.
     splits: micro-batches per step.
     tokens: weighted tokens per step.
@@ -171,7 +171,7 @@ class Work:
     if shape[1] % self.rows:
       raise ValueError(f"rows={self.rows} does not divide a step's {shape[1]} rows")
     self.splits = shape[1] // self.rows
-    # Weighted tokens per step, equal in all.
+    # Weighted tokens, equal in all steps.
     self.tokens = float(self._arrays["weight"][0].sum())
     self._step = 0
 
@@ -183,15 +183,15 @@ class Work:
     return [{k: x[i : i + self.rows] for k, x in batch.items()} for i in starts]
 
 
-# AdamW's, and the gradients' clipping norm.
+# AdamW's settings and the gradient clipping norm.
 _LR = 1e-3
 _DECAY = 0.1
 _B1 = 0.9
 _B2 = 0.95
 _CLIP = 1.0
-_ALPHA = 2.0  # adapters' factor
+_ALPHA = 2.0  # LoRA's alpha over rank
 
-# steps -> their losses, nats per weighted token.
+# number of steps -> each step's loss, nats per weighted token.
 Train = Callable[[int], list[float]]
 
 
@@ -199,8 +199,8 @@ def ours(work: Work) -> Train:
   """This project's learner, as in `sft.run`."""
   from coa_jax.cli.launch import prepare
 
-  # No compile cache: peers compile too, as part of the peak. Below two rows per device
-  # products are too small to be fast.
+  # No compile cache: peers compile too, which counts in the memory peak. Below two rows
+  # per device, products are too small to be fast.
   devices = max(1, min(work.setting.pop("devices", 1), work.rows // 2))
   prepare("", devices)
   import jax
@@ -262,7 +262,7 @@ def _batch(b: Mapping[str, np.ndarray]) -> Any:
 def torch(work: Work) -> Train:
   """transformers' model and loss, torch's fused AdamW; segments as a 4D mask.
 
-  On a GPU if torch sees one. In half precision trained parameters are float32 and
+  Runs on a GPU if torch sees one. In half precision trained parameters are float32 and
   computation uses autocast; adapters are peft's.
   """
   import torch
@@ -304,7 +304,7 @@ def torch(work: Work) -> Train:
       for k in ("tokens", "segment", "position", "weight")
     )
     tokens = tokens.long()
-    mask = None  # of one segment: causal
+    mask = None  # one segment: causal
     if len(size.shares) > 1:
       T = tokens.shape[1]
       same = segment[:, :, None] == segment[:, None, :]
@@ -452,7 +452,7 @@ def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
 
 
 def _peak_mb(name: str) -> float:
-  """Peak memory, of the contestant's GPU or its process."""
+  """Peak MiB on the contestant's GPU, or of its process without one."""
   if name == "torch":
     import torch
 

@@ -1,1 +1,1 @@
-"""The host's side: a pool of slots, their control groups and sessions."""
+"""The host's side of the sandbox: a pool of slots, and sessions."""

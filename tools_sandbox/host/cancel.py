@@ -1,4 +1,4 @@
-"""Calls off one run or one cell of a session."""
+"""Cancels one run, or one cell of a session."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 
 
 class Cancel:
-  """Calls off one run or cell, from any thread, before it starts too; call it."""
+  """Cancels one run or cell when called, from any thread, even before the start."""
 
   def __init__(self) -> None:
     """Creates a cancel for a future run."""
     self.requested = False
     self._lock = threading.Lock()
-    self._fd = -1  # of the run's zygote
+    self._fd = -1  # write end of the zygote's cancel pipe
 
   def __call__(self) -> None:
-    """Cancels the run; its verdict is `infrastructure`. Does nothing after its end."""
+    """Cancels the run (verdict `infrastructure`); does nothing after the run's end."""
     with self._lock:
-      if not self.requested:  # one byte for each run: `bound` takes out one
+      if not self.requested:  # one byte per run: `bound` reads one
         self.requested = True
         if self._fd >= 0:
           os.write(self._fd, b"c")
@@ -33,7 +33,7 @@ class Cancel:
       write_fd: write end of the zygote's cancel pipe.
       read_fd: the pipe's other end.
     """
-    # Called off before it was bound: the run hears of it as soon as it looks.
+    # If cancelled before this, the run sees the byte at its first poll.
     with self._lock:
       self._fd = write_fd
       if self.requested:
@@ -44,4 +44,4 @@ class Cancel:
       with self._lock:
         self._fd = -1
         if self.requested:
-          os.read(read_fd, 1)  # it was for this run, not for the next one
+          os.read(read_fd, 1)  # this run's byte must not cancel the next run

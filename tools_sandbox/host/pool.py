@@ -1,9 +1,9 @@
-"""SandboxPool: runs programs on zygotes, one per slot, from any number of threads.
+"""SandboxPool: runs programs on zygotes, one per slot, for any number of threads.
 
-Two back-ends. "jail": namespaces, a root of its own and a seccomp filter for every run.
-"subprocess": separate processes with resource limits, no namespaces and no seccomp; it
-contains accidents and much abuse, not a determined attacker. README.md lists the limits
-of each.
+There are two back-ends. "jail" gives every run namespaces, its own root and a seccomp
+filter. "subprocess" uses processes with resource limits, without namespaces or seccomp,
+and contains accidents and much abuse, not a determined attacker. README.md lists each
+back-end's limits.
 
 budget: slots, who waits for one and who holds one for a session, under one lock.
 """
@@ -30,8 +30,8 @@ _WEAKER = (
   "trust: they can read and change what this user's files are, and use the network. "
   "tools_sandbox/README.md says what a container needs for the jail"
 )
-# Imports of code and math programs, and sympy's lazy imports for solve, simplify and
-# lambdify: saves a run 25 to 150 ms.
+# Common imports of code and math programs, and sympy's lazy imports for solve, simplify
+# and lambdify: preloading saves a run 25 to 150 ms.
 DEFAULT_PRELOAD = (
   "heapq",
   "queue",
@@ -61,11 +61,11 @@ _CLOSED = "the sandbox pool is closed"
 
 
 class SandboxPool:
-  """A pool of slots that each run one program at a time. Thread-safe, first come first
-  served.
+  """Runs programs on slots, one at a time per slot. Thread-safe.
 
-  A slot's zygote starts when it is first needed, in the calling thread, so several
-  start in parallel. It is replaced when it dies and after `runs_per_zygote` runs.
+  Callers get slots first come first served. A slot's zygote starts when first needed,
+  in the calling thread, so several zygotes start in parallel. A zygote is replaced when
+  it dies and after `runs_per_zygote` runs.
   """
 
   def __init__(
@@ -79,13 +79,13 @@ class SandboxPool:
     """Starts nothing yet; see `client.Sandbox` for the arguments.
 
     Args:
-      slots, preload, backend: as of a `Sandbox`.
-      limits: the default limits of a run; None for `Limits()`.
-      runs_per_zygote: runs after which a zygote is replaced by a fresh one.
+      slots, preload, backend: as for `Sandbox`.
+      limits: a run's default limits; None for `Limits()`.
+      runs_per_zygote: runs after which a fresh zygote replaces the old one.
 
     Raises:
-      ValueError, NoJail: as of a `Sandbox`.
-      OSError: a jail could be built here, but does not work; the message says why.
+      ValueError, NoJail: as for `Sandbox`.
+      OSError: no requirement is missing, but the jail fails; the message says why.
     """
     if backend not in BACKENDS:
       raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
@@ -104,7 +104,7 @@ class SandboxPool:
     self._preload = tuple(preload)
     self._runs_per_zygote = runs_per_zygote
 
-    # --- Who has a slot and who waits; all of it under `_changed`.
+    # --- Slots, waiting callers and sessions; `_changed` guards all of them.
     self._changed = threading.Condition()
     self._idle: list[slot.Zygote] = []
     self._unstarted = slots
@@ -115,7 +115,7 @@ class SandboxPool:
     self._sessions: dict[_LentSlot, Session] = {}
     self._closed = False
     self._replaced = 0
-    self._landlord: threading.Thread | None = None  # once there is a session
+    self._landlord: threading.Thread | None = None  # starts with the first session
 
   def run(
     self,
@@ -124,21 +124,21 @@ class SandboxPool:
     limits: wire.Limits | None = None,
     cancel: Cancel | None = None,
   ) -> wire.Result:
-    """Runs a program in a fresh process; waits for a free slot and for its end.
+    """Waits for a free slot, then runs a program in a fresh process until it ends.
 
     Args:
       program, stdin: as in `Sandbox.run`.
-      limits: its limits; None for the pool's.
-      cancel: calls it off; the answer is then `infrastructure`.
+      limits: the run's limits; None for the pool's.
+      cancel: cancels the run; the verdict is then `infrastructure`.
 
     Returns:
-      The result. A failure of the service is a result too (`infrastructure`, with the
-      reason in stderr); if the zygote died before the program started, the run is
-      tried once more on a fresh one.
+      The result. A service failure is a result too (`infrastructure`, with the reason
+      in stderr). If the zygote dies before the program starts, the run is retried once
+      on a fresh zygote.
 
     Raises:
       TypeError: program or stdin is not a string.
-      ValueError: together they are longer than wire.MAX_INPUT.
+      ValueError: program and stdin together exceed wire.MAX_INPUT.
       RuntimeError: the pool is closed.
     """
     wire.check_texts(program, stdin)
@@ -157,12 +157,12 @@ class SandboxPool:
           break
         except slot.ZygoteDied as e:
           zygote = self._retire(zygote)
-          if e.started or last:  # it may have run: twice is not as good as once
+          if e.started or last:  # no second run after a possible first
             zygote = self._spare()
             return e.result()
       zygote = self._unless_worn(zygote)
       return result
-    except OSError as e:  # no process, no descriptor, no disk for a zygote
+    except OSError as e:  # no process, descriptor or disk for a zygote
       zygote = self._retire(zygote)
       return wire.failure(f"{type(e).__name__}: {e}")
     except BaseException:
@@ -179,13 +179,13 @@ class SandboxPool:
     lease_s: float = wire.LEASE_S,
     ended: Callable[[], None] | None = None,
   ) -> Session:
-    """Opens a session; waits for a free slot, which it holds until it ends.
+    """Waits for a free slot and opens a session, which holds the slot until its end.
 
     Args:
-      limits: its limits; None for the pool's. Wall seconds and output apply to each
-        cell, the other limits to the whole session.
+      limits: the session's limits; None for the pool's. Wall seconds and output apply
+        to each cell, the other limits to the whole session.
       wait_s, lease_s: as in `Sandbox.session`.
-      ended: called once when its slot is free, in any thread; it must not raise.
+      ended: called once, from any thread, when the slot is free; must not raise.
 
     Raises: as `Sandbox.session`.
     """
@@ -196,7 +196,7 @@ class SandboxPool:
     limits = limits or self.limits
     request = _request("", "", limits, session=True)
 
-    # --- Wait for a slot, and have its process begin.
+    # --- Wait for a slot and start the session's process.
     zygote = self._acquire(wait_s)
     try:
       for last in (False, True):
@@ -209,7 +209,7 @@ class SandboxPool:
           if last:
             raise
 
-      # --- From here on the session gives the slot back, at its end or its lease's.
+      # --- From here on, the end of the session or its lease gives the slot back.
       lent = _LentSlot(self._retire, self._end_session, zygote, limits.wall_s, ended)
       session = Session(lent, lease_s)
       with self._changed:
@@ -229,16 +229,16 @@ class SandboxPool:
       raise
 
   def _end_session(self, lent: _LentSlot, zygote: slot.Zygote | None) -> None:
-    """Takes the slot of a session back."""
+    """Takes a session's slot back."""
     with self._changed:
       self._sessions.pop(lent, None)
     self._release(self._unless_worn(zygote))
-    # Last, and without the lock: the callback may ask for the slot at once.
+    # Last, and without the lock: the callback may request the slot at once.
     if lent.ended is not None:
       lent.ended()
 
   def _watch_leases(self) -> None:
-    """The thread that closes expired sessions."""
+    """Closes expired sessions until the pool closes; runs in its own thread."""
     while True:
       with self._changed:
         if self._closed:
@@ -251,14 +251,14 @@ class SandboxPool:
           waits = [min(s.expires - now, s.lease_s) for s in sessions]
           self._changed.wait(min(waits, default=None))
           continue
-      # Without the lock: to end a session takes a while, and gives its slot back.
+      # Without the lock: ending a session takes time, and needs the lock for its slot.
       for session in late:
         session.expire()
 
   def _unless_worn(self, zygote: slot.Zygote | None) -> slot.Zygote | None:
     if zygote is None or zygote.runs < self._runs_per_zygote:
       return zygote
-    # The next one imports while nobody waits for it.
+    # The new zygote does its imports while nobody waits for it.
     self._retire(zygote)
     return self._spare()
 
@@ -275,19 +275,19 @@ class SandboxPool:
   def close(self) -> None:
     """Kills every zygote, busy ones too; runs in flight end as `infrastructure`."""
     with self._changed:
-      # --- Nobody comes in from here on, and who waits hears of it.
+      # --- Refuse new callers and wake the waiting ones with an error.
       self._closed = True
       self._changed.notify_all()
       idle = self._idle
       self._idle = []
       while self._waiting:
         self._waiting.popleft().set_exception(RuntimeError(_CLOSED))
-      # A busy one is put away by its caller, who still reads from its pipes.
+      # A busy zygote's caller still reads from its pipes, and retires the zygote.
       for zygote in self._live:
         zygote.process.kill()
       sessions = list(self._sessions.values())
 
-    # --- Without the lock: threads that retire zygotes need it too.
+    # --- Without the lock, which threads that retire zygotes need too.
     for zygote in idle:
       self._retire(zygote)
     for session in sessions:
@@ -317,13 +317,13 @@ class SandboxPool:
         if waits:
           self._waiting.remove(place)
       if not waits and place.exception() is None:
-        self._release(place.result())  # it was handed over in the same moment
+        self._release(place.result())  # the slot came at the same moment
       if isinstance(e, TimeoutError):
         raise TimeoutError(f"no slot came free in {wait_s:g} s") from None
       raise
 
   def _take(self) -> slot.Zygote | None:
-    """Takes a free slot, if there is one; the caller holds the lock."""
+    """Takes a free slot; the caller has checked for one and holds the lock."""
     if self._idle:
       return self._idle.pop()
     self._unstarted -= 1
@@ -334,7 +334,7 @@ class SandboxPool:
     with self._changed:
       self._live.add(zygote)
       closed = self._closed
-    if closed:  # `close` may have looked at `_live` before this one was in it
+    if closed:  # `close` may have read `_live` before this zygote was in it
       self._retire(zygote)
     self._check_open()
     return zygote
@@ -347,7 +347,7 @@ class SandboxPool:
       return None
 
   def _retire(self, zygote: slot.Zygote | None) -> None:
-    """Puts a zygote away for good."""
+    """Kills a zygote and counts it as replaced."""
     if zygote is not None:
       zygote.kill()
       with self._changed:
@@ -358,7 +358,7 @@ class SandboxPool:
   def _release(self, zygote: slot.Zygote | None) -> None:
     with self._changed:
       closed = self._closed
-      # A slot without a zygote is free all the same: whoever takes it starts one.
+      # A slot without a zygote is free too: its next caller starts a zygote.
       if zygote is None or closed:
         self._unstarted += 1
       elif zygote.ready:
@@ -376,7 +376,7 @@ class SandboxPool:
 
 
 class _LentSlot:
-  """A slot while a session holds it. See `session.SessionSlot`."""
+  """The slot that a session holds. See `session.SessionSlot`."""
 
   def __init__(
     self,
@@ -398,11 +398,11 @@ class _LentSlot:
     zygote: slot.Zygote | None = self._zygote
     try:
       result, alive = self._zygote.cell(program, stdin, self._wall_s, cancel)
-    except (slot.ZygoteDied, OSError) as e:  # the cell may have run: it is not retried
+    except (slot.ZygoteDied, OSError) as e:  # the cell may have run: no retry
       alive = False
       zygote = self._retire(self._zygote)
       result = e.result() if isinstance(e, slot.ZygoteDied) else wire.failure(str(e))
-    except BaseException:  # interrupted: its answer would be taken for the next one's
+    except BaseException:  # interrupted: the next cell would read this cell's answer
       self._give_back(self, self._retire(self._zygote))
       raise
     if not alive:

@@ -1,7 +1,7 @@
 """The caller's side of a session: cells share one process in a slot.
 
 `jail.session` is the other side, in the jail. `pool` assigns slots and leases;
-`service.remote` has slots of services.
+`service.remote` has the slots on services.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tools_sandbox.faults import SessionEnded
 from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.jail import wire
 
-CELLS_OF_CPU = 10  # a session's default CPU limit, in cells' wall limits
+CELLS_OF_CPU = 10  # a session's default CPU limit, in wall limits of a cell
 
 
 class CellRefused(ValueError):
-  """A slot does not take this cell. It has not run, and the session continues."""
+  """A slot refused this cell: the cell has not run, and the session continues."""
 
 
 class SessionSlot(Protocol):
@@ -28,23 +28,24 @@ class SessionSlot(Protocol):
   def run(
     self, program: str, stdin: str, cancel: Cancel | None
   ) -> tuple[wire.Result, bool]:
-    """Runs a cell; returns whether another can follow. If not, the slot is free
-    again.
+    """Runs a cell; returns its result and whether another cell can follow.
+
+    If no cell can follow, the slot is free again.
 
     Raises:
-      CellRefused: it has not run. After any other exception no cell can follow.
+      CellRefused: the cell has not run. After any other exception no cell can follow.
       SessionEnded: the session has ended.
     """
 
   def close(self) -> None:
-    """Ends the session's process and frees the slot."""
+    """Ends the session's process and frees its slot."""
 
 
 class Session:
-  """Cells that share one process: variables live until it ends. Thread-safe.
+  """Runs cells in one process, whose variables live until it ends. Thread-safe.
 
-  The session ends with `close`; with a cell that exceeded its time or memory, was
-  cancelled, or whose process ended (that cell's result says which); or when its lease
+  The session ends with `close`; with a cell that exceeds its time or memory, is
+  cancelled, or ends its process (the cell's result says which); or when its lease
   expires without a cell. `alive` is False from then on.
 
   Attributes:
@@ -53,7 +54,7 @@ class Session:
   """
 
   def __init__(self, slot: SessionSlot, lease_s: float):
-    """Only the pools' `session` makes one."""
+    """Takes a slot; only the pools' method `session` calls this."""
     self._slot = slot
     self.lease_s = lease_s
     self.expires = time.monotonic() + lease_s
@@ -75,24 +76,24 @@ class Session:
       program: Python source.
       stdin: the text of `sys.stdin` and `input()`; the process's real stdin stays
         unchanged.
-      cancel: calls it off, and the session ends with it; a service does not hear of it.
+      cancel: cancels the cell and ends the session; a remote service ignores it.
 
     Returns:
-      The cell's result. One that raised, or called sys.exit, is `error` or `ok`
-      as a run would be, and the session continues.
+      The cell's result. A cell that raises or calls sys.exit gets the same verdict as a
+      run (`error` or `ok`), and the session continues.
 
     Raises:
-      TypeError: program is not a string.
-      ValueError: it is longer than wire.MAX_INPUT, or a service refuses it; the session
-        continues.
-      SessionEnded: a cell before this one has ended it, its lease has, or it is closed.
+      TypeError: program or stdin is not a string.
+      ValueError: both together exceed wire.MAX_INPUT, or a service refuses the cell;
+        the session continues.
+      SessionEnded: an earlier cell, the lease or `close` has ended the session.
     """
-    # Before the lock: an invalid program does not wait and costs no session.
+    # Before the lock: an invalid program does not wait and does not end the session.
     wire.check_texts(program, stdin)
     with self._lock:
       if not self._alive:
         raise SessionEnded(f"{self._why}; open another one")
-      # The lease stops while a cell runs, and restarts after it.
+      # The lease stops while a cell runs, and restarts after the cell.
       self.expires = math.inf
       try:
         result, self._alive = self._slot.run(program, stdin, cancel)
@@ -106,11 +107,11 @@ class Session:
         self.expires = time.monotonic() + self.lease_s
 
   def expire(self) -> None:
-    """Closes it if its lease is over; the pool's own thread asks."""
+    """Closes the session if its lease is over; the pool's lease thread calls this."""
     if not self._lock.acquire(blocking=False):
       return  # a cell has just begun
     try:
-      # Looked at again: a cell may have come and gone since the pool's thread looked.
+      # Check again: a cell may have come and gone since the pool's thread checked.
       if self._alive and self.expires <= time.monotonic():
         self._why = f"the session was not used for {self.lease_s:g} s and has ended"
         self._alive = False

@@ -1,4 +1,4 @@
-"""The host's handle on the process of a slot: starts it, asks it, ends it."""
+"""The host's handle on a slot's process: starts it, sends requests, ends it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.jail import cgroup, wire
 
 _JAIL = str(pathlib.Path(__file__).resolve().parents[1] / "jail")
-# Back-end -> the program of a slot.
+# Back-end -> a slot's program.
 _PROGRAMS = {
   "subprocess": os.path.join(_JAIL, "zygote.py"),
   "jail": os.path.join(_JAIL, "keeper.py"),
 }
 _START_S = 60.0  # imports on a starved machine
-_SWEEPS = 100  # a daemon may fork while it is looked for
-_GRACE_S = 15.0  # on top of a run's wall limit: killing, reaping, removing its files
+_SWEEPS = 100  # passes: a daemon may fork during one
+_GRACE_S = 15.0  # beyond a run's wall limit: to kill, reap and remove files
 # The zygote's whole environment. -I would be tidier than -s, but it makes the
 # interpreter ignore PYTHONHASHSEED, and set order would then differ between slots.
 _ENVIRONMENT = {
@@ -39,10 +39,10 @@ _ENVIRONMENT = {
 
 
 class ZygoteDied(Exception):
-  """The zygote is of no more use.
+  """The zygote cannot serve any more.
 
-  `started` says whether the program may have run; `memory` says the kernel killed the
-  slot for using too much memory.
+  `started` says whether the program may have run; `memory` says whether the kernel
+  killed the slot for using too much memory.
   """
 
   def __init__(self, message: str, started: bool, memory: bool = False):
@@ -51,7 +51,7 @@ class ZygoteDied(Exception):
     self.memory = memory
 
   def result(self) -> wire.Result:
-    """Gives the run's result: it took too much memory, or it was not its fault."""
+    """Returns the run's result: verdict `memory`, or else `infrastructure`."""
     if not self.memory:
       return wire.failure(str(self))
     note = "[killed: used more memory than it may]\n"
@@ -59,13 +59,13 @@ class ZygoteDied(Exception):
 
 
 class Zygote:
-  """The host's handle on one zygote process. Not thread-safe: one caller at a time."""
+  """Handles one zygote process for the host. Not thread-safe: one caller at a time."""
 
   def __init__(self, preload: Sequence[str], backend: str):
     """Starts the process; it imports `preload` while the caller continues.
 
     Raises:
-      OSError: no process, no descriptor, or no disk for it.
+      OSError: no process, descriptor or disk for the zygote.
     """
     # --- The slot's resources: a folder, a control group, a pipe for cancelling runs.
     self.runs = 0
@@ -75,7 +75,7 @@ class Zygote:
     self._cancel = os.pipe()
     self._log = os.path.join(self.directory, "zygote.log")
 
-    # --- Start it. The folder is its first argument: `kill` finds strays by it.
+    # --- Start it. Its first argument is the folder, by which `kill` finds strays.
     flags = ["-s", "-X", "utf8", _PROGRAMS[backend]]
     arguments = [self.directory, str(os.getpid()), str(self._cancel[0])]
     if backend == "jail":
@@ -117,10 +117,10 @@ class Zygote:
         return self._result(wall_s)[0]
 
   def open(self, request: dict[str, Any]) -> None:
-    """Sends one request and waits until it is begun: a session's cells may follow.
+    """Sends one request and waits for its start; a session's cells may follow.
 
     Raises:
-      ZygoteDied: it will not be; the caller must `kill`.
+      ZygoteDied: the request did not start; the caller must `kill`.
     """
     with self._talk(started=False):
       # --- On the first request: wait for the imports, and measure memory after them.
@@ -130,12 +130,12 @@ class Zygote:
         if self._group is not None:
           self._group.settle()
 
-      # --- Set the group's limits to this run's.
+      # --- Set the group's limits for this run.
       if self._group is not None:
         limits = request["limits"]
         mb = limits["memory_mb"] + limits["disk_mb"]
         self._group.limit(mb, limits["processes"])
-        self._group.killed()  # a process of an earlier run is not this one's
+        self._group.killed()  # so that earlier runs' kills do not count
 
       # --- After "started" the program may run, so nobody retries it.
       wire.write_frame(self._requests, request, time.monotonic() + _GRACE_S)
@@ -145,7 +145,7 @@ class Zygote:
   def cell(
     self, program: str, stdin: str, wall_s: float, cancel: Cancel | None = None
   ) -> tuple[wire.Result, bool]:
-    """Runs a cell of the open session; returns whether another may follow.
+    """Runs the session's next cell; returns its result and whether another may follow.
 
     Raises:
       ZygoteDied: no result will come; the caller must `kill`.
@@ -156,7 +156,7 @@ class Zygote:
       return self._result(wall_s)
 
   def end_session(self) -> None:
-    """Waits until nothing of the open session lives.
+    """Ends the open session and waits until its processes are gone.
 
     Raises:
       ZygoteDied: the zygote did not confirm; the caller must `kill`.
@@ -173,7 +173,7 @@ class Zygote:
 
   @contextlib.contextmanager
   def _talk(self, started: bool) -> Iterator[None]:
-    # On any other reply, the zygote is useless.
+    # After a missing, late or wrong reply the zygote is useless.
     try:
       yield
     except (EOFError, TimeoutError, ValueError, KeyError) as e:
@@ -184,7 +184,7 @@ class Zygote:
   def _result(self, wall_s: float) -> tuple[wire.Result, bool]:
     message = self._expect("result", wall_s + _GRACE_S)
     result = wire.Result.from_json(message["result"])
-    # By whom a program was killed only the group knows.
+    # Only the group knows whether the kernel killed the program for its memory.
     how = result.exit_code, result.verdict
     killed = how == (-signal.SIGKILL, wire.Verdict.ERROR)
     if killed and self._group is not None and self._group.killed():
@@ -225,12 +225,11 @@ class Zygote:
 
 
 def _kill_by_argument(argument: str) -> None:
-  """Kills processes with `argument` on their command line."""
-  # The zygote kills its own stragglers. If it was itself killed, its daemons belong to
-  # init, but a fork keeps its parent's command line, and this line has the slot's
-  # folder.
+  """Kills all processes with `argument` on their command line."""
+  # The zygote kills its own stragglers. If the zygote itself was killed, its daemons
+  # belong to init, but a fork keeps its parent's command line with the slot's folder.
   marker = argument.encode() + b"\0"
-  # Until a whole look finds none: one may fork while the others are looked at.
+  # Repeat until a pass finds none: a process may fork during a pass.
   for _ in range(_SWEEPS):
     found_one = False
     for name in os.listdir("/proc"):

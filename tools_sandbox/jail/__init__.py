@@ -1,1 +1,1 @@
-"""What builds a jail or runs in it; its files import each other by bare names."""
+"""Builds a jail and runs inside it; the files import each other by bare names."""

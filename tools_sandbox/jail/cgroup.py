@@ -1,18 +1,18 @@
 """A slot's control group: kernel-enforced limits on memory and tasks.
 
 Version 1: the group is made below this process's groups. Version 2 forbids groups below
-one with processes, except the root, and we must not move our host into another group:
+a group with processes, except the root, and we must not move our host to another group:
 the group is made in the nearest ancestor that delegates both controllers
 (`cgroup.subtree_control`), like systemd's slices. If no group can be made, `create`
 returns None, and the slot has only its other limits.
 
-A group is made once per slot, and the slot joins it before its imports: moving a
-process later takes milliseconds. So the group also holds the template, and its limit is
-the template's memory plus a run's limit, with room for copied pages. It covers the time
-between two samples of `run`, which enforces the exact limits.
+A group is made once per slot, and the slot joins it before its imports, because moving
+a process later takes milliseconds. So the group also holds the template, and its limit
+is the template's memory plus a run's limit, with room for copied pages. The group's
+limit covers the time between two samples of `run`, which enforces the exact limits.
 
-Files: Documentation/admin-guide/cgroup-v1/{memory,pids}.rst and cgroup-v2.rst of the
-kernel.
+Source: the kernel's Documentation/admin-guide/cgroup-v1/{memory,pids}.rst and
+cgroup-v2.rst.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _EVENTS = ("memory.oom_control", "memory.events")
 # A slot's own tasks: first process, template, two inits, keeper; and forks waiting for
 # a request.
 _OWN_TASKS = 16
-_ROOM = 64 << 20  # of the kernel, for page tables, pipes and inodes
+_ROOM = 64 << 20  # for the kernel's page tables, pipes and inodes
 _REMOVE_S = 5.0
 _numbers = itertools.count()
 
 
 def _own_folders() -> dict[str, str]:
-  """Controller -> the parent folder for slots' groups.
+  """Returns controller -> the parent folder for slots' groups.
 
   Omits controllers that are not mounted or, in version 2, not delegated.
   """
@@ -54,14 +54,14 @@ def _own_folders() -> dict[str, str]:
       for line in f:
         left, _, right = line.partition(" - ")
         kind, _, options = right.split()[:3]
-        # Version 2 has one tree, which has no name.
+        # Version 2 has one tree, without a name.
         names = {"cgroup": options.split(","), "cgroup2": [""]}.get(kind, [])
         mounts.update(dict.fromkeys(names, tuple(left.split()[3:5])))
   except (OSError, ValueError):
     return {}
 
   # --- Our group as a folder; omitted if it is outside the mount.
-  inner = {}  # name -> mount, and the path of our group below it
+  inner = {}  # name -> mount, our group's path below the mount
   for name in mounts.keys() & groups.keys():
     root, place = mounts[name]
     path = os.path.relpath(groups[name], root)
@@ -72,7 +72,7 @@ def _own_folders() -> dict[str, str]:
   first = [name for name in _CONTROLLERS if name in inner]
   out = {name: os.path.normpath(os.path.join(*inner[name])) for name in first}
   second = [name for name in _CONTROLLERS if name not in inner]
-  if second and "" in inner:  # a process is in one group of version 2 only
+  if second and "" in inner:  # a process has only one version 2 group
     folder = _handing_down(*inner[""], set(second))
     if folder is not None:
       out |= dict.fromkeys(second, folder)
@@ -82,7 +82,7 @@ def _own_folders() -> dict[str, str]:
 def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
   """Finds the nearest group at or above `path` that delegates these controllers.
 
-  None if there is none, or this process cannot move others through it.
+  Returns None if there is no such group or this process cannot move others through it.
   """
   while True:
     folder = os.path.normpath(os.path.join(place, path))
@@ -91,7 +91,7 @@ def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
         handed_down = set(f.read().split())
     except OSError:
       handed_down = set()
-    # To move a process takes writing to `cgroup.procs` of the group above both.
+    # Moving a process needs write access to the common ancestor's `cgroup.procs`.
     if controllers <= handed_down and os.access(f"{folder}/cgroup.procs", os.W_OK):
       return folder
     if path in ("", "."):
@@ -100,7 +100,7 @@ def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
 
 
 def check() -> list[str]:
-  """Lists reasons why slots get no control group here; [] if they get one."""
+  """Lists the reasons why slots get no control group here; [] if they get one."""
   folders = _own_folders()
   missing = [name for name in _CONTROLLERS if name not in folders]
   if missing:
@@ -113,10 +113,10 @@ def check() -> list[str]:
 
 
 class Group:
-  """The group of one slot. Not thread-safe: one caller at a time."""
+  """One slot's group. Not thread-safe: one caller at a time."""
 
   def __init__(self, folders: dict[str, str]):
-    """Args: controller -> the group's folder, made already."""
+    """Args: controller -> the group's existing folder."""
     self._folders = folders
     self._second = os.path.exists(f"{folders['memory']}/{_LIMIT[1]}")  # version 2
     self._set: tuple[int, int] | None = None
@@ -124,7 +124,7 @@ class Group:
 
   @classmethod
   def create(cls) -> Group | None:
-    """Makes a group; None if not allowed. Removes the groups of dead hosts."""
+    """Makes a group, None if not allowed; removes dead hosts' groups."""
     own = _own_folders()
     if len(own) < len(_CONTROLLERS):
       return None
@@ -133,7 +133,7 @@ class Group:
     try:
       for controller, folder in own.items():
         path = os.path.join(folder, name)
-        if path not in folders.values():  # of version 2 it is one for both
+        if path not in folders.values():  # version 2 has one for both
           _sweep(folder)
           os.mkdir(path)
         folders[controller] = path
@@ -144,7 +144,7 @@ class Group:
 
   @property
   def folders(self) -> list[str]:
-    """Its folders: a process joins by writing 0 to `cgroup.procs` of each."""
+    """The group's folders; a process joins by writing 0 to each `cgroup.procs`."""
     return list(dict.fromkeys(self._folders.values()))
 
   def settle(self) -> None:
@@ -153,18 +153,18 @@ class Group:
       self._base = int(f.read())
 
   def limit(self, mb: int, tasks: int) -> None:
-    """Sets the bounds of the next run.
+    """Sets the next run's bounds.
 
     Args:
-      mb: MiB it may add, files included.
-      tasks: the limit of processes and threads.
+      mb: MiB the run may add, files included.
+      tasks: the most processes and threads.
 
     Raises:
       OSError: the kernel refused.
     """
-    # Twice the template's memory: a run may copy every page of it.
+    # Twice the template's memory: a run may copy all its pages.
     bounds = 2 * self._base + _ROOM + (mb << 20), tasks + _OWN_TASKS
-    if bounds != self._set:  # two writes fewer for most runs, which are alike
+    if bounds != self._set:  # saves two writes: most runs have equal bounds
       files = self._memory(_LIMIT), f"{self._folders['pids']}/pids.max"
       for file, value in zip(files, bounds, strict=True):
         with open(file, "w", encoding="ascii") as f:
@@ -172,8 +172,8 @@ class Group:
       self._set = bounds
 
   def killed(self) -> bool:
-    """Whether the kernel has killed a process of the group since the last call."""
-    # The kernel counts over the group's life; only a new one says anything of this run.
+    """Whether the kernel has killed a process in the group since the last call."""
+    # The kernel counts over the group's life; only a new kill concerns this run.
     before = self._killed
     with contextlib.suppress(OSError):
       with open(self._memory(_EVENTS), encoding="ascii") as f:
@@ -182,7 +182,7 @@ class Group:
     return self._killed > before
 
   def remove(self) -> None:
-    """Removes it; whatever was in it must have been killed."""
+    """Removes the group, whose processes must have been killed."""
     remove(self.folders)
 
   def _memory(self, names: tuple[str, str]) -> str:
@@ -190,7 +190,7 @@ class Group:
 
 
 def remove(folders: list[str]) -> None:
-  """Removes groups of ending processes; leaves those that do not empty."""
+  """Removes groups, waiting for their processes to end; leaves nonempty groups."""
   deadline = time.monotonic() + _REMOVE_S
   for folder in folders:
     # Not `rmtree`: a group's files cannot be removed, only the empty folder can.
@@ -207,9 +207,9 @@ def remove(folders: list[str]) -> None:
 
 
 def _sweep(folder: str) -> None:
-  """Removes the groups of killed hosts."""
+  """Removes killed hosts' groups."""
   for name in os.listdir(folder):
     match = re.fullmatch(rf"{_PREFIX}(\d+)-\d+", name)
     if match and not os.path.exists(f"/proc/{match[1]}"):
-      with contextlib.suppress(OSError):  # not empty: a host of another namespace
+      with contextlib.suppress(OSError):  # not empty: its host is in another namespace
         os.rmdir(os.path.join(folder, name))

@@ -1,8 +1,8 @@
 """The forked child: drops inherited resources, then becomes the program.
 
 Runs only in a process that the zygote forked for one run. Its reports are not trusted:
-the zygote reads the verdict from waitpid. Two signals that end no program by accident
-are reserved, so that no exit status is taken from programs.
+the zygote reads the verdict from waitpid. Two reserved signals, which end no program by
+accident, report a MemoryError and a failed set-up: programs keep all exit statuses.
 
 budget: the steps that confine a child, in their safe order.
 """
@@ -39,10 +39,10 @@ NAME = "<program>"
 MEMORY_SIGNAL = signal.SIGRTMAX  # the program ended with MemoryError
 SETUP_SIGNAL = signal.SIGRTMAX - 1  # the child never became the program
 
-# File names of program source: the program's text, and each cell's text in a session.
+# File names of source texts: the program's, and each cell's in a session.
 _sources = {NAME}
 _FRAMES = 5  # the last frames of a traceback help a model most
-_STACK_BYTES = 64 << 20  # deep C recursion of ordinary programs; grows on demand
+_STACK_BYTES = 64 << 20  # for ordinary programs' deep C recursion; grows on demand
 # Address space kept free to report a MemoryError.
 _RESERVE_BYTES = 32 << 20
 _PR_SET_PDEATHSIG = 1
@@ -78,15 +78,15 @@ def set_dumpable(dumpable: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramRequest:
-  """A child's task.
+  """The program that a child runs, with its limits.
 
   Attributes:
     program: Python source.
     seed_text: seeds the random generators together with `program`, unless the limits
       hold a seed.
-    limits: its limits.
-    cells: for a session: the pipe of its cells, as frames, and the pipe that takes one
-      byte at each cell's end, its exit status.
+    limits: the program's limits.
+    cells: for a session: a pipe with cells as frames, and a pipe for one byte, the exit
+      status, at each cell's end.
   """
 
   program: str
@@ -105,10 +105,10 @@ def become_program(
   """Runs a program as `__main__` in this process and ends the process.
 
   Args:
-    get: waits for the request, in its working directory; all steps independent of the
-      request run before it.
-    pipes: descriptors that become its stdin, stdout and stderr.
-    template_bytes: the template's address space, which does not count.
+    get: waits for the request and enters the working directory; all steps independent
+      of the request run before.
+    pipes: descriptors that become the program's stdin, stdout and stderr.
+    template_bytes: the template's address space, which the memory limit leaves out.
     confine: the last step before the program.
     keep_fds: descriptors that `get` and `confine` use and close, except a session's.
   """
@@ -119,7 +119,7 @@ def become_program(
     _open_streams()
     task = get()
 
-    # --- The limits of this run, its seed and clock, and the last walls.
+    # --- This run's limits, seed and clock, and the last walls.
     _limit(task.limits, template_bytes)
     seed = task.limits.seed
     clock_s = task.limits.clock_s
@@ -132,11 +132,11 @@ def become_program(
     os.write(2, f"cannot set up the run: {e!r}\n".encode("ascii", "replace"))
     _end_by(SETUP_SIGNAL)
 
-  # --- Hand over to the program; this code is not reached again but to end.
+  # --- Hand over to the program; afterwards this code only ends the process.
   if task.cells is not None:
     try:
       _run_cells(*task.cells)
-    finally:  # whatever the program has made of its pipes: never back into our code
+    finally:  # whatever the program does to its pipes: never return to our code
       os._exit(1)
   code, out_of_memory = _run(task.program)
   if out_of_memory:
@@ -161,7 +161,7 @@ def _enter(pipes: tuple[int, int, int], keep_fds: Collection[int]) -> None:
 
 
 def close_all_but(keep_fds: Collection[int]) -> None:
-  """Closes every other descriptor of this process."""
+  """Closes all other descriptors of this process."""
   for name in os.listdir("/proc/self/fd"):
     if int(name) not in keep_fds:
       with contextlib.suppress(OSError):  # the listing's own, closed already
@@ -169,10 +169,10 @@ def close_all_but(keep_fds: Collection[int]) -> None:
 
 
 def set_environment(directory: str) -> None:
-  """Leaves nothing of the host's; `directory` becomes the place for all files."""
+  """Clears the host's variables; `directory` becomes home and temporary folder."""
   libraries = os.environ.get("LD_LIBRARY_PATH")  # a jailed interpreter needs it
   os.environ.clear()
-  # Temporary files land in the run's directory, so they go when the run goes.
+  # Temporary files land in the run's directory, and are removed with the run.
   os.environ.update(HOME=directory, TMPDIR=directory)
   if libraries is not None:
     os.environ["LD_LIBRARY_PATH"] = libraries
@@ -192,8 +192,8 @@ def _limit(limits: wire.Limits, template_bytes: int) -> None:
     resource.RLIMIT_NOFILE: (256, 256),
     resource.RLIMIT_STACK: (_STACK_BYTES, _STACK_BYTES),
   }
-  # No RLIMIT_NPROC: the kernel counts it over every process of the user, the host and
-  # other slots included, and never applies it to root. The zygote counts instead.
+  # No RLIMIT_NPROC: the kernel counts all the user's processes, the host and other
+  # slots included, and never applies the limit to root. The zygote counts instead.
   for resource_type, (soft, hard) in bounds.items():
     ceiling = resource.getrlimit(resource_type)[1]
     if ceiling != resource.RLIM_INFINITY:
@@ -232,7 +232,7 @@ def _reseed(text: str) -> None:
 
 def _stop_clock(clock_s: float) -> None:
   """Makes Python's clock return one time; C code still sees the real time."""
-  import datetime  # here and `time`: few runs need them
+  import datetime  # both imported here: few runs need them
   import time
 
   def at(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,10 +272,10 @@ def _run(program: str) -> tuple[int, bool]:
 
 
 def _run_cells(cells: int, tell: int) -> None:
-  """Executes the cells of a session, until the init ends this process.
+  """Executes a session's cells until the init ends this process.
 
-  The program controls all of this from the first cell on. At most it can report an
-  early end or a false exit status, of its own cells only.
+  The program controls this process from its first cell on. At most it can report an
+  early end or a false exit status, for its own cells only.
   """
   names = _become_main()
   stdout = sys.stdout
@@ -297,7 +297,7 @@ def _run_cells(cells: int, tell: int) -> None:
 
 
 def _become_main() -> dict[str, Any]:
-  """Makes this process look like a fresh interpreter's; the names of `__main__`."""
+  """Makes this process look like a fresh interpreter; returns `__main__`'s names."""
   main = types.ModuleType("__main__")
   main.__dict__.update(__file__=NAME, __builtins__=builtins)
   sys.modules["__main__"] = main
@@ -310,8 +310,7 @@ def _become_main() -> dict[str, Any]:
 
 
 def _execute(program: str, name: str, names: dict[str, Any]) -> tuple[int, bool]:
-  """Executes source called `name`; returns its exit status and whether memory ran
-  out."""
+  """Executes source named `name`; returns exit status and whether memory ran out."""
   _sources.add(name)
   linecache.cache[name] = (len(program), None, program.splitlines(True), name)
   code = 0

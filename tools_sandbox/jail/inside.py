@@ -1,17 +1,17 @@
-"""A jailed slot's inside: `zygote` with other walls.
+"""Serves runs inside a jailed slot: `zygote` with other walls.
 
-Started by `jail` inside the slot's namespaces: inside.py SYS_PATH CANCEL_FD MODULE...
-Two processes live as long as the slot. This one, the first of its process namespace, is
+Started by `keeper` inside the slot's namespaces: inside.py SYS_PATH CANCEL_FD MODULE...
+Two processes live as long as the slot. This one, the first in its process namespace, is
 thin: it clones an *init* for each run, ahead of the request, into the run's own
-namespaces. The other, the *template*, has imported the modules: for each init that
-asks, it forks a process into the init's namespaces, which waits to become the program.
+namespaces. The other, the *template*, has imported the modules: at each init's request
+it forks a process into the init's namespaces, and the fork waits to become the program.
 
-The init is pid 1 there. It mounts the run's /proc; reads the request, mounts the only
-writable folder, passes the program on, pumps its pipes and answers the host; when it
-ends, the kernel kills the rest of the run. The two lasting processes never read a
-request or an output: the next run inherits the template's memory and could search it
-for them. As the parent, the template reports to the init how its program ended: two
-numbers.
+The init has pid 1 in the run's namespaces. It mounts the run's /proc, reads the
+request, mounts the only writable folder, passes the program on, pumps the pipes and
+answers the host. When the init ends, the kernel kills the rest of the run. The two
+lasting processes never read a request or an output: the next run inherits the
+template's memory and could search it for them. As the parent, the template reports the
+program's end to the init in two numbers, exit status and CPU seconds.
 
 An init that cannot continue writes the reason to stderr, the slot's log, and does not
 answer; the slot then ends, and the host replaces it.
@@ -46,30 +46,30 @@ import session
 import wire
 import zygote
 
-_HOME = "/tmp"  # of a program: working directory, and the only place it may write to
-_UID = 1000  # of a program, as it sees itself
+_HOME = "/tmp"  # a program's working directory and only writable folder
+_UID = 1000  # a program's user id, as the program sees it
 _PID = 2  # the program's pid: the first after its init's
-_PROBE = "--probe"  # instead of modules: one run, and out
+_PROBE = "--probe"  # instead of modules: one run, then exit
 _RLIMIT_SIGPENDING = 11  # Python has no name for it
-_SIGNALS = 256  # and a run's pending timers
+_SIGNALS = 256  # the most pending signals and timers of a run
 _ENDED = struct.Struct("id")  # exit status, CPU seconds
 _RUN_NAMESPACES = kernel.ALL_NAMESPACES & ~kernel.NEWPID
 
 
 class _Template:
-  """The process with the modules imported, as its slot's first process sees it."""
+  """The slot's handle on the process with the imported modules."""
 
   def __init__(self, modules: list[str], code: bytes):
-    """Starts it; waits until it has imported them.
+    """Starts the process and waits for its imports.
 
     Args:
-      modules: imported if installed.
-      code: the seccomp filter of programs.
+      modules: modules to import if installed.
+      code: the programs' seccomp filter.
 
     Raises:
-      EOFError: it ended.
+      EOFError: the process ended.
     """
-    # Packets: an order is one byte with its descriptors, from any init at any time.
+    # Packets: any init may send an order, one byte with descriptors, at any time.
     self.orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if not pid:
@@ -87,7 +87,7 @@ class _Template:
     self.holds = run.Template(*_SIZES.unpack(sizes))
 
 
-_SIZES = struct.Struct("qq")  # of a run.Template
+_SIZES = struct.Struct("qq")  # a run.Template
 
 
 def _log(who: str, error: BaseException) -> None:
@@ -105,9 +105,8 @@ class _Walls:
 
 
 def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> None:
-  """In the template: forks for every init that asks, and reports how each fork
-  ended."""
-  # Chosen at import time from the calls of this process; programs have fewer.
+  """Runs in the template: forks at every init's request and reports each fork's end."""
+  # The default was chosen for this process's system calls; programs have fewer.
   selectors.DefaultSelector = selectors.PollSelector
   _replace_shared_maps()
   template = zygote.warm_up(modules)
@@ -117,10 +116,10 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
   orders.send(_SIZES.pack(template.bytes, template.pages))
   poll = select.poll()
   poll.register(orders, select.POLLIN)
-  alive: dict[int, tuple[int, int]] = {}  # pidfd -> process, to report its end
+  alive: dict[int, tuple[int, int]] = {}  # pidfd -> pid, pipe to its init
   while True:
     for fd, _ in poll.poll():
-      # --- A fork has ended: its init hears how.
+      # --- A fork has ended: tell its init how.
       if fd in alive:
         pid, tell = alive.pop(fd)
         _, status, usage = os.wait4(pid, 0)
@@ -132,7 +131,7 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
         os.close(tell)
         continue
 
-      # --- An init wants one: it is forked into the init's process namespace.
+      # --- An init asks for a fork, which starts in the init's process namespace.
       order, fds, _, _ = socket.recv_fds(orders, 1, 7)
       if not order:
         return  # the slot ends
@@ -156,7 +155,7 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
 
 
 def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
-  """In a fork of the template: enters the run's namespaces, waits for the program."""
+  """Runs in a fork of the template: enters the run's namespaces, waits to begin."""
   # --- The walls that do not depend on the request.
   init, _, request, began, *pipes = fds
   try:
@@ -170,7 +169,7 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
   def get() -> child.ProgramRequest:
     os.write(began, b"w")
     row = wire.read_frame(request)
-    # If the group or the machine runs out of memory, programs die first; set only now,
+    # If the group or the machine runs out of memory, programs die first. Set only now,
     # or a waiting process would be killed for the current run.
     with open("/proc/self/oom_score_adj", "wb", 0) as f:
       f.write(b"1000")
@@ -187,10 +186,10 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
 
 
 class _Jailed:
-  """Starts a program; only for an init. See `run.Starter`."""
+  """Starts the program of an init. See `run.Starter`."""
 
   def __init__(self, template: _Template):
-    """Asks the template to fork the process of the program.
+    """Asks the template to fork the program's process.
 
     Raises:
       OSError: the template has ended, or could not fork into these namespaces.
@@ -200,7 +199,7 @@ class _Jailed:
     self._ended, tell = os.pipe()
     request, self._request = os.pipe()
     self._began, began = os.pipe()
-    self._start = b""  # message of a session's process before its first cell
+    self._start = b""  # a session process's byte before its first cell
     init = os.pidfd_open(os.getpid())
     fds = [init, tell, request, began, *inner]
     socket.send_fds(template.orders, [b"f"], fds)
@@ -208,27 +207,27 @@ class _Jailed:
       os.close(fd)
     if os.read(self._began, 1) != b"w":
       raise OSError("the template did not fork")
-    # While it waits: once the template has reaped it, nobody can.
+    # Opened while the fork waits: after its end the template reaps it.
     self._process = os.pidfd_open(_PID)
 
   def check(self) -> None:
-    """Checks, before the run starts, that the previous run has not damaged this one.
+    """Checks, before the run starts, that an earlier run has not damaged this one.
 
     Raises:
-      OSError: out of memory, the kernel killed more than that run.
+      OSError: when that run used up memory, the kernel killed this one's processes too.
     """
     if select.select([self._template, self._process], [], [], 0)[0]:
       raise OSError("killed with an earlier run, for want of memory")
 
   def start(self, request: dict[str, Any], limits: wire.Limits) -> run.Started:
-    # Its folder first: the process changes into it as soon as it has its request.
+    # First the folder, which the process enters as soon as it has its request.
     _give_files(limits)
     wire.write_frame(self._request, request)
     if not request["session"]:
       os.close(self._request)
       return run.Started(self._process, *self._outer)
     stdin, *outputs = self._outer
-    os.close(stdin)  # cells find the end of their standard input
+    os.close(stdin)  # cells see the end of the real standard input
     self._start = os.read(self._began, 1)
     return run.Started(self._process, self._request, *outputs, self._began)
 
@@ -236,19 +235,19 @@ class _Jailed:
     with contextlib.suppress(ProcessLookupError):
       os.kill(-1, signal.SIGKILL)  # all but this process, in one step
     code, cpu_s = _ENDED.unpack(os.read(self._ended, _ENDED.size))
-    # Its orphans are ours now.
+    # This process has inherited the orphans.
     with contextlib.suppress(ChildProcessError):
       while True:
         os.wait4(-1, 0)
-    # Not the program's to say: the pipe was closed before it began.
+    # The program cannot forge this byte: the pipe was closed before its start.
     return (code if self._start or os.read(self._began, 1) else None), cpu_s
 
 
 def _furnish() -> None:
-  """Maps the run's user and mounts its /proc; in a fresh set of namespaces."""
+  """Maps the run's user and mounts its /proc, in fresh namespaces."""
   kernel.map_ids(_UID, 0, 0)
   flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-  # Processes only, and only its own: nothing about the machine.
+  # Shows only the run's own processes, and nothing about the machine.
   kernel.mount("proc", "/proc", "proc", flags, "subset=pid,hidepid=invisible")
 
 
@@ -274,8 +273,8 @@ def _confine(walls: _Walls, began: int, task: child.ProgramRequest) -> None:
 
 
 def _tell_memory(mb: int) -> None:
-  """Has Python call the run's memory the machine's: libraries plan by it."""
-  # The C library would use a system call that programs do not have.
+  """Makes `os.sysconf` report the run's memory, by which libraries plan."""
+  # The C library's own sysconf uses a system call that programs do not have.
   names = ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
   spellings = {*names, *(os.sysconf_names[n] for n in names)}
   pages = (mb << 20) // os.sysconf("SC_PAGESIZE")
@@ -284,9 +283,9 @@ def _tell_memory(mb: int) -> None:
 
 
 def _replace_shared_maps() -> None:
-  """Has Python make its shared anonymous maps of a file, which the disk's limit counts.
+  """Backs Python's shared anonymous maps with files, which the disk limit counts.
 
-  The filter refuses real ones: see `seccomp._ANONYMOUS`.
+  The filter refuses real anonymous maps: see `seccomp._ANONYMOUS`.
   """
 
   class SharedMap(mmap.mmap):
@@ -312,18 +311,18 @@ class _Init:
   """The slot's handle on one init, made ahead of its request."""
 
   def __init__(self, host: run.Host, template: _Template):
-    """Clones it into new namespaces; it waits there for a request."""
+    """Clones the init into new namespaces, where it waits for a request."""
     self._answers, answer = os.pipe()
     if not kernel.clone(kernel.ALL_NAMESPACES):
       os.close(self._answers)
       try:
-        # A pid 1 without handlers cannot be hurt by signals of its namespace.
+        # Without handlers, signals from its own namespace cannot hurt pid 1.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._serve(host, template, answer)
       except BaseException as e:
         _log("the run's init", e)
       os._exit(0)
-    os.close(answer)  # so that this process sees its end
+    os.close(answer)  # so that this process sees the init's end
 
   @staticmethod
   def _serve(host: run.Host, template: _Template, answer: int) -> None:
@@ -331,7 +330,7 @@ class _Init:
     _furnish()
     starter = _Jailed(template)
     template.orders.close()
-    # Touches the pages that serving will write, while nobody waits.
+    # Touch the pages that serving will write, while nobody waits.
     wire.Limits.from_json(json.loads(json.dumps(wire.Limits().to_json())))
 
     # --- The request, and its answer.
@@ -340,36 +339,36 @@ class _Init:
     except EOFError:
       return  # the host has gone
     starter.check()
-    # Not before it is read: the next init reads the same pipe.
+    # Only after the read: the next init reads the same pipe.
     os.write(answer, b"s" if request["session"] else b"r")
     serve = session.serve if request["session"] else run.serve
     serve(request, host, starter, template.holds)
     os.write(answer, b"a")
 
   def request(self) -> str:
-    """Waits for its request: "run" or "session"; "" if none will come."""
+    """Waits for the request; returns "run" or "session", "" if none will come."""
     return {b"r": "run", b"s": "session"}.get(os.read(self._answers, 1), "")
 
   def answered(self) -> bool:
-    """Waits for its run to end; False if it could not answer."""
+    """Waits for the run's end; returns False if the init could not answer."""
     answered = os.read(self._answers, 1) == b"a"
     os.close(self._answers)
     return answered
 
 
 def _serve(host: run.Host, template: _Template) -> None:
-  """Has an init serve each request, until the host closes."""
+  """Serves each request with its own init until the host closes the pipe."""
   spare = _Init(host, template)
   while kind := spare.request():
     running = spare
     if kind == "run":
-      # Made while another core runs the program: half of a short run's time.
+      # Made while another core runs the program: takes half of a short run's time.
       spare = _Init(host, template)
     if not running.answered():
-      return  # its leftovers in the pipes are unknown
-    if kind == "session":  # not earlier: its cells came through the same pipe
+      return  # the pipes may hold unknown leftovers
+    if kind == "session":  # not earlier: the cells came through the same pipe
       spare = _Init(host, template)
-    # Reaps inits whose namespaces are gone; of the last one only the init remains.
+    # Reap inits whose namespaces are gone; of the last run only its init remains.
     while os.waitpid(-1, os.WNOHANG)[0]:
       pass
 

@@ -1,11 +1,11 @@
 """The keeper of a jailed slot: builds its root, enters namespaces, starts `inside`.
 
-Started by `pool` as its own program: keeper.py DIRECTORY HOST_PID CANCEL_FD CGROUPS
-MODULE... Three processes: a watcher that stays on the host, the keeper, and the slot
-itself, the first of its process namespace; each dies with the one before it. A run's
-whole file system is built here once per slot: a root on tmpfs with the interpreter, the
-system's libraries and four devices, all read-only. If the host is root, the slot
-belongs to an ordinary user, who cannot write root's files in /proc/sys.
+Started by `slot` as its own program: keeper.py DIRECTORY HOST_PID CANCEL_FD CGROUPS
+MODULE... There are three processes: a watcher on the host, the keeper, and the slot
+itself, the first process in its namespace; each dies with its parent. The keeper builds
+the file system once per slot: a root on tmpfs with the interpreter, the system's
+libraries and four devices, all read-only. If the host is root, the slot belongs to an
+ordinary user, who cannot write root's files in /proc/sys.
 
 budget: a slot's walls in their building order, with reasons.
 """
@@ -27,38 +27,38 @@ from typing import Any, NoReturn
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CODE = "/jail"  # this folder's place in the slot
 _NOBODY = 65534
-_FIRST_KERNEL = (5, 14)  # limits on processes count per user namespace from then on
+_FIRST_KERNEL = (5, 14)  # since then, process limits count per user namespace
 _PROBE_S = 60.0
 _DEVICES = ("null", "full", "random", "urandom")
 # Files shared by all slots, besides one eventfd: the kernel has one inode for all
 # eventfds, timers and signalfds.
 _SHARED = (*(f"/dev/{name}" for name in _DEVICES), "/proc/self/ns/time")
 _LINKS = {
-  # It reads as zeros too. Shared mappings of the real /dev/zero are memory not counted
-  # by any process or limit.
+  # /dev/full reads as zeros too. No process or limit counts the memory in shared
+  # mappings of the real /dev/zero.
   "zero": "full",
   "fd": "/proc/self/fd",
   "stdin": "/proc/self/fd/0",
   "stdout": "/proc/self/fd/1",
   "stderr": "/proc/self/fd/2",
-  "shm": "/tmp",  # the run's own; semaphores of multiprocessing live there
+  "shm": "/tmp",  # the run's own; multiprocessing's semaphores live there
 }
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
 _INSTALLED = {"site-packages", "dist-packages"}
-_built: list[bool] = []  # a successful probe
+_built: list[bool] = []  # not empty after a successful probe
 _ENVIRONMENT = ("PYTHONHASHSEED", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
-_ROOT_INODES = 4096  # of a slot's root; by default their number tells the memory
+_ROOT_INODES = 4096  # in a slot's root; the default reveals the machine's memory
 _PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
 
 
 def check() -> list[str]:
   """Lists this machine's missing requirements for the jail; [] if it can be used.
 
-  It builds one, as a slot would, and runs a program in it: some tenths of a second,
-  once in a process if all is well.
+  Builds a jail, as a slot would, and runs a program in it. This takes some tenths of a
+  second, once per process if it succeeds.
 
   Raises:
-    OSError: the machine lacks nothing, and yet the jail does not work.
+    OSError: no requirement is missing, but the jail does not work.
   """
   if _built:
     return []
@@ -100,12 +100,12 @@ def _number(path: str) -> int | None:
 
 
 def _probe() -> list[str]:
-  """Starts a slot without modules, with one run in it.
+  """Starts a slot without modules for one run.
 
   Returns the kernel's refusals; [] if none.
 
   Raises:
-    OSError: it failed for another reason.
+    OSError: the slot failed for another reason.
   """
   with tempfile.TemporaryDirectory(prefix="tools-sandbox-") as directory:
     command = [sys.executable, "-s", "-X", "utf8", os.path.abspath(__file__)]
@@ -135,10 +135,11 @@ def _below(path: str, folder: str) -> bool:
 
 
 def _layout() -> tuple[dict[str, str], list[str], str]:
-  """Host folder -> place inside; sys.path inside; the interpreter inside.
+  """Returns host folder -> place inside, sys.path inside, the interpreter inside.
 
-  Folders are renamed, so that programs and error messages name no folder of the host.
-  Of sys.path, only installed packages: an editable install names a whole repository.
+  Folders are renamed, so that programs and error messages name no host folder. From
+  sys.path only installed packages are used: an editable install names a whole
+  repository.
   """
   # --- The interpreter and this folder.
   base = os.path.realpath(sys.base_prefix)
@@ -164,27 +165,27 @@ def _layout() -> tuple[dict[str, str], list[str], str]:
 
 
 def _build(root: str, mounts: dict[str, str]) -> None:
-  # Here and below: the keeper finds it by path; the host, which imports `check`, does
-  # not have it.
+  # Imported in functions: the keeper finds `kernel` by path, but the host, which only
+  # imports `check`, does not.
   import kernel
 
-  # --- An empty root, for mount points and links alone.
+  # --- An empty root, only for mount points and links.
   options = f"size=1m,nr_inodes={_ROOT_INODES},mode=755"
   kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, options)
   for name in ("/dev", "/proc", "/tmp", "/etc"):
     os.mkdir(root + name)
 
-  # --- Folders of the host, parents before children.
+  # --- The host's folders, parents before children.
   for source, place in sorted(mounts.items(), key=lambda item: item[1]):
     target = root + place
-    if not os.path.isdir(target):  # otherwise below another folder, mounted already
+    if not os.path.isdir(target):  # otherwise it is below a mounted folder
       os.makedirs(target)
     _mount_own(source, target, f"{root}/tmp")
   for link in _SYSTEM:
     if os.path.islink(link) and not os.path.lexists(root + link):
       os.symlink(os.readlink(link), root + link)
 
-  # --- Devices: the host's own, for an ordinary user can make none.
+  # --- Devices: the host's own, because an ordinary user can make none.
   for name in _DEVICES:
     with open(f"{root}/dev/{name}", "wb"):
       pass
@@ -200,7 +201,7 @@ def _build(root: str, mounts: dict[str, str]) -> None:
 
 
 def _mount_own(source: str, target: str, empty: str) -> None:
-  """Mounts a folder read-only, its files' locks and leases the slot's own.
+  """Mounts a folder read-only; its files' locks and leases are private to the slot.
 
   Args:
     source: the shared folder.
@@ -209,9 +210,9 @@ def _mount_own(source: str, target: str, empty: str) -> None:
   """
   import kernel
 
-  # The kernel keeps locks and leases per file system, and an overlay is the slot's own:
-  # with a bind mount, two slots would see each other's. An overlay's files in /proc
-  # also name no folder of the host.
+  # The kernel keeps locks and leases per file system, and each slot has its own
+  # overlay: with a bind mount, two slots would see each other's. Also, an overlay's
+  # files in /proc name no host folder.
   layers = [os.open(folder, os.O_PATH) for folder in (source, empty)]
   try:
     lower = ":".join(f"/proc/self/fd/{layer}" for layer in layers)
@@ -225,12 +226,12 @@ def _mount_own(source: str, target: str, empty: str) -> None:
 def _hold_locks() -> None:
   """Locks the files shared by all slots until this process ends.
 
-  Without it, one run's lock would be visible in another slot. Under an earlier shared
+  Otherwise one run's lock would be visible in another slot. Under an earlier shared
   lock of all bytes, every exclusive lock fails, every shared one succeeds and F_GETLK
   reports this one, whatever other runs do.
 
   Raises:
-    OSError: a program outside holds an exclusive lock on one of the files.
+    OSError: an outside program holds an exclusive lock on one of the files.
   """
   whole = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
   held = {"an eventfd": os.eventfd(0)}
@@ -245,17 +246,17 @@ def _hold_locks() -> None:
 
 
 def _become_inside(python: str, arguments: list[str]) -> NoReturn:
-  """In the first process of the slot's namespaces: the template."""
+  """Makes the first process of the slot's namespaces run inside.py."""
   import child
   import kernel
 
-  child.prctl(1, signal.SIGKILL)  # with the keeper; see child.die_with_parent
+  child.prctl(1, signal.SIGKILL)  # dies with the keeper; see child.die_with_parent
   flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
   kernel.mount("proc", "/proc", "proc", flags)
   kernel.restrict_mount("/", kernel.READ_ONLY, recursive=False)
   kernel.set_host_name("sandbox")
-  # From the environment, only the variables for imports; the interpreter's own
-  # libraries are not on the host linker's path.
+  # The environment keeps only variables for imports; LD_LIBRARY_PATH is needed because
+  # the interpreter's own libraries are not on the host linker's path.
   library = os.path.dirname(os.path.dirname(python)) + "/lib"
   environment = {n: os.environ[n] for n in _ENVIRONMENT if n in os.environ}
   environment.update(MALLOC_ARENA_MAX="2", LD_LIBRARY_PATH=library)
@@ -277,14 +278,14 @@ def _keep(
   import child
   import kernel
 
-  # --- Tie this process to the one above, and put it under the slot's limits.
+  # --- Tie this process to its parent, and put it under the slot's limits.
   watcher = os.getppid()
   child.die_with_parent(watcher, signal.SIGKILL)
   for group in groups:
     with open(f"{group}/cgroup.procs", "wb") as f:
       f.write(b"0")  # this process, and all its descendants
 
-  # --- Build the root, in a mount namespace of its own; modes are not the caller's.
+  # --- Build the root in its own mount namespace; file modes ignore the caller's umask.
   os.umask(0o022)
   mounts, path, python = _layout()
   uid = os.geteuid()
@@ -294,11 +295,11 @@ def _keep(
     kernel.map_ids(0, uid, gid)
   kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
   _hold_locks()
-  # Mounted over the slot's own folder: the host, which removes it, sees none of this.
+  # Mounted over the slot's folder: the host, which removes the folder, sees no mount.
   _build(directory, mounts)
   kernel.change_root(directory)
 
-  # --- Become an ordinary user, in all other namespaces too.
+  # --- Become an ordinary user, in new namespaces of every kind.
   inner = _NOBODY if uid == 0 else 0
   if uid == 0:
     os.setgroups([])
@@ -307,9 +308,9 @@ def _keep(
     child.set_dumpable(True)  # to write its own maps
   kernel.unshare(kernel.ALL_NAMESPACES)
   kernel.map_ids(0, inner, inner)
-  child.die_with_parent(watcher, signal.SIGKILL)  # a change of user forgets it
+  child.die_with_parent(watcher, signal.SIGKILL)  # a change of user cleared the signal
 
-  # --- The slot itself is the first process of its process namespace.
+  # --- The slot itself is the first process in its process namespace.
   pid = os.fork()
   if not pid:
     try:
@@ -328,7 +329,7 @@ def _release_pipes() -> None:
 
 
 def main() -> None:
-  """Watches the keeper from outside, so that its files can be removed."""
+  """Starts and watches the keeper; removes the slot's files if the host is gone."""
   import cgroup
   import child
 
@@ -344,7 +345,7 @@ def main() -> None:
       os._exit(1)
   _release_pipes()
 
-  # --- It dies with the host, and this process after it.
+  # --- The keeper dies with the host, then this process ends.
   def leave(number: int, frame: Any) -> None:
     # As in `zygote`: also sent if only the thread that started us has ended.
     if os.getppid() != int(host):

@@ -26,7 +26,7 @@ MS_NOEXEC = 8
 MS_BIND = 4096
 MS_REC = 16384
 MS_PRIVATE = 1 << 18
-# Of `restrict_mount`.
+# Attributes for `restrict_mount`.
 READ_ONLY = 1
 NO_SUID = 2
 NO_EXEC = 8
@@ -46,7 +46,7 @@ _NR = {
   "x86_64": {"clone": 56, "pivot_root": 155},
 }.get(platform.machine())
 _libc = ctypes.CDLL(None, use_errno=True)
-# Holds the GIL over the call: a child not forked by Python could never take it.
+# Holds the GIL during a call: a child not forked by Python could never take it.
 _libc_locked = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -71,13 +71,13 @@ def unshare(flags: int) -> None:
   """Moves this process (for NEWPID: its children) into new namespaces.
 
   Raises:
-    Refused: by the kernel; so do the other functions of this file.
+    Refused: the kernel refused; this file's other functions raise it too.
   """
   _check(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
 def clone(flags: int) -> int:
-  """Forks into new namespaces: 0 in the child, its process id in the parent.
+  """Forks into new namespaces; returns 0 in the child, its process id in the parent.
 
   For a single-threaded process only. The child must not return to the parent's code.
   """
@@ -88,7 +88,7 @@ def clone(flags: int) -> int:
 
 
 def fork() -> int:
-  """Forks with the C library's fork, without Python's fork handlers."""
+  """Forks with the C library, without Python's fork handlers."""
   # Python's handlers restore locks and threads, which a single-threaded process does
   # not need, and seed `random`; on copied huge pages they cost half a millisecond.
   return _check(_libc_locked.fork(), "fork")
@@ -97,9 +97,9 @@ def fork() -> int:
 def collapse_pages() -> None:
   """Moves this process's memory to huge pages if the kernel supports it.
 
-  Fewer entries to copy for a fork. Needs Linux 6.1 and changes nothing elsewhere.
+  A fork then copies fewer page table entries. Needs Linux 6.1, else changes nothing.
   """
-  # Read it to the end first: the loop changes the memory that the file lists.
+  # Read the whole file first: the loop changes the memory listed there.
   with open("/proc/self/maps", encoding="ascii", errors="replace") as f:
     rows = [line.split() for line in f]
   for row in rows:
@@ -114,17 +114,17 @@ def collapse_pages() -> None:
 
 
 def join(process: int, flags: int) -> None:
-  """Moves this process (for NEWPID: its children) into namespaces of another one.
+  """Moves this process (for NEWPID: its children) into another one's namespaces.
 
   Args:
-    process: a pidfd.
-    flags: which ones.
+    process: the other process's pidfd.
+    flags: the namespaces to join.
   """
   _check(_libc.setns(process, flags), f"setns({flags:#x})")
 
 
 def map_ids(inside: int, uid: int, gid: int) -> None:
-  """Maps one user and one group of the outer user namespace to `inside`."""
+  """Maps one user and one group in the outer user namespace to `inside`."""
   # In this order: an ordinary user may map a group only once `setgroups` is denied.
   for name, line in (
     ("setgroups", "deny"),
@@ -132,7 +132,7 @@ def map_ids(inside: int, uid: int, gid: int) -> None:
     ("gid_map", f"{inside} {gid} 1"),
   ):
     try:
-      with open(f"/proc/self/{name}", "wb") as f:  # text may need a codec's file
+      with open(f"/proc/self/{name}", "wb") as f:  # text may have to load a codec
         f.write(line.encode())
     except OSError as e:
       raise Refused(e.errno, f"write {name}: {e.strerror}") from e
@@ -163,7 +163,7 @@ def restrict_mount(target: str, attributes: int, recursive: bool = True) -> None
 
 
 def change_root(target: str) -> None:
-  """Makes a mount the root of this mount namespace and lets go of the old root."""
+  """Makes a mount this mount namespace's root and unmounts the old root."""
   # Same path for both: the old root then covers the new one, and the second call
   # unmounts the old one.
   os.chdir(target)
@@ -193,8 +193,8 @@ def drop_bounding_set(numbers: list[int]) -> None:
 
 
 def set_filter(program: bytes) -> None:
-  """Puts this process, for good, under a seccomp filter (8 bytes an instruction)."""
-  # The header holds the filter's address: `program` must live until the call is made.
+  """Installs a seccomp filter (8 bytes per instruction) in this process for good."""
+  # The header holds the filter's address: `program` must live until the call.
   address = ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p).value
   header = struct.pack("HxxxxxxP", len(program) // 8, address)  # struct sock_fprog
   result = _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), header, 0, 0)

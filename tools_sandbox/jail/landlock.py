@@ -3,7 +3,7 @@
 If mounts and namespaces have a hole, a program can still only read below its root,
 write to its own folder and devices, and signal its own processes. Linux 5.13 supports
 files, 6.7 TCP, 6.12 signals and abstract sockets; limits the kernel does not support
-are left out, because the first wall does not depend on this one.
+are left out, because the first wall does not depend on the second.
 
 Numbers: include/uapi/linux/landlock.h.
 """
@@ -14,7 +14,7 @@ import ctypes
 import os
 import struct
 
-# Of system calls, the same on every architecture
+# System call numbers, the same on every architecture.
 _NR_CREATE = 444
 _NR_ADD = 445
 _NR_RESTRICT = 446
@@ -25,7 +25,7 @@ _WRITE_FILE = 2
 _READ_FILE = 4
 _READ_DIR = 8
 _IOCTL_DEV = 1 << 15
-# Version -> mask of all its file rights.
+# Version -> mask of the version's file rights.
 _FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _TCP = 3  # bind and connect
 _SCOPES = 3  # abstract sockets and signals
@@ -49,7 +49,7 @@ def version() -> int:
 
 
 def restrict(kernel_version: int, writable: str, devices: str) -> None:
-  """Confines this process, which must have `no_new_privs`, and all it will start.
+  """Confines this process, which must have `no_new_privs`, and its future children.
 
   Args:
     kernel_version: the result of `version`; 0 does nothing.

@@ -1,7 +1,7 @@
 """One run from start to answer, independent of the back-end.
 
-Shared by `zygote` and, in a jail, the run's `inside`: feeds a program, reads its
-output, kills it at its limits, and reports its verdict.
+Shared by `zygote` and, in a jail, `inside`: feeds a program, reads its output, kills it
+at its limits, and reports its verdict.
 
 budget: a run's start, pipes, limits and end are one state.
 """
@@ -22,19 +22,19 @@ import wire
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 _CHUNK = 65536
-# Time to flush its buffers after its time limit. It usually ends sooner: the margin is
-# for a crowded machine, so that its output does not depend on its neighbours.
+# Time for a program to flush its buffers after its time limit. Most end sooner: the
+# margin is for a crowded machine, so that output does not depend on neighbours.
 _FLUSH_S = 0.25
-# Death by these signals counts as the kernel's CPU limit if this share of it was used.
-# The limit counts ticks: on a crowded core it ends programs too early.
+# Exit code -> used share of the CPU limit above which the kernel's CPU limit counts as
+# the cause. The kernel counts ticks, and on a crowded core ends programs too early.
 _CPU_SHARE = {-signal.SIGXCPU: 0.5, -signal.SIGKILL: 0.9}
-_SOCKETS = 512  # for a jailed run: the kernel's buffers use up to 0.2 MB each
-SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
+_SOCKETS = 512  # limit for a jailed run: the kernel's buffers use up to 0.2 MB each
+SAMPLE_S = 0.1  # between two counts of a run's processes; shorter runs have none
 
 
 @dataclasses.dataclass(frozen=True)
 class _Use:
-  """The processes below this one, their tasks, and an upper bound of their memory."""
+  """This process's descendants, their tasks, and an upper bound on their memory."""
 
   pids: list[int]
   tasks: int
@@ -42,10 +42,10 @@ class _Use:
 
 
 def descendants() -> _Use:
-  """Finds every process below this one, wherever it has put itself."""
+  """Finds all descendants of this process, in any process group or session."""
   # --- Every process: parent -> its children, with their threads and memory. Read from
-  # /proc/*/status, because ordinary kernels lack /proc/PID/task/TID/children. Zombies
-  # are included: a zombie with live threads looks like a dead one.
+  # /proc/*/status, because ordinary kernels lack /proc/PID/task/TID/children. Includes
+  # zombies, because a zombie with live threads looks like a dead process.
   own = os.getpid()
   children: dict[int, list[tuple[int, int, int]]] = {}
   for name in os.listdir("/proc"):
@@ -76,14 +76,14 @@ def descendants() -> _Use:
 
 
 def _fields(pid: int | str, file: str, sign: bytes) -> dict[bytes, bytes]:
-  """Reads a file in /proc of a process, with a name and a value in each line.
+  """Reads a process's file in /proc that has a name and a value in each line.
 
-  Reads a process's status; if its first thread has ended, reads another thread's,
-  because the first is then a zombie without memory fields.
+  If the first thread has ended, reads another thread's file, because the first thread
+  is then a zombie without memory fields.
 
   Args:
     pid: the process.
-    file: its name below /proc/PID.
+    file: the file's name below /proc/PID.
     sign: a field present only in threads with memory.
 
   Returns the first thread's fields if no thread has the field `sign`; {} if the process
@@ -110,18 +110,18 @@ def _bytes(fields: dict[bytes, bytes], *names: bytes) -> int:
 
 
 def _held(pids: list[int]) -> int:
-  """Bytes of memory held by processes together; shared pages count once."""
+  """Returns the bytes held by all processes together; shared pages count once."""
   size = 0
   for pid in pids:
     try:
       size += _bytes(_fields(pid, "smaps_rollup", b"Pss"), b"Pss", b"SwapPss")
-    except PermissionError:  # it executes a file without read permission
+    except PermissionError:  # executes a file without read permission
       size += _bytes(_fields(pid, "status", b"VmRSS"), b"VmRSS", b"VmSwap")
   return size
 
 
 def _sockets() -> int:
-  """Counts the sockets of this process's network (in a jail, the run's own network)."""
+  """Counts the sockets in this process's network (in a jail, the run's own)."""
   with open("/proc/self/net/sockstat", encoding="ascii") as f:
     return int(f.readline().split()[2])
 
@@ -131,10 +131,10 @@ class Host:
   """The pipes to the host.
 
   Attributes:
-    requests: frames come from it; the host has gone when it hangs up.
-    results: frames go to it.
-    cancel: holds a byte from when the host calls the run off until it is answered. Only
-      the host reads it.
+    requests: brings the host's frames; hangs up when the host has gone.
+    results: takes frames for the host.
+    cancel: holds a byte from a run's cancellation to its answer. Only the host reads
+      the byte.
   """
 
   requests: int
@@ -150,26 +150,26 @@ class Started:
   stdin: int
   stdout: int
   stderr: int
-  # For a session (cells go to `stdin`): one byte arrives here at the end of each cell.
+  # For a session (cells go to `stdin`): one byte arrives here at each cell's end.
   cell_end: int = -1
 
 
 class Starter(Protocol):
-  """How a program is started, and how everything of it is ended."""
+  """Starts a program, and later removes all its processes and files."""
 
   def start(self, request: dict[str, Any], limits: wire.Limits) -> Started:
     """Starts a program."""
 
   def end(self) -> tuple[int | None, float]:
-    """Removes all processes and files of the run.
+    """Removes all the run's processes and files.
 
-    Returns its exit status (-N for signal N, None if it never began) and the CPU
-    seconds it used.
+    Returns the exit status (-N for signal N, None if the program never began) and the
+    CPU seconds used.
     """
 
 
 def make_pipes() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-  """Makes a program's stdin, stdout and stderr, and our ends of them."""
+  """Makes pipes for stdin, stdout and stderr; returns the program's ends, then ours."""
   (stdin, feed), (out, stdout), (err, stderr) = (os.pipe() for _ in range(3))
   return (stdin, stdout, stderr), (feed, out, err)
 
@@ -183,7 +183,7 @@ class JailRun:
     self.limits = wire.Limits.from_json(request["limits"])
     self.starter = starter
     self.template = template
-    self.killed: wire.Verdict | None = None  # the sandbox's reason for killing it
+    self.killed: wire.Verdict | None = None  # the sandbox's reason for a kill
     self.note = ""
     self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
 
@@ -196,13 +196,13 @@ class JailRun:
     self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
     for fd in (self.input_fd, *outputs):
       os.set_blocking(fd, False)
-    # Descriptors; any of them becoming readable signals the end.
+    # Descriptors that become readable at the end; one suffices.
     self.ends = [self.process]
     if started.cell_end >= 0:
       self.ends.append(started.cell_end)
 
   def finish(self, host: Host) -> wire.Result:
-    """Serves the program until it ends, then leaves nothing of it alive.
+    """Serves the program until it ends, then kills its remaining processes.
 
     Raises:
       SystemExit: the host has gone; the program is dead by then.
@@ -214,29 +214,29 @@ class JailRun:
     return self._result(*ended)
 
   def _end(self) -> tuple[int | None, float, float]:
-    """Exit status, CPU and wall seconds; nothing of it lives, no descriptor is open."""
+    """Ends the run, closes descriptors; returns exit status, CPU and wall seconds."""
     code, cpu_s = self.starter.end()
     seconds = time.monotonic() - self.start
     os.close(self.process)
     self._close_input()
-    for fd in self.clips:  # bytes left in the pipes
+    for fd in self.clips:  # read the bytes left in the pipes
       while self._read(fd):
         pass
       os.close(fd)
     return code, cpu_s, seconds
 
   def _pump(self, host: Host) -> None:
-    # --- The events: its end, its output, the host.
+    # --- The events: the program's end and output, and the host.
     poll = select.poll()
     for fd in (*self.ends, *self.clips, host.cancel):
       poll.register(fd, select.POLLIN)
-    poll.register(host.requests, 0)  # reports its hang-up all the same
+    poll.register(host.requests, 0)  # even without flags, reports a hang-up
     if self.input:
       poll.register(self.input_fd, select.POLLOUT)
     else:
       self._close_input()
 
-    # --- Until it ends or must be killed.
+    # --- Serve until the program ends or must be killed.
     deadline = self.start + self.limits.wall_s
     sample = self.start + SAMPLE_S
     while True:
@@ -256,7 +256,7 @@ class JailRun:
           poll.unregister(fd)
       if any(fd in ready for fd in self.ends):
         return None
-      # Read after the end was checked: a program that has ended was in time.
+      # Read the clock after the check for the end: an ended program was in time.
       now = time.monotonic()
       if now >= deadline:
         self._condemn(wire.Verdict.TIMEOUT, f"{self.limits.wall_s:g} s")
@@ -275,7 +275,7 @@ class JailRun:
 
   def _over_limits(self) -> bool:
     use = descendants()
-    # The memory of one process at its start; its forks share these pages.
+    # One process's memory at its start comes on top; its forks share these pages.
     most_bytes = (self.template.pages * _PAGE) + (self.limits.memory_mb << 20)
     if use.tasks > self.limits.processes:
       most = f"{self.limits.processes} processes and threads"
@@ -318,7 +318,7 @@ class JailRun:
     (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
     cut = cut_out or cut_err
 
-    # --- Cancelled, or never started: no verdict on the program.
+    # --- Cancelled or never started: no verdict on the program.
     failed = wire.Verdict.INFRASTRUCTURE
     if self.killed == failed:
       return wire.Result(stdout, stderr + self.note, None, failed, seconds, cut)
@@ -332,7 +332,7 @@ class JailRun:
 
     # --- If a limit ended it, the limit overrides the status.
     limits = self.limits
-    # Its handler of the flush signal may end it with any status.
+    # A program's handler for the flush signal may exit with any status.
     if self.killed and (code < 0 or self.killed == wire.Verdict.TIMEOUT):
       verdict = self.killed
       stderr = stderr + self.note
@@ -345,21 +345,21 @@ class JailRun:
     elif code == -child.MEMORY_SIGNAL:
       verdict = wire.Verdict.MEMORY
       code = 1
-    if verdict is wire.Verdict.TIMEOUT:  # or on whether it ended when asked to
+    if verdict is wire.Verdict.TIMEOUT:  # the code must not depend on the flush either
       code = -signal.SIGKILL
     return wire.Result(stdout, stderr, code, verdict, seconds, cut)
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """Memory of this process before a program adds to it."""
+  """This process's memory before a program adds to it."""
 
   bytes: int  # of address space
   pages: int  # resident
 
   @classmethod
   def measure(cls) -> Template:
-    """Measures this process, now."""
+    """Measures this process now."""
     with open("/proc/self/statm", encoding="ascii") as f:
       size, resident = f.read().split()[:2]
     return cls(int(size) * _PAGE, int(resident))
@@ -371,12 +371,12 @@ def serve(
   starter: Starter,
   template: Template,
 ) -> None:
-  """Runs a request's program, and answers.
+  """Runs a request's program and answers.
 
   Args:
     request: a frame read from `host.requests`.
     host: the requesting host.
-    starter: starts the program.
+    starter: starts and ends the program.
     template: each process's memory at its start.
 
   Raises:

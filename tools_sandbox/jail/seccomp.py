@@ -10,8 +10,7 @@ import errno
 import platform
 import struct
 
-# Linux x86_64: name -> number. Grouped by the resource they touch, so that a reader
-# sees the gaps.
+# Linux x86_64: name -> number. Grouped by resource, so that a reader sees the gaps.
 _ALLOWED = {
   # open files
   "read": 0,
@@ -50,8 +49,8 @@ _ALLOWED = {
   "timerfd_gettime": 287,
   "signalfd": 282,
   "signalfd4": 289,
-  # Both ends of a socket pair; no other kind of socket can be created. No sendmsg: it
-  # can send descriptors, and descriptors in transit are counted per user.
+  # For socket pairs; no other sockets can be created. Not sendmsg, which can send
+  # descriptors: the kernel counts descriptors in transit per user.
   "sendto": 44,
   "recvfrom": 45,
   "recvmsg": 47,
@@ -181,7 +180,7 @@ _ALLOWED = {
   "uname": 63,
   "getrandom": 318,
 }
-# Numbers of the calls in the tables below.
+# Numbers for the calls in the tables below.
 _LIMITED = {
   "mmap": 9,
   "ioctl": 16,
@@ -223,54 +222,54 @@ _LIMITED = {
 }
 # fmt: on
 NUMBERS = {**_ALLOWED, **_LIMITED}
-# Name -> (argument, values it may have): the program itself, and nothing stronger.
+# Name -> (argument, allowed values): harmless uses, on the program itself.
 _ALLOWED_WITH = {
   "socketpair": (0, (1,)),  # AF_UNIX
-  "prlimit64": (0, (0,)),  # on oneself
+  "prlimit64": (0, (0,)),  # only on itself
   "sched_setaffinity": (0, (0,)),
   "sched_getaffinity": (0, (0,)),
-  "personality": (0, (0xFFFFFFFF,)),  # ask
+  "personality": (0, (0xFFFFFFFF,)),  # only asks
   "prctl": (0, (1, 2, 3, 15, 16)),  # parent-death signal, dumpable?, thread name
   # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
   "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-  # SO_RCVTIMEO, SO_SNDTIMEO; no filter and no larger buffer, uncounted memory
+  # SO_RCVTIMEO, SO_SNDTIMEO; no filters or larger buffers, which use uncounted memory
   "setsockopt": (2, (20, 21)),
   # Advice about this process's own pages. No merging with other processes' pages (the
-  # kernel would report the number found), and no MADV_COLLAPSE, which moves pages of
-  # files that others map too.
+  # kernel would report the number found), and no MADV_COLLAPSE, which moves file pages
+  # that others map too.
   "madvise": (2, (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23)),
   # F_DUPFD, _GETFD, _SETFD, _GETFL, _SETFL, _GETLK, _SETLK, _SETLKW, _DUPFD_CLOEXEC,
   # _GETPIPE_SZ. Leases, owners and F_NOTIFY have no use here; larger pipes use
   # uncounted memory.
   "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
 }
-# Name -> (argument, bits of which it may have none).
+# Name -> (argument, forbidden bits).
 _ALLOWED_WITHOUT = {
   "clone": (0, 0x7E020000),  # any new namespace
 }
-_MMAP_FLAGS = 3  # argument
+_MMAP_FLAGS = 3  # the argument's index
 _HUGE = 0x40000  # MAP_HUGETLB: the machine's huge pages, which no limit counts
 # MAP_ANONYMOUS with MAP_SHARED or MAP_SHARED_VALIDATE: such pages survive an unmap and
 # then count for no process.
 _ANONYMOUS = 0x20
 _SHARED = 0x01
 _REFUSED = {
-  "clone3": errno.ENOSYS,  # its flags are out of a filter's sight
+  "clone3": errno.ENOSYS,  # a filter cannot see its flags
   "io_uring_setup": errno.ENOSYS,
   "io_uring_enter": errno.ENOSYS,
   "io_uring_register": errno.ENOSYS,
   "memfd_create": errno.ENOSYS,  # uncounted memory
   "pidfd_open": errno.ENOSYS,
   "openat2": errno.ENOSYS,
-  "sysinfo": errno.ENOSYS,  # the machine's load and memory
-  # Watches are counted per user, and one run could use the user's whole limit. Python's
-  # selectors then use poll.
+  "sysinfo": errno.ENOSYS,  # shows the machine's load and memory
+  # The kernel counts watches per user, and one run could use the user's whole limit.
+  # Without epoll, Python's selectors use poll.
   "epoll_create": errno.ENOSYS,
   "epoll_create1": errno.ENOSYS,
-  # With RWF_NOWAIT they tell which pages of a file others have read.
+  # With RWF_NOWAIT these calls tell which file pages others have read.
   "preadv2": errno.ENOSYS,
   "pwritev2": errno.ENOSYS,
-  # Reports success without acting; it would drop pages that others read.
+  # Reports success without acting: the call would drop pages that others read.
   "fadvise64": 0,
   # Extended attributes: shutil expects the error ENOTSUP.
   **{name: errno.ENOTSUP for name in _LIMITED if name.endswith("xattr")},
@@ -298,7 +297,7 @@ def _argument(index: int) -> bytes:
 
 
 def build() -> bytes:
-  """Builds the filter, as `kernel.set_filter` takes it.
+  """Builds the filter for `kernel.set_filter`.
 
   Raises:
     OSError: this architecture has no table.
@@ -329,7 +328,7 @@ def build() -> bytes:
 
 
 def _intervals(rules: dict[int, bytes], other: bytes) -> list[tuple[int, bytes]]:
-  """(first number, action from there on), ascending, neighbours different."""
+  """Merges rules to (first number, action from there on), ascending."""
   out = [(0, rules.get(0, other))]
   for number in sorted({n + i for n in rules for i in (0, 1)}):
     rule = rules.get(number, other)
@@ -339,9 +338,9 @@ def _intervals(rules: dict[int, bytes], other: bytes) -> list[tuple[int, bytes]]
 
 
 def _search(intervals: list[tuple[int, bytes]]) -> bytes:
-  """A binary search over intervals for the loaded number."""
-  # Not a list: the kernel runs a new filter once per system call number to cache the
-  # always-allowed ones, and a list would cost every run 0.3 ms.
+  """Builds a binary search over intervals for the loaded number."""
+  # Not a linear search, which would cost every run 0.3 ms: the kernel runs a new filter
+  # once per system call number, to cache the calls that are always allowed.
   if len(intervals) == 1:
     return intervals[0][1]
   half = len(intervals) // 2

@@ -1,10 +1,10 @@
-"""A session, as its init serves it: one process, one cell after the other.
+"""Serves a session in its init: one process runs one cell after another.
 
-The hostile program owns the process from its first cell on. It holds its ends of two
-more pipes than a run's program: cells arrive on one, and it reports each cell's end and
-status on the other. It may lie there, about its own cells only. Everything that
-concerns others is decided here: the limits, how the session ended, and every byte sent
-to the host.
+The hostile program owns the process from its first cell on. Unlike a run's program, it
+holds two more pipe ends, one for cells and one to report each cell's end and status.
+Its reports may be false, but only about its own cells. This file decides everything
+that concerns others: the limits, how the session ended, and every byte sent to the
+host.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import run
 import wire
 
-_MANY = 4096  # limit of bytes that a program may write unasked
+_MANY = 4096  # the most bytes read at once from a program's reports
 _LOST = "[the session has ended, its variables are lost]\n"
 
 
 class _CellsRun(run.JailRun):
-  """A run with cells as its input."""
+  """A run whose input is cells."""
 
   def __init__(
     self, request: dict[str, Any], starter: run.Starter, template: run.Template
@@ -32,7 +32,7 @@ class _CellsRun(run.JailRun):
     """Starts the process."""
     super().__init__(request, starter, template)
     self.cell_end = self.ends[1]  # after the process: see `JailRun`
-    # A hostile program has the other end: a blocking read could wait for ever.
+    # A hostile program has the other end: a blocking read could wait forever.
     os.set_blocking(self.cell_end, False)
     self.alive = True
     self._ended: tuple[int | None, float, float] | None = None
@@ -42,7 +42,7 @@ class _CellsRun(run.JailRun):
     poll = select.poll()
     for fd in (self.process, control):
       poll.register(fd, select.POLLIN)
-    # Once it has ended only the host has anything to say.
+    # After the process's end, only the host is left to wait for.
     while self._ended is None:
       ready = dict(poll.poll(run.SAMPLE_S * 1000))
       if control in ready:
@@ -51,12 +51,12 @@ class _CellsRun(run.JailRun):
         self.stop()
 
   def stop(self) -> None:
-    """Leaves nothing of it alive."""
+    """Kills the session's remaining processes."""
     if self._ended is None:
       self._ended = self._end()
 
   def cell(self, request: dict[str, Any], host: run.Host) -> wire.Result:
-    """Runs one cell; `alive` says whether another can follow.
+    """Runs one cell; afterwards `alive` says whether another can follow.
 
     Raises:
       SystemExit: the host has gone.
@@ -65,11 +65,11 @@ class _CellsRun(run.JailRun):
     self.start = time.monotonic()
     if self._ended is None:
       with contextlib.suppress(BlockingIOError):
-        os.read(self.cell_end, _MANY)  # it arrived unasked
+        os.read(self.cell_end, _MANY)  # drop unasked reports
       self.input = memoryview(wire.frame(request))
       self._pump(host)
 
-    # --- It ended, was ended, or has closed its pipe: there will be no other cell.
+    # --- The process ended, was killed or closed its pipe: no other cell can follow.
     status = None
     if self._ended is None and not self.killed:
       status = self._status()
@@ -83,14 +83,14 @@ class _CellsRun(run.JailRun):
 
     # --- The process continues: cut off this cell's output here.
     for fd in self.clips:
-      # Once: the pipe's content at the cell's end. A thread may write for ever.
+      # Read once, what the pipe holds at the cell's end: a thread may write forever.
       self._read(fd)
     result = self._result(status, 0.0, time.monotonic() - self.start)
     self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in self.clips}
     return result
 
   def _status(self) -> int | None:
-    """The process's report on its cell; None if it cannot report any more."""
+    """Reads the cell's exit status from the process; None if there is no report."""
     try:
       data = os.read(self.cell_end, _MANY)
     except BlockingIOError:
@@ -98,7 +98,7 @@ class _CellsRun(run.JailRun):
     return data[0] if data else None
 
   def _close_input(self) -> None:
-    pass  # the next cell goes there
+    pass  # stays open for the next cell
 
 
 def serve(
@@ -119,7 +119,7 @@ def serve(
   while session.alive:
     session.wait(host.requests)
     cell = wire.read_frame(host.requests)
-    # The host ends a session by a cell without a program.
+    # The host ends a session with a cell without a program.
     if cell["program"] is None:
       session.stop()
       wire.write_frame(host.results, {"event": "closed"})

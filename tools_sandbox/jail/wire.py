@@ -22,13 +22,13 @@ from typing import Any
 _HEADER = struct.Struct(">I")
 # A length beyond this is a corrupt stream, not a long program.
 MAX_FRAME = 256 << 20
-# Both fit a frame at JSON's worst, six bytes for one.
+# Both fit a frame even if JSON writes six bytes for each.
 MAX_INPUT = 32 << 20  # characters of program and stdin together
 MAX_OUTPUT = 16 << 20  # bytes kept of each stream
 LARGEST = sys.float_info.max  # JSON's integers may be too large for a float
 _CHUNK = 65536
-LEASE_S = 600.0  # longer than a policy takes from one call to its next
-_LAST_SECOND = 253_402_214_400  # of year 9999, wherever on earth
+LEASE_S = 600.0  # longer than a policy takes between two calls
+_LAST_SECOND = 253_402_214_400  # still in year 9999 in every time zone
 
 
 class Verdict(enum.StrEnum):
@@ -38,23 +38,23 @@ class Verdict(enum.StrEnum):
   ERROR = "error"  # raised, non-zero exit, killed by a signal, too many processes
   TIMEOUT = "timeout"  # used up its wall or CPU seconds
   MEMORY = "memory"  # used up its memory
-  INFRASTRUCTURE = "infrastructure"  # the service failed; says nothing of the program
+  INFRASTRUCTURE = "infrastructure"  # the service failed; no verdict on the program
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Limits of one run, and its fixed seed and clock.
+  """A run's limits, and its fixed seed and clock.
 
   Attributes:
     wall_s: seconds from start to end of the run.
     cpu_s: CPU seconds of each process, rounded up to whole seconds by the kernel.
     memory_mb: MiB of address space per process, and MiB of resident memory for all
-      together, both beyond the pre-imported template.
+      processes together, both beyond the pre-imported template.
     output_bytes: bytes kept per stream (stdout, stderr): the first half and the last.
-    file_mb: MiB of the largest file the program may write.
+    file_mb: MiB of the largest file that the program may write.
     processes: processes and threads alive at once (back-end subprocess: sampled, so
       briefly more).
-    disk_mb: MiB of all files together (back-end jail only).
+    disk_mb: MiB for all files together (back-end jail only).
     inodes: files and folders together (back-end jail only).
     seed: the seed of `random` and `numpy.random`; None derives it from the program and
       its stdin.
@@ -74,7 +74,7 @@ class Limits:
   clock_s: float | None = None
 
   def __post_init__(self) -> None:
-    # --- The surroundings, which may be None.
+    # --- Seed and clock, which may be None.
     if self.seed is not None and type(self.seed) is not int:
       raise ValueError(f"limits.seed must be an integer, got {self.seed!r:.100}")
     clock = 0 if self.clock_s is None else self.clock_s
@@ -117,14 +117,14 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """The result of a run.
+  """A run's result.
 
   Attributes:
     stdout: the program's output, UTF-8 with replacement, the middle cut if too long.
     stderr: likewise; a kill by the sandbox adds one line with the reason.
     exit_code: the exit status, or -N for death by signal N, or None if no program ended
       (verdict `infrastructure`).
-    verdict: how it ended.
+    verdict: how the run ended.
     seconds: the program's wall seconds, without the service's start-up.
     truncated: True if stdout or stderr lost bytes.
   """
@@ -137,7 +137,7 @@ class Result:
   truncated: bool = False
 
   def __post_init__(self) -> None:
-    # A result may come from a service of strangers: `type` lets no bool be an int.
+    # A result may come from a stranger's service: `type` accepts no bool as an int.
     for name, kinds in _RESULT.items():
       value = getattr(self, name)
       if type(value) not in kinds:
@@ -162,11 +162,11 @@ class Result:
 
 
 def failure(reason: str) -> Result:
-  """Makes the result of a run after a service failure."""
+  """Makes a run's result after a service failure."""
   return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)
 
 
-# Types of each field in a reply from a service or zygote.
+# Field -> accepted types, for replies from a service or zygote.
 _RESULT = {
   "stdout": (str,),
   "stderr": (str,),
@@ -177,7 +177,7 @@ _RESULT = {
 
 
 class Clip:
-  """Keeps the first and the last bytes of a stream, `limit` in all."""
+  """Keeps a stream's first and last bytes, `limit` in all."""
 
   def __init__(self, limit: int):
     self._head = bytearray()
@@ -192,23 +192,23 @@ class Clip:
     room = self._head_size - len(self._head)
     self._head += data[:room]
     self._tail += data[room:]
-    # Not at every feed: cutting the front off moves the rest.
+    # Not at every feed: to cut off the front moves the rest.
     if len(self._tail) > self._tail_size + 4 * _CHUNK:
       del self._tail[: len(self._tail) - self._tail_size]
 
   def text(self) -> tuple[str, bool]:
-    """Returns the bytes as text, and whether some were cut out."""
+    """Returns the bytes as text, and whether any were cut out."""
     tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
-    # The bytes between head and tail were never kept, or have been cut since.
+    # Bytes between head and tail were cut off, here or in `feed`.
     cut = self._total - len(self._head) - len(tail)
-    if not cut:  # decoded in one: a character may lie across the border
+    if not cut:  # decoded together: a character may lie across the border
       return (self._head + tail).decode("utf-8", "replace"), False
     head, tail = (b.decode("utf-8", "replace") for b in (self._head, tail))
     return f"{head}...[{cut} bytes cut]...{tail}", True
 
 
 def _build(cls: type, row: dict[str, Any]) -> Any:
-  # Exactly these names: both ends have the same version.
+  # Require exactly these names: both ends have the same version.
   names = {field.name for field in dataclasses.fields(cls)}
   if not isinstance(row, dict) or set(row) != names:
     fields = sorted(row) if isinstance(row, dict) else type(row).__name__
@@ -221,7 +221,7 @@ def check_texts(program: str, stdin: str) -> None:
 
   Raises:
     TypeError: one is not a string.
-    ValueError: together they are longer than MAX_INPUT.
+    ValueError: together they exceed MAX_INPUT characters.
   """
   for name, value in (("program", program), ("stdin", stdin)):
     if not isinstance(value, str):
@@ -231,10 +231,10 @@ def check_texts(program: str, stdin: str) -> None:
 
 
 def frame(message: dict[str, Any]) -> bytes:
-  """Writes a message as `read_frame` reads it.
+  """Encodes a message for `read_frame`.
 
   Raises:
-    ValueError: it is longer than MAX_FRAME.
+    ValueError: the message is longer than MAX_FRAME.
   """
   body = json.dumps(message).encode("ascii")
   if len(body) > MAX_FRAME:
@@ -255,7 +255,7 @@ def write_frame(fd: int, message: dict[str, Any], deadline: float = math.inf) ->
     TimeoutError: the deadline passed.
     ValueError: the message is longer than MAX_FRAME.
   """
-  # A pipe accepts as much as fits; the deadline covers the waits between parts.
+  # A pipe takes as much as fits; the deadline covers the waits between parts.
   data = memoryview(frame(message))
   while data:
     _wait(fd, select.POLLOUT, deadline)
@@ -275,11 +275,11 @@ def read_frame(fd: int, deadline: float = math.inf) -> dict[str, Any]:
     deadline: `time.monotonic()` seconds.
 
   Raises:
-    EOFError: the other end closed before a whole frame came.
+    EOFError: the other end closed before a whole frame arrived.
     TimeoutError: the deadline passed.
     ValueError: the bytes are not a frame.
   """
-  # The size is looked at before so much is read.
+  # Check the size before reading the rest.
   (size,) = _HEADER.unpack(_read(fd, _HEADER.size, deadline))
   if size > MAX_FRAME:
     raise ValueError(f"frame of {size} bytes; at most {MAX_FRAME} are sent")

@@ -1,13 +1,13 @@
-"""The zygote: a process with numpy and sympy imported that forks once per run.
+"""The zygote: a process that imports numpy and sympy once and forks for every run.
 
-Started by `pool` as its own program: zygote.py DIRECTORY HOST_PID CANCEL_FD MODULE...
-In a jail, `inside` replaces it, with its own way to start and kill a program. Both
+Started by `slot` as its own program: zygote.py DIRECTORY HOST_PID CANCEL_FD MODULE...
+In a jail, `inside` replaces the zygote and starts and kills programs its own way. Both
 answer on stdin and stdout with `wire` frames, until stdin closes:
 
   zygote -> host   {"event": "ready"}                     once
   host -> zygote   {"program", "stdin", "limits"}         per run
   zygote -> host   {"event": "started"}                   before the fork
-  zygote -> host   {"event": "result", "result": ...}     when nothing of it is left
+  zygote -> host   {"event": "result", "result": ...}     when no process is left
 
 Linux only: it needs /proc, pidfd_open and the child-subreaper attribute.
 """
@@ -26,7 +26,7 @@ import sys
 import time
 from typing import Any
 
-# The file's folder leads sys.path, as for any program; `main` takes it out again.
+# This file's folder leads sys.path, as for any program; `take_pipes` removes it.
 import child
 import run
 import wire
@@ -36,11 +36,11 @@ _REAP_S = 0.0005
 
 
 def _end_all(pid: int) -> tuple[int, float]:
-  """Kills and reaps everything below this process; a subreaper inherits daemons.
+  """Kills and reaps all descendants; as a subreaper, this process inherits daemons.
 
   Returns the exit status of `pid` (-N for signal N) and its CPU seconds.
   """
-  with contextlib.suppress(ProcessLookupError):  # if it is not its own group yet
+  with contextlib.suppress(ProcessLookupError):  # before the child has its own group
     os.killpg(pid, signal.SIGKILL)  # atomic: no fork escapes within the group
   code = 0
   cpu = 0.0
@@ -53,7 +53,7 @@ def _end_all(pid: int) -> tuple[int, float]:
       code = os.waitstatus_to_exitcode(status)
       cpu = usage.ru_utime + usage.ru_stime
     elif not done:
-      # Looked for again and again: one may be born while the others are listed.
+      # Repeated: a process may start while the others are listed.
       for straggler in run.descendants().pids:
         with contextlib.suppress(ProcessLookupError):
           os.kill(straggler, signal.SIGKILL)
@@ -61,7 +61,7 @@ def _end_all(pid: int) -> tuple[int, float]:
 
 
 class _Plain:
-  """Starts programs in directories of the host."""
+  """Starts programs in host directories, without a jail. See `run.Starter`."""
 
   def __init__(self, directory: str, template: run.Template):
     self._directory = directory
@@ -100,7 +100,7 @@ def _remove(directory: str) -> None:
   """Removes a run's directory, whatever the program did to it.
 
   Raises:
-    subprocess.CalledProcessError: some of it is still there; the slot is spoilt.
+    subprocess.CalledProcessError: something is left; the slot is unusable.
   """
   try:
     os.rmdir(directory)  # most programs write nothing
@@ -111,8 +111,7 @@ def _remove(directory: str) -> None:
 
 
 def warm_up(modules: list[str]) -> run.Template:
-  """Imports the installed modules; measures the memory of every program at its
-  start."""
+  """Imports the installed modules; measures a program's memory at its start."""
   for module in modules:
     with contextlib.suppress(ModuleNotFoundError):
       importlib.import_module(module)
@@ -123,7 +122,7 @@ def warm_up(modules: list[str]) -> run.Template:
 
 def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
   """Moves the frames' pipes away from 0 and 1, and hides this package's modules."""
-  # Programs and imports must not write to the descriptor of the frames.
+  # Programs and imports must not write to the frames' descriptor.
   requests = os.dup(0)
   results = os.dup(1)
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -143,9 +142,9 @@ def main() -> None:
   os.close(writer)
 
   def leave(number: int, frame: Any) -> None:
-    # For a dead host with a forked process that keeps our pipe open. Handled as a
-    # hang-up: an exception here could strike during clean-up. The kernel also sends
-    # this signal if only the thread that started us has ended.
+    # For a dead host whose forked process keeps our pipe open. Handled as a hang-up,
+    # because an exception here could strike during clean-up. The kernel also sends this
+    # signal if only the thread that started us has ended.
     if os.getppid() != int(host):
       os.dup2(hung_up, requests)
 
@@ -161,7 +160,7 @@ def main() -> None:
       request = wire.read_frame(requests)
       run.serve(request, pipes, starter, template)
   except (EOFError, SystemExit):
-    # The host died without `kill`, and nobody else would remove it.
+    # The host died without `kill`: nobody else would remove the directory.
     shutil.rmtree(directory, ignore_errors=True)
 
 

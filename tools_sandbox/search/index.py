@@ -1,8 +1,7 @@
 """BM25 search over a corpus of titled pages: build, save, load, search.
 
-Scores are Lucene's BM25 as `bm25s` computes it, over the title (twice, so that it
-weighs against a long text) and the text. A page with the query as its title comes
-first.
+Scores are Lucene's BM25 as computed by `bm25s`, over the text and the title (counted
+twice, to weigh against a long text). A page with the query as its title comes first.
 
 budget: one format, read, indexed, saved and searched.
 """
@@ -23,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-# bm25s imports jax if it is installed, and runs an op on import, which would claim the
-# accelerator for this process. The replaced module has only a top-k that we do not use.
+# bm25s imports an installed jax and runs an op on import, which would claim the
+# accelerator for this process. The replaced module has only a top-k, unused here.
 sys.modules.setdefault("bm25s.selection", types.ModuleType("bm25s.selection"))
 import bm25s  # noqa: E402
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)
 
-FORMAT = 1  # format of a saved index; part of every cache key
+FORMAT = 1  # the saved index's format; part of every cache key
 _TITLE_WEIGHT = 2
 _DOCUMENTS = "documents.jsonl"
 _OFFSETS = "offsets.npy"
@@ -57,8 +56,8 @@ class Hit:
 
 
 def tokenize(text: str) -> list[str]:
-  """Words of a text: runs of letters and digits, lower case, accents removed."""
-  # An accent is a letter and a mark of its own then, and the mark is left out.
+  """Splits text into words: runs of letters and digits, lower case, without accents."""
+  # NFKD splits an accented letter into a letter and a mark; marks are left out.
   if not text.isascii():
     text = unicodedata.normalize("NFKD", text)
     text = "".join(c for c in text if not unicodedata.combining(c)).casefold()
@@ -77,7 +76,7 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
   Raises:
     FileNotFoundError: the file does not exist.
     ValueError: another format, or two documents with one id; the message names the
-      file, the line (or the entry of a `.json` file) and the field.
+      file, the line (or a `.json` file's entry) and the field.
   """
   path = os.fspath(path)
   if not os.path.isfile(path):
@@ -91,9 +90,9 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
 
 
 def _read_documents(path: str) -> Iterator[tuple[str, Document]]:
-  """Yields ("FILE:LINE", document) of a corpus file."""
+  """Yields ("FILE:LINE", document) from a corpus file."""
   if path.endswith(".jsonl"):
-    # Line by line: a message names the wrong line.
+    # Line by line, so that a message can name the wrong line.
     with open(path, "rb") as f:
       for number, line in enumerate(f, 1):
         if line.strip():
@@ -159,14 +158,14 @@ def _from_row(row: Any, where: str, default_id: str | None) -> Document:
       raise ValueError(f"{where}: field {name!r} is missing")
     return _string(row[name], f"{where}: field {name!r}")
 
-  # --- Its id, by which the search names it.
+  # --- The id, which names the page in search results.
   name = row.get("id", default_id)
   if name is None:
     raise ValueError(f"{where}: field 'id' is missing")
   if isinstance(name, bool) or not isinstance(name, (str, int)):
     raise ValueError(f"{where}: field 'id' is neither a string nor an integer")
 
-  # --- Title and text, in one field as Search-R1 has them, or in two.
+  # --- Title and text: in one field, as in Search-R1's corpora, or in two.
   if "contents" in row:
     title, _, text = field("contents").partition("\n")
     return Document(str(name), title.removeprefix('"').removesuffix('"'), text)
@@ -189,7 +188,7 @@ class SearchIndex:
       bm25: the scores, over the vocabulary in its `vocab_dict`.
       documents: by row number.
       title_keys: [documents] int64, sorted: hashes of the titles' words.
-      title_rows: [documents] int64: the row of each key.
+      title_rows: [documents] int64: each key's row number.
     """
     self._bm25 = bm25
     self._documents = documents
@@ -202,16 +201,16 @@ class SearchIndex:
 
   @classmethod
   def build(cls, documents: Iterable[Document], name: str = "") -> SearchIndex:
-    """Indexes documents, held in memory; ranks of equal scores follow their order.
+    """Indexes documents in memory; equal scores rank in the documents' order.
 
     Args:
       documents: the documents to search.
-      name: their name in errors.
+      name: the documents' name in errors.
 
     Raises:
       ValueError: there is no document, or none has a word.
     """
-    # --- Words become numbers, in the order in which they first occur.
+    # --- Words become numbers, in order of first occurrence.
     documents = list(documents)
     vocabulary: dict[str, int] = {}
     rows = []
@@ -224,21 +223,21 @@ class SearchIndex:
     if not vocabulary:
       raise ValueError(f"{name or 'documents'}: a corpus without a single word")
 
-    # --- The scores of every word with every document.
+    # --- Every word's score in every document.
     bm25 = bm25s.BM25(method="lucene")
     bm25.index((rows, vocabulary), create_empty_token=False, show_progress=False)
 
-    # --- Titles as sorted numbers, in which a query is looked up; equal titles keep the
-    # order of the corpus.
+    # --- Titles as sorted hashes, to look up a query; equal titles keep the corpus's
+    # order.
     keys = np.array([_title_key(t) for t in titles], dtype=np.int64)
     order = np.argsort(keys, kind="stable")
     return cls(bm25, documents, keys[order], order.astype(np.int64))
 
   def save(self, directory: str | os.PathLike[str]) -> None:
-    """Writes the index into a new or empty directory; `load` reads it back.
+    """Writes the index into a new or empty directory, for `load`.
 
     Raises:
-      OSError: the directory is not writable, or holds something already.
+      OSError: the directory is not writable, or not empty.
     """
     directory = os.fspath(directory)
     os.makedirs(directory, exist_ok=True)
@@ -260,10 +259,10 @@ class SearchIndex:
 
   @classmethod
   def load(cls, directory: str | os.PathLike[str]) -> SearchIndex:
-    """Opens a saved index; documents stay on disk and are read when they are hit.
+    """Opens a saved index; documents stay on disk and are read when a search hits them.
 
-    The arrays are mapped, not read: a large index starts at once, and processes share
-    its pages.
+    The arrays are memory-mapped: a large index starts at once, and processes share the
+    memory pages.
 
     Args:
       directory: the folder written by `save`.
@@ -282,10 +281,10 @@ class SearchIndex:
     return cls(bm25, documents, read(_TITLE_KEYS), read(_TITLE_ROWS))
 
   def search(self, query: str, k: int) -> list[Hit]:
-    """Finds the at most k best documents, best first; ties in corpus order.
+    """Finds at most k documents, best first; ties in corpus order.
 
-    A document without a word of the query is never returned: an empty query, or one of
-    unknown words, gives [].
+    A document without a query word is never returned: an empty query, or a query with
+    only unknown words, gives [].
 
     Raises:
       ValueError: k is below 1.
@@ -300,7 +299,7 @@ class SearchIndex:
       return []
     scores = self._bm25.get_scores_from_ids(ids)
 
-    # --- A page of this title comes first; a title has only known words.
+    # --- A page with this title comes first; a title has only known words.
     if len(ids) == len(words):
       key = _title_key(words)
       low, high = (np.searchsorted(self._title_keys, key, s) for s in ("left", "right"))
@@ -321,7 +320,7 @@ class SearchIndex:
 
 
 class _Documents(Sequence[Document]):
-  """Documents of a saved index, read one at a time by position."""
+  """A saved index's documents, read one at a time by position."""
 
   def __init__(self, path: str, offsets: np.ndarray):
     self._offsets = offsets

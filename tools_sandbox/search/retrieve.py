@@ -1,4 +1,4 @@
-"""wiki_search over the Search-R1 `/retrieve` API: the client.
+"""The client of Search-R1's `/retrieve` API, for wiki_search.
 
 A request is {"queries": [...], "topk": k, "return_scores": true}; the reply is
 {"result": [[{"document": {"id", "contents"}, "score"}, ...] for each query]}, with
@@ -16,13 +16,13 @@ from tools_sandbox.text import clean
 
 
 class Retriever:
-  """Asks a server of the API. Thread-safe; close it after use."""
+  """Asks one `/retrieve` server. Thread-safe; close it after use."""
 
   def __init__(self, url: str):
     """Sends nothing yet.
 
     Args:
-      url: with or without "/retrieve" at its end.
+      url: the server's URL, with or without "/retrieve" at the end.
 
     Raises:
       ValueError: the URL is not http or https.
@@ -39,7 +39,7 @@ class Retriever:
 
     Raises:
       ToolFault: the server refuses the query.
-      Unavailable: it is down, or its reply is not of this API.
+      Unavailable: the server is down, or its reply does not fit this API.
     """
     # The API takes many queries at once; the reply has a list of hits for each.
     body = {"queries": [query], "topk": k, "return_scores": True}
@@ -52,7 +52,7 @@ class Retriever:
 
 
 def _hit(row: dict[str, Any]) -> Hit:
-  # With scores the document is a field of the row, without them it is the row.
+  # With scores, the document is a field of the row; without scores, the row itself.
   document = row.get("document", row)
   title, _, text = document["contents"].partition("\n")
   title = title.removeprefix('"').removesuffix('"')

@@ -1,11 +1,11 @@
-"""A server of the Search-R1 `/retrieve` API over BM25 (see `retrieve`).
+"""Serves Search-R1's `/retrieve` API over a BM25 index (see `retrieve`).
 
   python -m tools_sandbox.search.retrieve_server --corpus=pages.jsonl --port=8000
 
-serves a corpus on loopback for `wiki_search` of any number of processes. Requests need
-the content type of JSON, which clients that send JSON set. There is no key: a --host
-that others reach lets them search the corpus, and --allowed_hosts lists the accepted
-names (the header Host).
+serves a corpus on loopback for `wiki_search` in any number of processes. Requests need
+JSON's content type, which JSON clients set. There is no key: a --host within others'
+reach lets them search the corpus, and --allowed_hosts lists the accepted names (the
+header Host).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_app(
   topk: int = 3,
   hosts: tuple[str, ...] = http_server.LOOPBACK,
 ) -> Starlette:
-  """Makes the server over a sandbox's corpus: POST /retrieve, GET /health.
+  """Makes the web application for a sandbox's corpus: POST /retrieve, GET /health.
 
   Args:
     sandbox: has the corpus; not closed with the app.
@@ -54,7 +54,7 @@ def make_app(
       query = http_server.read_fields(_Query, body)
     except ValueError as e:
       raise HTTPException(400, str(e)) from None
-    # In a thread: a search takes milliseconds of the CPU, and others wait to be heard.
+    # In a thread: a search takes CPU milliseconds, for which the event loop would stop.
     return JSONResponse({"result": await run_in_threadpool(find, query)})
 
   async def health(request: Request) -> JSONResponse:
@@ -72,7 +72,7 @@ def make_app(
 
 
 class _Query(pydantic.BaseModel):
-  """A request; clients of Search-R1 may send other fields."""
+  """A request; Search-R1 clients may send other fields."""
 
   model_config = pydantic.ConfigDict(strict=True)
   queries: list[str] = pydantic.Field(max_length=_MAX_QUERIES)
@@ -82,7 +82,7 @@ class _Query(pydantic.BaseModel):
 
 def _row(hit: Hit, scores: bool) -> dict[str, Any]:
   d = hit.document
-  # As Search-R1's own corpora have it: the title in quotes, a line end, the text.
+  # As in Search-R1's own corpora: the title in quotes, a line end, the text.
   document = {"id": d.id, "contents": f'"{d.title}"\n{d.text}'}
   return {"document": document, "score": hit.score} if scores else document
 
@@ -96,13 +96,13 @@ def serve(args: argparse.Namespace) -> None:
   """Serves until a signal ends it.
 
   Raises:
-    OSError, ValueError: an argument or the corpus can not be used.
+    OSError, ValueError: an argument or the corpus cannot be used.
   """
   # --- Check the arguments first: reading a corpus may take minutes.
   if not 1 <= args.topk <= _MAX_TOPK:
     raise ValueError(f"--topk={args.topk}: accepted are 1 to {_MAX_TOPK}")
 
-  # --- The address is taken before the corpus is read, and listened on after it.
+  # --- Take the address before reading the corpus; listen only afterwards.
   with (
     http_server.bind(args.host, args.port) as sock,
     Sandbox(corpus=args.corpus, index_cache=args.index_cache, backend=None) as sandbox,

@@ -1,10 +1,10 @@
 """The routes of the sandbox service; "The service" in README.md describes each.
 
-Any result of a program is a 200 with a verdict. Other statuses are about the request or
-the service: 400 (a field, named), 401 (token), 408 (the request took too long), 409
-(the session runs another cell), 410 (the session does not exist, or has ended), 413
-(too long), 415 (not JSON), 503 with Retry-After (full, or stopping: retry, or ask
-another service), 504 (no slot before the deadline; it has not run).
+Any program result is a 200 with a verdict. Other statuses are about the request or the
+service: 400 (a field, named), 401 (token), 408 (the request took too long), 409 (the
+session runs another cell), 410 (the session does not exist, or has ended), 413 (too
+long), 415 (not JSON), 503 with Retry-After (full, or stopping: retry, or ask another
+service), 504 (no slot before the deadline; nothing has run).
 
 budget: all routes of one service.
 """
@@ -31,7 +31,7 @@ from tools_sandbox.host.session import CELLS_OF_CPU
 from tools_sandbox.jail.wire import LARGEST, LEASE_S, MAX_INPUT, MAX_OUTPUT, Limits
 from tools_sandbox.service.run_queue import Refused, RunQueue
 
-_FIRST_LEASE_S = 1.0  # a shorter one could end before its name is known
+_FIRST_LEASE_S = 1.0  # a shorter lease could end before the client knows the session
 _RETRY_S = 1  # most programs take less
 _STATUS = {
   "full": 503,
@@ -47,14 +47,14 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-  """Limits of requests.
+  """Limits on requests.
 
   Attributes:
-    token: the bearer token of requests; "" for none.
-    limits: the default limits of a run.
-    most: the maximum of each field.
+    token: the bearer token in requests; "" for none.
+    limits: a run's default limits.
+    most: the maximum of each limit.
     wait_s: seconds that a run without a deadline waits for a slot.
-    max_body: bytes of a request.
+    max_body: a request's maximum size in bytes.
     lease_s: the maximum idle seconds before a session is closed.
   """
 
@@ -92,7 +92,7 @@ class ServiceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunRequest:
-  """A request to run a program, or for a session; `deadline_s` is from its arrival."""
+  """A request for a run or a session; `deadline_s` counts from its arrival."""
 
   program: str
   stdin: str
@@ -107,12 +107,12 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
   Args:
     queue: runs the programs; not closed with the app.
     config: the limits. Without a token, the header Host must be a loopback name, so
-      that no web page can reach the service under its own name.
+      that no web page can reach the service under the page's own name.
   """
 
   open_session, cell, close_session = _session_handlers(queue, config)
 
-  # --- The handlers of the routes.
+  # --- The routes' handlers.
   async def run(request: Request) -> Response:
     with queue.place():  # before reading the body, so that places bound the memory
       task = await _read_request(request, config, read_run)
@@ -165,29 +165,29 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
 def _session_handlers(
   queue: RunQueue, config: ServiceConfig
 ) -> tuple[_Handler, _Handler, _Handler]:
-  """Returns the handlers that open a session, run a cell, close it."""
+  """Returns the handlers to open a session, to run a cell and to close a session."""
 
-  # --- Open one: it waits for its slot as a run does, and keeps it.
+  # --- Open a session, which waits for a slot like a run, and keeps the slot.
   async def open_session(request: Request) -> Response:
     with queue.place():
       task = await _read_request(request, config, read_session)
       start_by = task.deadline_s - task.limits.wall_s
       try:
         name = await queue.open(task.limits, start_by, task.lease_s, _gone(request))
-      except ValueError as e:  # this back-end has none
+      except ValueError as e:  # this back-end has no sessions
         raise HTTPException(400, str(e)) from None
       except RuntimeError as e:
         raise HTTPException(500, str(e)) from None
       return JSONResponse({"session": name, "lease_s": task.lease_s})
 
-  # --- Run a cell: no place is needed, for the session has its slot.
+  # --- Run a cell, which needs no place, because the session has its slot.
   async def cell(request: Request) -> Response:
     with queue.cells(request.path_params["name"]) as session:
       task = await _read_request(request, config, read_cell)
       result = await queue.cell(session, task.program, task.stdin, _gone(request))
       return JSONResponse({**result.to_json(), "alive": session.alive})
 
-  # --- Close one; also succeeds if it has ended or never existed.
+  # --- Close a session; also succeeds for an ended or unknown session.
   async def close_session(request: Request) -> Response:
     await queue.close(request.path_params["name"])
     return JSONResponse({})
@@ -205,7 +205,7 @@ class _TimesBody(http_server.Body):
   deadline_s: float | None = None
 
 
-# The limits by their names, of which `wall_s` is called timeout_s.
+# The limits by name; requests call `wall_s` timeout_s.
 _HINTS = typing.get_type_hints(Limits)
 _LIMITS = {name: (_HINTS[name] | None, None) for name in _HINTS if name != "wall_s"}
 _LimitsBody = pydantic.create_model("_LimitsBody", __base__=_TimesBody, **_LIMITS)
@@ -220,10 +220,10 @@ class _SessionBody(_LimitsBody):
 
 
 def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """Decodes a request of /run.
+  """Decodes a /run request.
 
   Raises:
-    ValueError: with the field, its value and the accepted values.
+    ValueError: a field is wrong; the message has its name, value and accepted values.
   """
   fields = http_server.read_fields(_RunBody, body)
   limits, deadline_s = _read_times(fields, config, config.most)
@@ -231,8 +231,10 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """Decodes a request of /session, whose limits apply to all its cells together;
-  raises as `read_run`."""
+  """Decodes a /session request; raises as `read_run`.
+
+  The limits apply to all cells together, but `timeout_s` and `output_bytes` to each.
+  """
   # --- A user who mixes up the two routes gets the right one's name.
   if "program" in body:
     raise ValueError("program is a cell's: POST it to /session/NAME")
@@ -253,7 +255,7 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_cell(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """Decodes a request of /session/NAME; raises as `read_run`."""
+  """Decodes a /session/NAME request; raises as `read_run`."""
   fields = http_server.read_fields(_CellBody, body)
   return RunRequest(fields.program, fields.stdin, config.limits, math.inf)
 
@@ -262,8 +264,8 @@ def _read_times(
   fields: Any, config: ServiceConfig, most: Limits
 ) -> tuple[Limits, float]:
   """Reads a request's limits, and its seconds from arrival to deadline."""
-  # --- The request's own limits; its timeout sets wall and CPU seconds, unless it also
-  # gives `cpu_s`.
+  # --- The request's own limits; `timeout_s` sets wall seconds, and CPU seconds unless
+  # the request gives `cpu_s`.
   changes = fields.model_dump(include=set(_LIMITS), exclude_none=True)
   if fields.timeout_s is not None:
     changes = {"cpu_s": fields.timeout_s, **changes, "wall_s": fields.timeout_s}
@@ -271,11 +273,11 @@ def _read_times(
     limits = dataclasses.replace(config.limits, **changes)
     check_most(limits, most)
   except ValueError as e:
-    # With the names of the request, not of `Limits`.
+    # With the request's names, not those in `Limits`.
     text = str(e).removeprefix("limits.").replace("wall_s", "timeout_s", 1)
     raise ValueError(text) from None
 
-  # --- Its deadline, from its arrival on.
+  # --- The deadline, in seconds from arrival.
   deadline_s = fields.deadline_s
   if deadline_s is None:
     deadline_s = limits.wall_s + config.wait_s
@@ -291,7 +293,7 @@ def check_most(limits: Limits, most: Limits) -> None:
   """Refuses limits above `most`.
 
   Raises:
-    ValueError: naming the field.
+    ValueError: a limit is too high; the message names the field.
   """
   for field in dataclasses.fields(Limits):
     value = getattr(limits, field.name)
@@ -305,8 +307,8 @@ async def _read_request(
   config: ServiceConfig,
   read: Callable[[dict[str, Any], ServiceConfig], RunRequest],
 ) -> RunRequest:
-  """Reads a request's body; its deadline becomes a time of `time.monotonic`."""
-  # Before the body is read: a slow client's time is its own.
+  """Reads a request's body; converts its deadline to `time.monotonic()` seconds."""
+  # Before the body is read: a slow client uses up its own time.
   arrived = time.monotonic()
   body = await http_server.read_object(request, config.max_body)
   try:
@@ -332,7 +334,7 @@ def _bears(request: Request, token: str) -> bool:
 def _error(
   message: str, status: int, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-  # Closed, for most of these leave a body unread, and it may be endless.
+  # Close the connection: most errors leave a body unread, which may be endless.
   headers = {"connection": "close", **(headers or {})}
   return JSONResponse({"error": message}, status, headers)
 

@@ -1,12 +1,12 @@
 """Back-end `remote`: runs programs on services over HTTP, ours or SandboxFusion's.
 
-Errors by cause: any result of the program is a Result; if no service answered in time,
-the Result has the verdict `infrastructure`; if a service refuses the request (a limit
-above its own, a program too long), a ValueError.
+Errors by cause: any program result is a Result; if no service answered in time, the
+Result has the verdict `infrastructure`; if a service refuses the request (a limit above
+the service's own, a program too long), a ValueError.
 
-A run without an answer is retried on the next replica until its deadline: it leaves
+A run without an answer is retried on the next replica until its deadline: a run leaves
 nothing behind, so running twice is harmless. A session stays with its replica, and a
-cell is sent only once: without an answer it may have run.
+cell is sent only once: an unanswered cell may have run.
 
 budget: runs and sessions share replicas, and their errors.
 """
@@ -49,7 +49,7 @@ _CONNECT_S = 3.0  # a replica that does not connect in this time is skipped
 _ASIDE_S = 5.0  # and is asked last for so long
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 2.0
-_WAY_S = 1.0  # kept of a run's waiting time for the answer's way back
+_WAY_S = 1.0  # waiting time reserved for the answer's way back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +58,11 @@ class RemoteConfig:
 
   Attributes:
     urls: the replicas; asked in turn, and the next one after a failure.
-    token_file: a file with their bearer token.
+    token_file: a file with the replicas' bearer token.
     api: `tools_sandbox`, or `sandbox_fusion`, which supports only time and memory
       limits, and does not report out-of-memory.
-    wait_s: seconds beyond a run's own time before it fails: for a free slot, restarting
-      replicas, and the network.
+    wait_s: seconds beyond a run's own time before the run fails: for a free slot,
+      restarting replicas, and the network.
   """
 
   urls: tuple[str, ...]
@@ -82,9 +82,10 @@ class RemoteConfig:
 
 
 class _NoAnswer(Exception):
-  """A replica gave no result; `pause` are the seconds it wants to be left alone.
+  """A replica gave no result.
 
-  `final` says that no retry will succeed.
+  `pause` is the replica's requested seconds before a retry; `final` means no retry will
+  succeed.
   """
 
   def __init__(self, fault: str, pause: float = 0.0, final: bool = False):
@@ -94,36 +95,36 @@ class _NoAnswer(Exception):
 
 
 class RemotePool:
-  """As `pool.SandboxPool`, but on services. Thread-safe; close it after use."""
+  """Like `pool.SandboxPool`, but on services. Thread-safe; close it after use."""
 
   def __init__(self, config: RemoteConfig, limits: Limits | None = None):
     """Runs an empty program, so that a wrong URL or token fails at once.
 
     Args:
       config: the services.
-      limits: the default limits of a run; None for `Limits()`.
+      limits: a run's default limits; None for `Limits()`.
 
     Raises:
-      ValueError: the token's file cannot be read.
-      RuntimeError: no service runs it within `wait_s`; the message says why.
+      ValueError: the token file cannot be read.
+      RuntimeError: no service runs the program within `wait_s`; the message says why.
     """
-    # --- The replicas' URLs; a URL may include the path or omit it.
+    # --- The replicas' URLs; a URL may include or omit the path.
     self.limits = limits or Limits()
     self._config = config
     self._path = _PATHS[config.api]
     self._urls = [url.rstrip("/").removesuffix(self._path) for url in config.urls]
     token = read_key(config.token_file, "token_file")
-    # As many connections as there are callers: how many run is the services' to say.
+    # No limit on connections: the services decide how many programs run.
     self._client = httpx.Client(
       headers={"authorization": f"Bearer {token}"} if token else None,
       limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
       trust_env=False,
     )
 
-    # --- The next replica, and those that have just failed.
+    # --- The next replica, and the recently failed ones.
     self._lock = threading.Lock()
     self._next = 0
-    self._aside: dict[str, float] = {}  # URL -> until when
+    self._aside: dict[str, float] = {}  # failed URL -> until when
     self._closed = False
 
     # --- Ask once: a wrong URL or token fails now and not in every run.
@@ -136,11 +137,11 @@ class RemotePool:
       raise
 
   def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Result:
-    """Runs a program on one of the services; see `SandboxPool.run`.
+    """Runs a program on a service; see `SandboxPool.run`.
 
     Raises:
       TypeError: program or stdin is not a string.
-      ValueError: together they are too long, or a service refuses the request.
+      ValueError: program and stdin are too long, or a service refuses the request.
       RuntimeError: the pool is closed.
     """
     wire.check_texts(program, stdin)
@@ -155,13 +156,14 @@ class RemotePool:
   def session(
     self, limits: Limits | None = None, lease_s: float = wire.LEASE_S
   ) -> Session:
-    """Opens a session on one of the services; waits for a slot up to `wait_s`.
+    """Opens a session on a service; waits for a slot up to `wait_s`.
 
-    A service that fails ends its session: an unreachable one at the end of the lease.
+    A service failure ends the session; an unreachable service keeps the slot until the
+    lease ends.
 
     Raises:
       ValueError: these services have no sessions, or refuse the request.
-      TimeoutError: none opened one in time; the message has the reason.
+      TimeoutError: no service opened a session in time; the message has the reason.
       RuntimeError: the pool is closed.
     """
     if self._config.api != "tools_sandbox":
@@ -182,26 +184,26 @@ class RemotePool:
       raise TimeoutError(str(e)) from None
 
   def _of_any(self, wall_s: float, ask: Callable[[str, float], _T]) -> _T:
-    """Returns the first replica's answer.
+    """Asks the replicas in turn; returns the first answer.
 
     Args:
       wall_s: the request's own seconds; they must fit before the deadline.
-      ask: asks one, called with its URL and the remaining seconds.
+      ask: asks one replica, given its URL and the remaining seconds.
 
     Raises:
-      Unavailable: none did in time.
-      RuntimeError: this is closed.
+      Unavailable: no replica answered in time.
+      RuntimeError: the pool is closed.
     """
     deadline = time.monotonic() + wall_s + self._config.wait_s
     replicas = self._in_turn()
     fault = "no time was left"
     attempt = 0
     while replicas:
-      # --- Each of them once.
+      # --- Each replica once.
       pause = 0.0
       for url in list(replicas):
         left = deadline - time.monotonic()
-        if left <= wall_s:  # it could not run to its end
+        if left <= wall_s:  # a run could not reach its end
           raise _unavailable(fault)
         if self._closed:
           raise RuntimeError("the sandbox pool is closed")
@@ -213,12 +215,12 @@ class RemotePool:
           if e.final:
             replicas.remove(url)
 
-      # --- Then a pause: the longest requested by a replica, or our own. Full pauses
-      # would bring all callers back at the same moment.
+      # --- Then a pause: the longest requested by a replica, or our own. The random
+      # factor keeps callers from returning all at once.
       own = min(_FIRST_PAUSE_S * 2**attempt, _LAST_PAUSE_S)
       pause = max(pause, own) * random.uniform(0.5, 1.0)
       attempt += 1
-      if replicas:  # not beyond the last moment at which it could still begin
+      if replicas:  # not beyond the last moment for a start
         left = deadline - wall_s - time.monotonic()
         time.sleep(min(pause, max(left, 0.0)))
     raise _unavailable(fault)
@@ -229,7 +231,7 @@ class RemotePool:
     self._client.close()
 
   def _in_turn(self) -> list[str]:
-    """All replicas: the next in turn first, recently failed ones last."""
+    """Returns all replicas: the next in turn first, recently failed ones last."""
     with self._lock:
       first = self._next
       self._next = (first + 1) % len(self._urls)
@@ -240,8 +242,8 @@ class RemotePool:
   def _run(
     self, url: str, program: str, stdin: str, limits: Limits, left: float
   ) -> Result:
-    """Has one replica run a program; raises as `_reply`."""
-    # Each API has a request and a reply of its own for the same run.
+    """Runs a program on one replica; raises as `_reply`."""
+    # Each API has its own request and reply for the same run.
     ours = self._config.api == "tools_sandbox"
     if ours:
       body = {"program": program, "stdin": stdin, **_limits(limits, left)}
@@ -259,11 +261,11 @@ class RemotePool:
     """Asks one replica once; returns its JSON answer.
 
     Raises:
-      _NoAnswer: it gave no answer.
+      _NoAnswer: the replica gave no answer.
       SessionEnded: the session does not exist, or has ended.
-      ValueError: it refuses the request.
+      ValueError: the replica refuses the request.
     """
-    # --- The exchange; who cannot be spoken to is asked last for a while.
+    # --- The exchange; an unreachable replica is asked last for a while.
     try:
       status, headers, data = exchange(
         self._client, method, url, body, left, _CONNECT_S, MAX_FRAME
@@ -298,7 +300,7 @@ class RemotePool:
 
 
 class _RemoteSlot:
-  """A slot of a service while a session holds it. See `session.SessionSlot`."""
+  """A session's slot on a service. See `session.SessionSlot`."""
 
   def __init__(self, pool: RemotePool, url: str, wall_s: float):
     self._pool = pool
@@ -306,7 +308,7 @@ class _RemoteSlot:
     self._wall_s = wall_s
 
   def run(self, program: str, stdin: str, cancel: Cancel | None) -> tuple[Result, bool]:
-    # Once, and of this replica: the variables are there.
+    # Ask once, and only this replica: the variables are there.
     body = {"program": program, "stdin": stdin}
     left = self._wall_s + self._pool._config.wait_s
     try:
@@ -317,7 +319,7 @@ class _RemoteSlot:
       except (ValueError, TypeError) as e:
         raise _NoAnswer(f"not a reply of /session: {e!r:.200}") from e
     except _NoAnswer as e:
-      self.close()  # it may live on there, and hold its slot
+      self.close()  # the session may live on there, and hold its slot
       return wire.failure(f"the session's service fails: {e}"), False
     except SessionEnded:
       raise
@@ -328,17 +330,17 @@ class _RemoteSlot:
       raise
 
   def close(self) -> None:
-    # Whatever comes of it: its lease ends it there.
+    # Errors do not matter: the lease ends the session there.
     with contextlib.suppress(_NoAnswer, SessionEnded, ValueError, RuntimeError):
       self._pool._reply("DELETE", self._url, None, _CONNECT_S)
 
 
 def _limits(limits: Limits, left: float) -> dict[str, Any]:
-  """The limits in our services' format."""
+  """Returns the limits in our services' format."""
   # Without None values: older services do not know these fields.
   row = {name: value for name, value in limits.to_json().items() if value is not None}
   wall_s = row.pop("wall_s")
-  # The service's deadline comes before ours: its refusal shall still arrive in time.
+  # The service's deadline comes before ours, so that its refusal arrives in time.
   deadline_s = left - min(_WAY_S, (left - wall_s) / 2)
   return {**row, "timeout_s": wall_s, "deadline_s": deadline_s}
 

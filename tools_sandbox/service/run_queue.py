@@ -1,12 +1,13 @@
-"""RunQueue: who may run next on a pool, and who waits no longer.
+"""RunQueue: decides which request runs next on a pool, and which stops waiting.
 
-Between the HTTP service's routes and the pool. A request takes a place before its body
-is read, so places bound the memory too; it then waits for a slot, first come first
-served, until its deadline, its client hangs up, or the service stops. A request that
-gave up while waiting never runs, and a run is cancelled if its client hangs up. A
-session waits like a run and keeps its slot until it ends; its cells do not wait.
+The queue stands between the HTTP service's routes and the pool. A request takes a place
+before its body is read, so places bound the memory too. The request then waits for a
+slot, first come first served, until its deadline, its client hangs up, or the service
+stops. A request that gave up while waiting never runs, and a run is cancelled if its
+client hangs up. A session waits like a run and keeps its slot to the end; its cells do
+not wait.
 
-Lives in one event loop; the pool's calls have threads.
+The queue lives in one event loop; the pool's calls run in threads.
 
 budget: one queue: who waits, who runs, who gives up.
 """
@@ -52,11 +53,11 @@ class _Open:
   """A session with a slot."""
 
   session: Session
-  busy: bool = False  # a cell or its end is on its way
+  busy: bool = False  # a cell is being read or run
 
 
 class RunQueue:
-  """The queue of one pool. Not thread-safe: one event loop's."""
+  """The queue of one pool. Not thread-safe: use it in one event loop."""
 
   def __init__(self, pool: SandboxPool, slots: int, max_waiting: int):
     """Starts nothing yet.
@@ -71,7 +72,7 @@ class RunQueue:
     """
     if max_waiting < 0:
       raise ValueError(f"max_waiting must be 0 or more, got {max_waiting}")
-    # --- Slots and places, and who has them.
+    # --- Slots and places, and their holders.
     self._pool = pool
     self.slots = slots
     self._capacity = slots + max_waiting
@@ -82,7 +83,7 @@ class RunQueue:
     self._sessions: dict[str, _Open] = {}
     self.draining = False
 
-    # --- The metrics, of this queue alone: there may be another in the process.
+    # --- This queue's own metrics: the process may have another queue.
     self._registry = CollectorRegistry()
     self._runs = Counter(
       "sandbox_runs", "Runs that ended.", ["verdict"], registry=self._registry
@@ -123,7 +124,7 @@ class RunQueue:
 
   @contextlib.contextmanager
   def place(self) -> Iterator[None]:
-    """Holds room for one request, from before its body is read until it is answered.
+    """Holds one request's place, from before its body is read until the answer.
 
     Raises:
       Refused: full or stopping.
@@ -150,12 +151,12 @@ class RunQueue:
 
     Args:
       program, stdin, limits: see `SandboxPool.run`.
-      start_by: `time.monotonic()` seconds after which it no longer starts.
+      start_by: `time.monotonic()` seconds after which the run no longer starts.
       gone: done when the client has hung up; cancelled here.
 
     Raises:
-      Refused: late or stopping, and it has not run; or gone, and it has been called off
-        if it had begun.
+      Refused: late or stopping, and the program has not run; or gone, and a started
+        program has been cancelled.
     """
     left = asyncio.ensure_future(gone)
     try:
@@ -174,12 +175,12 @@ class RunQueue:
   async def open(
     self, limits: Limits, start_by: float, lease_s: float, gone: Awaitable[None]
   ) -> str:
-    """Waits for a slot and opens a session on it; the name to use it by.
+    """Waits for a slot, opens a session there, and returns the session's name.
 
     Args:
       limits: see `SandboxPool.session`.
       start_by, gone: see `run`.
-      lease_s: seconds without a cell after which it is closed.
+      lease_s: seconds without a cell after which the session is closed.
 
     Raises:
       Refused: late, gone or stopping.
@@ -192,7 +193,7 @@ class RunQueue:
       # --- Wait for a slot, which is the session's from `_opened` on.
       await self._turn(start_by, left)
 
-      # --- Open it; of its end the pool tells the loop, by its name.
+      # --- Open the session; the pool tells the loop when it ends, by its name.
       call = functools.partial(
         self._pool.session,
         limits,
@@ -202,7 +203,7 @@ class RunQueue:
       opening = loop.run_in_executor(self._threads, call)
       opening.add_done_callback(functools.partial(self._opened, name))
       await asyncio.shield(opening)
-      if left.done():  # nobody has its name
+      if left.done():  # nobody has the session's name
         await self.close(name)
         raise self._refuse("gone", "the client has hung up")
       return name
@@ -211,10 +212,10 @@ class RunQueue:
 
   @contextlib.contextmanager
   def cells(self, name: str) -> Iterator[Session]:
-    """Holds a session for one cell, from before its body is read until it is answered.
+    """Holds a session for one cell, from before the cell is read until the answer.
 
     Raises:
-      Refused: ended (or there never was one), busy with another cell, or stopping.
+      Refused: ended (or never opened), busy with another cell, or stopping.
     """
     if self.draining:
       raise self._refuse("stopping", "the service is stopping")
@@ -233,7 +234,7 @@ class RunQueue:
   async def cell(
     self, session: Session, program: str, stdin: str, gone: Awaitable[None]
   ) -> Result:
-    """Runs a cell of a session from `cells`.
+    """Runs a cell in a session from `cells`.
 
     Raises:
       Refused: ended; or gone, and the session has ended too.
@@ -252,32 +253,32 @@ class RunQueue:
     return result
 
   async def close(self, name: str) -> None:
-    """Ends a session, if there is one; its slot is free when this returns."""
+    """Ends a session, if there is one; the slot is free on return."""
     entry = self._sessions.get(name)
-    if entry is not None:  # it leaves the list by `_session_ended`
+    if entry is not None:  # `_session_ended` removes the entry
       loop = asyncio.get_running_loop()
       await loop.run_in_executor(None, entry.session.close)
 
   async def _turn(self, start_by: float, left: asyncio.Future[None]) -> None:
-    """Waits for a slot, which is the caller's from then on.
+    """Waits for a slot, which the caller then holds.
 
     Raises:
       Refused: late, gone or stopping.
     """
-    # --- Come last in the line, and maybe first at once.
+    # --- Join the line's end, which may be its beginning.
     began = time.monotonic()
     turn = asyncio.get_running_loop().create_future()
     self._waiting.append(turn)
     self._grant()
 
-    # --- Its turn comes, or it is no longer needed.
+    # --- Wait for the turn, the deadline or the client's hang-up.
     try:
       await asyncio.wait(
         (turn, left), timeout=start_by - began, return_when="FIRST_COMPLETED"
       )
       if left.done():
         raise self._refuse("gone", "the client has hung up")
-      # The loop may wake a little early: then it is late all the same.
+      # The loop may wake a little early: the request is late all the same.
       if not turn.done() or time.monotonic() >= start_by:
         raise self._refuse("late", "no slot was free before the deadline")
       turn.result()
@@ -294,14 +295,14 @@ class RunQueue:
     Raises:
       Refused: gone.
     """
-    # --- Its end, or the client's.
+    # --- The run ends, or the client hangs up.
     try:
       await asyncio.wait((running, left), return_when="FIRST_COMPLETED")
     finally:
       if not running.done():  # also if this task is cancelled
         cancel()
 
-    # --- Not before it is over: the thread, and the slot, are its own until then.
+    # --- Return only after the run has ended: it holds the thread and the slot.
     if not running.done():
       await asyncio.wait((running,))
       raise self._refuse("gone", "the client has hung up")
@@ -309,7 +310,7 @@ class RunQueue:
 
   def drain(self) -> None:
     """Starts nothing more; refuses waiting requests, lets running ones finish."""
-    # Who waits hears of it at once; who comes is refused by `place` and `cells`.
+    # Waiting requests are refused at once, later ones by `place` and `cells`.
     self.draining = True
     for turn in self._waiting:
       turn.set_exception(self._refuse("stopping", "the service is stopping"))
@@ -320,7 +321,7 @@ class RunQueue:
     return generate_latest(self._registry)
 
   def collect(self) -> Iterable[Metric]:
-    """Yields the gauges, read now. See `prometheus_client.registry`."""
+    """Yields the gauges and the counter, read now. See `prometheus_client.registry`."""
     for name, text, value in (
       ("sandbox_slots", "Programs that may run at once.", self.slots),
       ("sandbox_busy_slots", "Programs that run now.", self.busy),
@@ -338,13 +339,13 @@ class RunQueue:
     return Refused(reason, message)
 
   def _grant(self) -> None:
-    # Counted here, before the one who gets it runs: nobody can take it in between.
+    # Count the slot before its new holder runs: nobody can take the slot in between.
     while self._waiting and self._busy < self.slots:
       self._busy += 1
       self._waiting.popleft().set_result(None)
 
   def _leave(self, turn: asyncio.Future[None]) -> None:
-    """Removes a request that will not run, and frees its slot if it has one."""
+    """Removes a request that will not run, and frees its slot, if any."""
     if not turn.done():
       self._waiting.remove(turn)
     elif turn.exception() is None:
@@ -362,7 +363,7 @@ class RunQueue:
     self._seconds.observe(result.seconds)
 
   def _opened(self, name: str, opening: asyncio.Future[Session]) -> None:
-    if opening.cancelled() or opening.exception() is not None:  # there is none
+    if opening.cancelled() or opening.exception() is not None:  # no session
       self._busy -= 1
       self._grant()
     else:
@@ -370,7 +371,7 @@ class RunQueue:
 
   def _tell_ended(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
     with contextlib.suppress(RuntimeError):  # the service has stopped
-      # All counts are the loop's; this may be any thread.
+      # Only the loop changes the counts; this may be any thread.
       loop.call_soon_threadsafe(self._session_ended, name)
 
   def _session_ended(self, name: str) -> None:

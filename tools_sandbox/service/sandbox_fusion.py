@@ -1,4 +1,4 @@
-"""SandboxFusion's `POST /run_code`, as back-end `remote` asks it.
+"""SandboxFusion's `POST /run_code`: requests and replies for back-end `remote`.
 
 A request is {"code", "language", "stdin", "run_timeout", "compile_timeout",
 "memory_limit_MB", "files" (path -> base64), "fetch_files"}. A reply has status
@@ -17,7 +17,7 @@ from tools_sandbox.jail.wire import Clip, Limits, Result, Verdict
 
 
 def write_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
-  """Writes a run in SandboxFusion's words; of the limits it knows time and memory."""
+  """Writes a run as a SandboxFusion request, which limits only time and memory."""
   return {
     "code": program,
     "language": "python",
@@ -31,20 +31,20 @@ def write_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
 
 
 def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
-  """Reads the result in a reply. Out-of-memory is an `error` in this API too.
+  """Reads the result in a reply; out-of-memory has the verdict `error`, too.
 
   Args:
-    reply: decoded.
+    reply: the decoded JSON object.
     limits: the requested limits; each stream is cut to their `output_bytes`.
 
   Raises:
-    ValueError, TypeError, KeyError: not a reply of this API.
+    ValueError, TypeError, KeyError: the reply does not fit this API.
   """
-  # "SandboxError" is its own failure; "Failed" is the program's.
+  # "SandboxError" is the service's own failure; "Failed" is the program's.
   if reply["status"] == "SandboxError":
     reason = f"SandboxFusion: {reply['message']}"
     return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)
-  # --- How it ended: by its time, or with a status.
+  # --- How the program ended: by the time limit, or with a status.
   run = reply["run_result"]
   late = run["status"] == "TimeLimitExceeded"
   code = run["return_code"]
@@ -58,7 +58,7 @@ def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
   else:
     verdict = Verdict.OK
 
-  # --- Its output. The service cuts at its own length, or not at all.
+  # --- The output. The service cuts at its own length, or not at all.
   stdout, cut_out = _clipped(run["stdout"] or "", limits.output_bytes)
   stderr, cut_err = _clipped(run["stderr"] or "", limits.output_bytes)
   seconds = float(run["execution_time"] or 0.0)

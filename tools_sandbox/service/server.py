@@ -3,9 +3,9 @@
   python -m tools_sandbox.service.server [--backend=jail] [--allow-weaker] [--slots=N]
     [--port=8080] [--host=0.0.0.0 --token_file=FILE]
 
-Routes and statuses are in `app`; guarantees are in README.md. It listens once every
-slot has run a program. On SIGTERM or Ctrl-C it accepts no more, refuses waiting
-requests (503: ask another replica), lets running ones end, and exits with 0.
+Routes and statuses are in `app`; guarantees are in README.md. The server listens once
+every slot has run a program. On SIGTERM or Ctrl-C, the server accepts no more, refuses
+waiting requests (503: ask another replica), lets running ones end, and exits with 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools_sandbox.service.app import ServiceConfig, make_app
 from tools_sandbox.service.run_queue import RunQueue
 
 PORT = 8080  # SandboxFusion's
-# On top of the longest run: killing it, and its answer on the way.
+# Seconds beyond the longest run: to kill the program and to send the answer.
 DRAIN_S = 15
 _LOST = (
   "back-end subprocess has no wall against hostile programs. Lost, compared with jail: "
@@ -37,7 +37,7 @@ _LOST = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """Makes the parser of the program's arguments."""
+  """Makes the argument parser."""
   config = ServiceConfig()
   parser = argparse.ArgumentParser(
     prog="python -m tools_sandbox.service.server",
@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Server(http_server.Server):
-  """Tells the queue before it stops."""
+  """Drains the queue before stopping."""
 
   def __init__(self, queue: RunQueue, config: ServiceConfig):
     grace_s = int(config.most.wall_s) + DRAIN_S
@@ -81,7 +81,7 @@ def warm_up(sandbox: pool.SandboxPool, slots: int) -> None:
   """Starts every slot's zygote, all at once, and runs an empty program on each.
 
   Raises:
-    ValueError: a slot cannot run it; the message says why.
+    ValueError: a slot cannot run the program; the message says why.
   """
   with concurrent.futures.ThreadPoolExecutor(slots) as threads:
     for result in threads.map(lambda _: sandbox.run(""), range(slots)):
@@ -96,7 +96,7 @@ def serve(args: argparse.Namespace) -> None:
     ValueError, RuntimeError: an argument cannot be used, or this machine cannot build
       jails; the message says how to fix it.
   """
-  # --- Who can reach it, and which walls there are.
+  # --- Who can reach the server, and which walls there are.
   if args.host not in http_server.LOOPBACK and args.token_file is None:
     raise ValueError(f"--host={args.host} needs --token_file: anybody could run code")
   if args.backend == "jail" and args.allow_weaker and (missing := jail.check()):
@@ -105,7 +105,7 @@ def serve(args: argparse.Namespace) -> None:
   if args.backend == "subprocess":
     print(_LOST, file=sys.stderr, flush=True)
 
-  # --- The limits of requests.
+  # --- The request limits.
   base = ServiceConfig()
   most = {"wall_s": args.max_timeout_s, "cpu_s": args.max_timeout_s}
   config = ServiceConfig(
@@ -116,7 +116,7 @@ def serve(args: argparse.Namespace) -> None:
     lease_s=args.max_lease_s,
   )
 
-  # --- Serve: the address first, a port in use fails before slots start.
+  # --- Serve: the address first, so that a port in use fails before slots start.
   with (
     http_server.bind(args.host, args.port) as sock,
     pool.SandboxPool(args.slots, backend=args.backend) as sandbox,
@@ -124,7 +124,7 @@ def serve(args: argparse.Namespace) -> None:
     queue = RunQueue(sandbox, args.slots, args.max_waiting)
     server = _Server(queue, config)
     warm_up(sandbox, args.slots)
-    # Not before every slot has run a program: who can connect is served at once.
+    # Listen only after every slot has run a program: each client is served at once.
     url = http_server.listen(sock, args.host)
     print(f"{args.slots} slots of back-end {args.backend} at {url}", flush=True)
     server.run(sockets=[sock])

@@ -1,9 +1,9 @@
-"""The text of a page's bytes: which encoding they are in, as browsers decide it.
+"""Decodes a page's bytes to text, in the encoding that browsers would choose.
 
-After the Encoding and HTML standards of the WHATWG: a byte order mark, then the header
-Content-Type, then the page's own words, then a guess; labels mean the same as in
-browsers. Unlike a browser, bytes that are valid UTF-8 are UTF-8 whatever the header
-says, for headers often lie, and a declaration is looked for beyond 1,024 bytes.
+The rules follow the WHATWG's Encoding and HTML standards: a byte order mark, then the
+header Content-Type, then the page's own declaration, then a guess; labels mean the same
+as in browsers. Unlike in browsers, valid UTF-8 is UTF-8 whatever the header says,
+because headers often lie, and a declaration may come after the first 1,024 bytes.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ _WIDER = {
   "iso2022_jp": "iso2022_jp_ext",
   "utf-16": "utf-16-le",
 }
-# The standard has these pages not read: as bytes of ASCII they can hide scripts.
+# The standard forbids reading such pages: their ASCII bytes can hide scripts.
 _UNREAD = re.compile(r"(cs)?iso-?2022-?(kr|cn|cn-ext)|hz-gb-2312|hz|replacement")
-_HEAD = 65536  # bytes in which a declaration is looked for
-# An unclosed comment or script extends to the end, so that this takes linear time.
+_HEAD = 65536  # bytes searched for a declaration
+# An unclosed comment or script extends to the end, which keeps the time linear.
 _META = re.compile(
   rb"<!--(?:-?>|.*?--!?>|.*)|<(script|style|title|textarea)\b(?:.*?</\1|.*)"
   rb"|<meta[\s/]([^>]{0,1000})>",
@@ -94,7 +94,7 @@ _WORDS = re.compile(rb"[A-Za-z ]{0,40}[\x80-\xff][^<>\r\n]{0,200}")
 
 
 def decode(data: bytes, charset: str) -> str:
-  """Decodes the bytes of a page.
+  """Decodes a page's bytes.
 
   Args:
     data: the page; its last character may be cut.
@@ -104,7 +104,7 @@ def decode(data: bytes, charset: str) -> str:
     ToolFault: the bytes are not text, or their encoding is not supported.
   """
   text = _decode(data, charset)
-  # For any encoding: an image or a program shows by its unreadable characters.
+  # In any encoding, an image or a program shows by its unreadable characters.
   odd = len(CONTROL.findall(text)) + text.count("\ufffd")
   if odd > 8 + len(text) // 20:
     raise ToolFault("the body is no text")
@@ -116,12 +116,12 @@ def _decode(data: bytes, charset: str) -> str:
     if data.startswith(bom):
       return _read(data, codec).removeprefix("\ufeff")
 
-  # --- The declared encoding, or UTF-8; the first that fits nearly all bytes.
+  # --- The declared encodings, then UTF-8: the first to fit nearly all bytes.
   if not data.isascii() and "\ufffd" not in (text := _read(data, "utf-8")):
     return text
   declared = [codec for label in _labels(data, charset) if (codec := _codec(label))]
   for codec in (*declared, "utf-8"):
-    # The page's own ASCII tags show that it is not UTF-16, whatever it declares.
+    # Without zero bytes, the page's ASCII tags rule out UTF-16, whatever it declares.
     if codec.startswith(("utf-16", "utf-32")) and b"\0" not in data:
       continue
     text = _read(data, codec)
@@ -145,7 +145,7 @@ def _read(data: bytes, codec: str) -> str:
 
 
 def _as_cp932(error: UnicodeError) -> tuple[str, int]:
-  """Decodes a EUC-JP pair unknown to Python: cp932 has the same rows."""
+  """Decodes an EUC-JP pair unknown to Python: cp932 has the same rows."""
   pair = error.object[error.start : error.start + 2]
   row, cell = (byte - 0xA1 for byte in pair.ljust(2, b"\0"))
   if not (0 <= row < 94 and 0 <= cell < 94):
@@ -159,7 +159,7 @@ codecs.register_error("as-cp932", _as_cp932)
 
 
 def _codec(label: str) -> str | None:
-  """Python's codec for a label, if it is safe to decode hostile bytes with.
+  """Returns Python's codec for a label, or None if unsafe for hostile bytes.
 
   Raises:
     ToolFault: the standard forbids reading such pages.
@@ -177,12 +177,12 @@ def _codec(label: str) -> str | None:
 
 
 def _labels(data: bytes, charset: str) -> Iterator[str]:
-  """The declared encodings: the header's, then the page's."""
+  """Yields the declared encodings: the header's, then the page's."""
   if b"\x1b$" in data and data.isascii():  # the escape sequence before Japanese text
     yield "iso-2022-jp"
   if charset:
     yield charset
-  # UTF-16 without a mark shows by its first tag.
+  # The first tag shows UTF-16 without a mark.
   if data[:2] in (b"<\0", b"\0<"):
     yield "utf-16le" if data[1] == 0 else "utf-16be"
   head = data[:_HEAD]
@@ -202,7 +202,7 @@ def _labels(data: bytes, charset: str) -> Iterator[str]:
 
 
 def _own(label: bytes) -> str:
-  """A label in the page itself, which was read as ASCII: it can be no UTF-16."""
+  """Decodes the page's own label, which was read as ASCII and so cannot be UTF-16."""
   text = label.decode("latin-1")
   codec = _codec(text)
   return "utf-8" if codec and codec.startswith("utf-16") else text

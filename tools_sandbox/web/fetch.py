@@ -1,11 +1,11 @@
-"""GET of a model's URL, from a server that may be hostile.
+"""Fetches a model's URL from a possibly hostile server.
 
 Limits apply to the whole request: seconds from the first look-up to the last byte,
-bytes on the wire and unpacked, redirects, content types. Only public addresses are
-connected to. A name is looked up once per connection and the connection is made to the
-checked address itself, so a name that resolves differently the second time (DNS
-rebinding) gains nothing; a redirect is a new URL and passes the same gate. httpcore,
-the engine of httpx, is used directly, because it lets us replace the network layer.
+bytes on the wire and unpacked, redirects, content types. Connections go only to public
+addresses. Each connection looks the name up once and uses the checked address itself,
+so a name that resolves differently the second time (DNS rebinding) gains nothing; a
+redirect is a new URL and passes the same checks. httpcore, httpx's engine, is used
+directly, because httpcore lets us replace the network layer.
 
 budget: all checks of a URL in one place.
 """
@@ -30,11 +30,11 @@ import httpx
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 
-_PORTS = (80, 443, 8080, 8443)  # of public addresses
+_PORTS = (80, 443, 8080, 8443)  # allowed on public addresses
 URL_CHARS = 2048
 _CHARSET = re.compile(r";\s*charset\s*=([^;,]{0,99})", re.IGNORECASE)
 _REDIRECTS = (301, 302, 303, 307, 308)
-_HOPS = 5  # after the first request
+_HOPS = 5  # redirects after the first request
 # Public by number, but they serve a machine's metadata (Azure, Oracle) or tunnel to any
 # IPv4 address (6to4, Teredo); NAT64 is outside 2000::/3.
 _SPECIAL = tuple(
@@ -52,7 +52,7 @@ class FetchConfig:
   """Limits of a fetch.
 
   Attributes:
-    max_bytes: bytes of a body, before and after unpacking; the rest is not read.
+    max_bytes: the maximum body bytes, before and after unpacking; the rest is not read.
     allow: non-public networks ("127.0.0.1/32") to allow, on any port.
   """
 
@@ -63,7 +63,7 @@ class FetchConfig:
     if self.max_bytes < 1:
       raise ValueError("max_bytes must be at least 1")
     for network in self.allow:
-      ipaddress.ip_network(network)  # a ValueError names it
+      ipaddress.ip_network(network)  # a ValueError names the network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PageBody:
 
 def is_public(address: str) -> bool:
   """Whether an IP address is on the public internet and not a metadata service."""
-  # An IPv4 address inside IPv6 is checked as IPv4. Of IPv6, only unicast is public.
+  # An IPv4 address inside IPv6 is checked as IPv4. In IPv6, only unicast is public.
   ip = ipaddress.ip_address(address)
   if isinstance(ip, ipaddress.IPv6Address):
     if ip.ipv4_mapped is not None:
@@ -100,7 +100,7 @@ def is_public(address: str) -> bool:
 
 
 def in_domains(host: str, domains: Iterable[str]) -> bool:
-  """Whether a host is one of the domains or inside one."""
+  """Whether a host is one of the domains or a subdomain."""
   host = host.rstrip(".").lower()
   return any(host == d or host.endswith(f".{d}") for d in domains)
 
@@ -119,7 +119,7 @@ class Fetcher:
     Args:
       config: the limits.
       blocked: domains never contacted, subdomains included.
-      resolve: `socket.getaddrinfo`; another in tests.
+      resolve: `socket.getaddrinfo`; another function in tests.
     """
     self._config = config
     self._blocked = tuple(blocked)
@@ -127,12 +127,12 @@ class Fetcher:
     self._tls = httpcore.default_ssl_context()
 
   def get(self, url: str, seconds: float, types: Collection[str]) -> PageBody:
-    """Fetches the body behind a URL.
+    """Fetches a URL's body.
 
     Args:
       url: an http or https URL from a model.
       seconds: the time limit, redirects and look-ups included.
-      types: content types to accept; one ending in "/" matches all its subtypes. A
+      types: content types to accept; an entry ending in "/" matches all subtypes. A
         response without a type is accepted.
 
     Raises:
@@ -151,7 +151,7 @@ class Fetcher:
           return answer
         target = _parse(answer, ToolFault, target)
 
-    # --- Failures on the network; cut short, because some words are the server's.
+    # --- Network failures; cut short, because some words are the server's.
     except httpcore.TimeoutException:
       raise ToolFault(f"no whole answer within {seconds:.3g} s") from None
     except (httpcore.NetworkError, ssl.SSLError) as e:
@@ -206,7 +206,7 @@ class Fetcher:
     return PageBody(str(url), kind, charset, data, truncated)
 
   def _read(self, chunks: Iterable[bytes], unpack: _Unpacker) -> tuple[bytes, bool]:
-    # Both are bounded: bytes received, which may unpack to nothing, and bytes unpacked.
+    # Both are bounded: received bytes, which may unpack to nothing, and unpacked bytes.
     limit = self._config.max_bytes
     wire = 0
     data = bytearray()
@@ -220,12 +220,12 @@ class Fetcher:
 
 
 def _is_of(kind: str, types: Iterable[str]) -> bool:
-  """Whether a content type matches one of these, or the group of one ending in "/"."""
+  """Whether a content type is in `types`, or starts with an entry ending in "/"."""
   return any(kind == t or (t.endswith("/") and kind.startswith(t)) for t in types)
 
 
 class _Unpacker:
-  """Undoes a content encoding, never giving more bytes than it is asked for."""
+  """Undoes a content encoding, never returning more bytes than requested."""
 
   def __init__(self, encoding: str):
     encoding = encoding.strip().lower()
@@ -265,7 +265,7 @@ class _Unpacker:
     return bytes(out)
 
   def _format(self, head: bytes) -> int:
-    """Returns zlib's format: many servers say deflate and omit its header."""
+    """Returns zlib's format code: many servers say deflate and omit zlib's header."""
     # A zlib header: method 8, and its two bytes are a multiple of 31 (RFC 1950).
     headed = head[0] & 15 == 8 and int.from_bytes(head[:2]) % 31 == 0
     bare = self._deflate and not headed and head[:2] != b"\x1f\x8b"
@@ -287,7 +287,7 @@ class _Network(httpcore.NetworkBackend):
     self, host, port, timeout=None, local_address=None, socket_options=None
   ) -> httpcore.NetworkStream:
     """Looks the name up, checks every address, and connects to an allowed one."""
-    # A name may have good and bad addresses: the bad are as if they were not there.
+    # A name may have good and bad addresses: ignore the bad ones.
     addresses = [a for a in self._look_up(host, port) if self._may(a, port)]
     if not addresses:
       raise ToolFault(f"the address of {host[:80]} may not be connected to")
@@ -360,7 +360,7 @@ class _Stream(httpcore.NetworkStream):
 
   def start_tls(self, ssl_context, server_hostname=None, timeout=None) -> _Stream:
     left = _left(self._deadline)
-    # The certificate is checked against the name, though an address was connected to.
+    # The certificate is checked against the name, not the connected address.
     below = self._below.start_tls(ssl_context, server_hostname, left)
     return _Stream(below, self._deadline)
 

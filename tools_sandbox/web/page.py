@@ -1,7 +1,7 @@
-"""The text of a page that may be hostile, and its part relevant to a goal.
+"""Reads a possibly hostile page's text and picks the parts relevant to a goal.
 
-No script of a page runs: scripts are dropped with the markup. Text is cleaned of
-control characters, and lines are split, so that no page is one line of a megabyte.
+No page script runs: scripts are dropped with the markup. Control characters are
+removed, and lines are split, so that no page is a one-megabyte line.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _HTML = ("text/html", "application/xhtml+xml")
 _NAME = re.compile(r"/?[A-Za-z0-9]{0,20}")
 _UNSEEN = ("script", "style", "noscript", "template", "svg", "head")
 _INLINE = ("a", "b", "i", "em", "strong", "span", "code", "sup", "sub", "u", "")
-_TEXT = 500_000  # characters of a page for the search
-_PARAGRAPH = 600  # characters of a paragraph, at most
+_TEXT = 500_000  # page characters for the search
+_PARAGRAPH = 600  # characters per paragraph, at most
 _OMITTED = "..."
 
 
@@ -38,12 +38,12 @@ def read_text(body: PageBody, seconds: float = 5.0) -> str:
 
   Args:
     body: the fetched page.
-    seconds: for the search for the main part; after it, all text is returned.
+    seconds: the time limit for finding the main text, after which all text is returned.
 
   Raises:
     ToolFault: the page is not text, or has none.
   """
-  # --- Reduce markup to its main part; if it is not found in time, use all its text.
+  # --- Reduce markup to the main text; if none is found in time, use all text.
   text = decode(body.data, body.charset)
   head = text[:1024].lower()
   if body.content_type in _HTML or (not body.content_type and "<html" in head):
@@ -111,7 +111,7 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-  """Splits into paragraphs; long ones are cut at white space if there is some."""
+  """Splits text into paragraphs; cuts long ones at white space, if any."""
   for line in text.splitlines():
     while len(line) > _PARAGRAPH:
       cut = line.rfind(" ", _PARAGRAPH // 2, _PARAGRAPH)
@@ -124,8 +124,8 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def strip_tags(page: str) -> str:
-  """Keeps the text of an HTML page, no scripts or styles; always in linear time."""
-  # Each chunk begins with a tag's name; no regular expression runs over the whole.
+  """Returns an HTML page's text without scripts and styles, in linear time."""
+  # Each chunk begins with a tag's name; no regular expression runs over the whole page.
   first, *chunks = page.split("<")
   out = [first]
   skipping = ""

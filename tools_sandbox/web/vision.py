@@ -1,8 +1,8 @@
 """visual_inspector: asks an OpenAI-compatible model about an image, a file or a URL.
 
-A file must be in the config's folder, and is checked after it was opened, so that no
-link and no `..` leads out. The kind of an image is read from its bytes: names,
-extensions and content types prove nothing.
+A file must be in the config's folder and is checked after opening, so that no link and
+no `..` leads out. An image's kind is read from its bytes: names, extensions and content
+types prove nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class VisionConfig:
 
   Attributes:
     chat: an endpoint with a vision model.
-    folder: the folder of files, addressed by relative paths; None for URLs only.
-    fetch: limits of fetching an image; its `max_bytes` also applies to files.
+    folder: the image folder, addressed by relative paths; None for URLs only.
+    fetch: limits for fetching an image; `max_bytes` also applies to files.
   """
 
   chat: ChatConfig
@@ -62,7 +62,7 @@ class Image:
 
 def read_header(data: bytes) -> Image | None:
   """Reads the kind and size of a PNG, JPEG, GIF or WebP image; None otherwise."""
-  # By the first bytes of each format; the offsets of sizes follow its specification.
+  # Each format has its own first bytes; size offsets follow its specification.
   try:
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
       return _image("image/png", *struct.unpack(">II", data[16:24]))
@@ -72,7 +72,7 @@ def read_header(data: bytes) -> Image | None:
       return _webp(data)
     if data.startswith(b"\xff\xd8\xff"):
       return _jpeg(data)
-  except (struct.error, IndexError):  # it ends too early
+  except (struct.error, IndexError):  # the data ends too early
     pass
   return None
 
@@ -120,7 +120,7 @@ def _jpeg(data: bytes) -> Image | None:
 
 
 class Inspector:
-  """The tool. Thread-safe; close it after use."""
+  """The tool `visual_inspector`. Thread-safe; close it after use."""
 
   def __init__(self, config: VisionConfig, blocked: Collection[str] = ()):
     """Sends nothing yet.
@@ -130,7 +130,7 @@ class Inspector:
       blocked: domains excluded from fetching.
 
     Raises:
-      ValueError: the key file cannot be used, or the folder is none.
+      ValueError: the key file cannot be used, or `folder` is not a folder.
     """
     if config.folder is not None and not os.path.isdir(config.folder):
       raise ValueError(f"vision.folder {config.folder!r} is no folder")
@@ -143,18 +143,18 @@ class Inspector:
     self._chat.close()
 
   def __call__(self, content: str, seconds: float) -> str:
-    """Asks the model about the image of a call.
+    """Asks the model about a call's image.
 
     Args:
       content: a ```json block with `file_path` (a path or a URL) and maybe `question`.
-      seconds: for the fetch and the answer.
+      seconds: the time limit for the fetch and the answer.
 
     Raises:
       BadCall: the block is malformed, or the file is not in the folder.
-      ToolFault: it is not an image, is too large, or it cannot be fetched.
+      ToolFault: the file is not an image, is too large, or cannot be fetched.
       Unavailable: the endpoint or the network is down.
     """
-    # --- Its bytes, from the web or from the folder.
+    # --- The image's bytes, from the web or from the folder.
     deadline = time.monotonic() + seconds
     path, question = _parse(content)
     if "://" in path:
@@ -167,7 +167,7 @@ class Inspector:
       most = self._config.fetch.max_bytes
       raise ToolFault(f"the image has over {most} bytes, or was cut short")
 
-    # --- Its kind and size. The endpoint unpacks it: a small file may be a huge image.
+    # --- The kind and size. The endpoint unpacks the image: a small file may be huge.
     image = read_header(data)
     if image is None:
       raise ToolFault("it is no PNG, JPEG, GIF or WebP image")
@@ -207,8 +207,8 @@ class Inspector:
 
 
 def _parse(content: str) -> tuple[str, str]:
-  """The path or URL, and the question."""
-  # Whatever is wrong with the block, the answer says how a right one looks.
+  """Returns the path or URL, and the question."""
+  # Whatever is wrong with the block, the error describes a right one.
   match = _FENCE.fullmatch(content)
   value = None
   if match:

@@ -1,7 +1,7 @@
 """web_search: a Serper-compatible service with a cache shared between runs.
 
-Offline the same tool searches a local corpus: the caller passes its search function,
-and hits have the same shape and the same rendering.
+Offline, the same tool searches a local corpus: the caller passes a search function, and
+hits have the same fields and rendering.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tools_sandbox.search.index import Hit
 from tools_sandbox.text import clean
 from tools_sandbox.web.fetch import in_domains
 
-# Hosts of benchmark questions with their answers; the papers' own rule is the same.
+# Hosts of benchmark questions with answers; the papers have the same rule.
 BLOCKED = ("huggingface.co", "hf.co", "hf-mirror.com", "modelscope.cn", "kaggle.com")
 _QUERY_CHARS = 2000
-_FIELDS = ("title", "link", "snippet", "date")  # of a row, as `WebHit` has them
-_FIELD_CHARS = 1000  # of each
+_FIELDS = ("title", "link", "snippet", "date")  # a row's fields, as in `WebHit`
+_FIELD_CHARS = 1000  # characters per field
 _log = logging.getLogger(__name__)
 
 
@@ -40,9 +40,9 @@ class WebConfig:
     endpoint: a URL with Serper's JSON API, e.g. "https://google.serper.dev/search";
       None to search the local corpus.
     key_file: a file with the API key, sent as X-API-KEY; None for none.
-    results: the maximum of hits.
-    cache: a sqlite file of answers, kept between runs; None for no cache.
-    per_second: the maximum of requests per second; 0 for no limit.
+    results: the maximum number of hits.
+    cache: a sqlite file for answers, kept between runs; None for no cache.
+    per_second: the maximum requests per second; 0 for no limit.
   """
 
   endpoint: str | None = None
@@ -64,7 +64,7 @@ class WebConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WebHit:
-  """One result, as the service tells it; all of it is untrusted text."""
+  """One result, as the service reports it; all fields are untrusted text."""
 
   title: str
   link: str
@@ -73,7 +73,7 @@ class WebHit:
 
 
 class WebSearch:
-  """The tool. Thread-safe; close it after use."""
+  """The tool `web_search`. Thread-safe; close it after use."""
 
   def __init__(
     self,
@@ -167,7 +167,7 @@ class WebSearch:
     return [WebHit(*row) for row in rows]
 
   def _read(self, reply: Any) -> list[list[str]]:
-    """The rows of a reply: [title, link, snippet, date] each."""
+    """Returns a reply's rows, each [title, link, snippet, date]."""
     organic = None
     if isinstance(reply, dict):
       organic = reply.get("organic")
@@ -188,10 +188,10 @@ class WebSearch:
 
 
 def _line(text: Any) -> str:
-  """One line of clean text; "" for a value that is not text."""
+  """Returns one line of clean text; "" for a value other than text."""
   if not isinstance(text, str):
     return ""
-  # Cut first: to clean a megabyte of it takes time.
+  # Cut first: cleaning a megabyte takes time.
   return " ".join(clean(text[:_FIELD_CHARS]).split())
 
 
@@ -223,12 +223,12 @@ class Cache:
 
   @contextlib.contextmanager
   def _open(self):
-    # A connection of its own for each use: threads share none, and none is left open.
+    # Each use has its own connection: threads share none, and none stays open.
     with contextlib.closing(sqlite3.connect(self._path, timeout=2.0)) as base, base:
       yield base
 
   def get(self, key: str) -> list[list[str]] | None:
-    """Gets the rows of a key; None if missing."""
+    """Returns a key's rows; None if missing."""
     try:
       with self._open() as base:
         row = base.execute(
@@ -236,7 +236,7 @@ class Cache:
         ).fetchone()
       if row is None:
         return None
-      # Another program may have written there: rows are of four strings, or not ours.
+      # Another program may have written there: our rows have four strings each.
       rows = json.loads(row[0])
       if all(len(r) == 4 and all(isinstance(x, str) for x in r) for r in rows):
         return rows
@@ -245,7 +245,7 @@ class Cache:
     return None
 
   def put(self, key: str, rows: list[list[str]]) -> None:
-    """Keeps rows under a key, in place of older ones."""
+    """Stores rows under a key, in place of older ones."""
     try:
       with self._open() as base:
         base.execute(
@@ -257,5 +257,5 @@ class Cache:
 
 
 def _hash_key(key: str) -> str:
-  # Keys of one length, and nobody's questions in plain view.
+  # Fixed-length keys, and nobody's questions in plain view.
   return hashlib.blake2b(key.encode(), digest_size=20).hexdigest()

@@ -1,1 +1,1 @@
-"""Manifests and scripts of `coa pod`, to start a run on many hosts."""
+"""Manifests and scripts that start a run on many hosts, for `coa pod`."""

@@ -1,7 +1,7 @@
 """Estimates from a run's own times whether rollouts should have their own devices.
 
 `decode`, `wait`, `learn` and `sync` are an on-policy RL step's seconds by phase, on N
-devices. The model of a step, if n devices are reserved for rollouts:
+devices. A step's modelled seconds, if n devices are reserved for rollouts:
 
   interleaved   sync + decode + wait + learn
   side by side  sync + max(decode + learn, decode + wait)
@@ -26,7 +26,7 @@ from coa_jax.runtime.record import read_run
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-  """Mean seconds of a step on all devices, by phase."""
+  """A step's mean seconds by phase, on all devices."""
 
   sync: float
   decode: float
@@ -38,8 +38,8 @@ class StepSeconds:
     """Averages the steps after the first, which compiles.
 
     Raises:
-      ValueError: there are fewer than two, or the run was asynchronous, so that the
-        phases overlap.
+      ValueError: there are fewer than two steps, or the run was asynchronous, so that
+        the phases overlap.
     """
     if len(log) < 2:
       raise ValueError(f"the log has {len(log)} steps; it must have at least 2")
@@ -60,15 +60,15 @@ class StepSeconds:
     return cls(**seconds)
 
   def interleaved(self) -> float:
-    """Computes a step if rollouts and learning take turns on all devices."""
+    """Computes a step's seconds if rollouts and learning take turns on all devices."""
     return self.sync + self.decode + self.wait + self.learn
 
   def side_by_side(self) -> float:
-    """Computes a step if rollouts and learning share all devices at once."""
+    """Computes a step's seconds if rollouts and learning share all devices at once."""
     return self.sync + self.decode + max(self.learn, self.wait)
 
   def apart(self, devices: int, own: int) -> float:
-    """Computes a step if `own` of the devices are reserved for rollouts."""
+    """Computes a step's seconds if `own` devices are reserved for rollouts."""
     rollouts = self.decode * devices / own + self.wait
     return self.sync + max(rollouts, self.learn * devices / (devices - own))
 
@@ -76,9 +76,9 @@ class StepSeconds:
     """Returns the fastest number of devices to reserve for rollouts.
 
     Args:
-      devices: of all processes.
-      team: devices of a replica, all in one process.
-      processes: each reserves equally many devices.
+      devices: number of devices in all processes.
+      team: devices per replica, all in one process.
+      processes: number of processes; each reserves equally many devices.
 
     Raises:
       ValueError: one replica per process leaves the learner no device.
@@ -102,7 +102,7 @@ def lines(log: Sequence[Mapping[str, float]], team: int) -> list[str]:
     "interleaved (staleness=0, mesh.rollout=0)": seconds.interleaved(),
     f"apart (staleness>=1, mesh.rollout={own})": seconds.apart(devices, own),
   }
-  # Replicas of several devices are refused beside a learner on the same ones.
+  # A replica of several devices cannot share them with a learner.
   if team == 1:
     ways["side by side (staleness>=1, mesh.rollout=0)"] = seconds.side_by_side()
   out = [
@@ -115,7 +115,7 @@ def lines(log: Sequence[Mapping[str, float]], team: int) -> list[str]:
 
 
 def describe_run(workdir: str) -> str:
-  """Estimates the arrangements of an on-policy RL run's workdir.
+  """Estimates a step in each arrangement, from an on-policy RL run's workdir.
 
   Raises:
     FileNotFoundError, ValueError: there is no such run, or see `StepSeconds.of`.

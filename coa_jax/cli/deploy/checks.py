@@ -41,7 +41,7 @@ class Machines:
   Attributes:
     devices: all devices, each with its process.
     name: the flags requesting them, for messages.
-    is_pod: whether the hosts are Kubernetes' pods, which contain only the image.
+    is_pod: whether the hosts are Kubernetes pods, which contain only the image.
     mounts: folders and files in every pod in addition to the image's.
     without: the checkout's folders missing on the hosts.
     shards: whether the processes are independent.
@@ -56,7 +56,7 @@ class Machines:
 
 
 def check_command(words: Sequence[str], machines: Machines) -> None:
-  """Refuses a program with flags if its config does not fit the machines.
+  """Refuses a program and its flags if the config does not fit the machines.
 
   Raises:
     ValueError: naming the field, its value and accepted values.
@@ -83,7 +83,7 @@ def check_command(words: Sequence[str], machines: Machines) -> None:
 
 
 def _check_mesh(settings: Any, machines: Machines) -> None:
-  """Refuses a mesh or rows indivisible by the devices, like the program."""
+  """Refuses a mesh or batch rows that do not fit the devices, like the program."""
   jax.config.update("jax_platforms", "cpu")  # nothing runs: leave accelerators alone
   mesh: MeshConfig = settings.mesh
   rollout = getattr(settings, "rollout", None)
@@ -156,7 +156,7 @@ def _check_files(
 
 
 def _has(path: str, machines: Machines) -> bool:
-  """Whether the hosts have a file or folder with this name."""
+  """Whether the hosts have a file or folder at this path."""
   if machines.is_pod:
     is_ours = not os.path.isabs(path) and bool(glob.glob(path))
     return _is_below(path, machines.mounts) or (is_ours and _is_below(path, _IMAGE))
@@ -196,7 +196,7 @@ def _check_services(config: ml_collections.ConfigDict) -> None:
 
 
 def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
-  """Yields a config's strings with their fields, in lists and sections too."""
+  """Yields (field, string) for each string in a config, in lists and sections too."""
   if isinstance(value, str):
     yield field, value
   elif isinstance(value, ml_collections.ConfigDict | dict):

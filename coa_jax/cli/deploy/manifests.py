@@ -7,13 +7,13 @@ from typing import Any
 
 from coa_jax.cli.deploy.slices import GENERATIONS, Slice
 
-# For the TPU's compiler. Libtpu 0.0.42 reorders rings of chips on v6e and v5e, and then
+# TPU compiler flags. Libtpu 0.0.42 reorders rings of chips on v6e and v5e, and then
 # cannot compile an all-reduce among only the four chips of a slice's first host.
 PLAIN_RINGS = (
   "--xla_tpu_enable_glp_ring_reordering=false "
   "--xla_tpu_enable_vlp_small_topology_ring_reordering=false"
 )
-# Gathers the next products' matrices during multiplication (CF_FOR_ALL_GATHER in
+# All-gathers the next products' matrices during products (CF_FOR_ALL_GATHER in
 # MaxText's benchmarks/xla_flags_library.py).
 LIBTPU_INIT_ARGS = " ".join(
   (
@@ -38,7 +38,7 @@ class PodJob:
   Attributes:
     command: the program's words, from `python` on.
     slice: one slice's TPUs; None for none.
-    slices: count of slices, or shards.
+    slices: number of slices, or shards.
     claim, path: the hosts' shared disk, by its volume claim, and its mount point.
     requests: the container's resource requests, as {"cpu": "8", "memory": "64Gi"}.
     secrets: variable, or absolute path of a file -> (Secret, key).
@@ -80,7 +80,7 @@ def make_jobset(job: PodJob) -> dict[str, Any]:
     },
   }
   annotations = {
-    # A slice is a node pool: never two jobs of the set on one.
+    # A slice is a node pool, which never runs two of the set's jobs.
     "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
   }
   return {
@@ -128,7 +128,7 @@ def _metadata(job: PodJob) -> dict[str, Any]:
 
 def _pod_spec(job: PodJob) -> dict[str, Any]:
   """Returns a host's pod spec, with all its chips."""
-  # --- Its disks: the node's own, memory, and the shared one.
+  # --- The pod's disks: the node's own, memory, and the shared one.
   volumes: list[dict[str, Any]] = [
     {"name": "scratch", "emptyDir": {}},
     {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -142,7 +142,7 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
     volumes.append({"name": "disk", "persistentVolumeClaim": claim})
     mounts.append({"name": "disk", "mountPath": job.path})
 
-  # --- Its environment; a secret is a variable, or a file at an absolute path.
+  # --- The environment; a secret is a variable, or a file at an absolute path.
   variables = {"LIBTPU_INIT_ARGS": LIBTPU_INIT_ARGS, **job.env}
   env: list[dict[str, Any]] = []
   for name, value in variables.items():
@@ -193,7 +193,7 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
   }
   if job.service_account:
     pod["serviceAccountName"] = job.service_account
-  if job.slices > 1:  # their traffic bypasses the pod network
+  if job.slices > 1:  # slices communicate outside the pod network
     pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
   if job.spot:
     selector["cloud.google.com/gke-spot"] = "true"

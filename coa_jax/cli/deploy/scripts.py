@@ -35,8 +35,8 @@ class SlurmJob:
 def make_sbatch(job: SlurmJob) -> str:
   """Makes an sbatch file: a process per GPU, requeued after the time limit.
 
-  JAX gives a process under Slurm the one GPU of its local rank. Slurm sends SIGTERM
-  five minutes before the time is up; the run saves, and resumes when requeued.
+  Under Slurm, JAX gives each process the GPU of its local rank. Slurm sends SIGTERM
+  five minutes before the time limit; the run saves, and resumes when requeued.
   """
   options = {
     "job-name": job.name,
@@ -73,7 +73,7 @@ def make_sbatch(job: SlurmJob) -> str:
 
 
 def make_vm_commands(job: PodJob, zone: str) -> str:
-  """Makes gcloud commands to get TPU VMs by a queued resource and run on all.
+  """Makes gcloud commands that get TPU VMs by a queued resource and run on all.
 
   Raises:
     ValueError: the Cloud TPU API has no such slices.

@@ -14,7 +14,7 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """A generation's common properties.
+  """A TPU generation's properties.
 
   Attributes:
     gke_accelerator: GKE's node label.
@@ -22,7 +22,7 @@ class Generation:
     single_host: topologies with one host, of 8 chips or fewer.
     topologies: topologies with several hosts, of 4 chips each.
     gcloud_type: the start of the Cloud TPU API's accelerator type; "" if only GKE and
-      Compute Engine have it.
+      Compute Engine have the generation.
     runtime: the TPU VM's software version.
     kind: JAX's name for a device (`device_kind`).
     devices: JAX devices per chip.
@@ -101,7 +101,7 @@ class Slice:
 
   @property
   def chips(self) -> int:
-    """Counts its chips."""
+    """Counts the slice's chips."""
     return math.prod(map(int, self.topology.split("x")))
 
   @property
@@ -113,17 +113,17 @@ class Slice:
 
   @property
   def hosts(self) -> int:
-    """Counts its hosts."""
+    """Counts the slice's hosts."""
     return self.chips // self.chips_per_host
 
   @property
   def name(self) -> str:
-    """Returns its order name: v6e-64, v5p-128."""
+    """Returns the slice's name, as v6e-64 or v5p-128."""
     return f"{self.generation}-{self.chips * GENERATIONS[self.generation].cores}"
 
   @property
   def gcloud_type(self) -> str:
-    """Returns the Cloud TPU API's accelerator type; "" if it has none."""
+    """Returns the Cloud TPU API's accelerator type; "" if there is none."""
     start = GENERATIONS[self.generation].gcloud_type
     return start and self.name.replace(self.generation, start)
 

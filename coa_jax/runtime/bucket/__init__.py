@@ -1,1 +1,1 @@
-"""Buckets (gs://, s3://): a workdir mirrored there, and inputs fetched from there."""
+"""Mirrors a workdir in a bucket (gs://, s3://), and fetches inputs from buckets."""

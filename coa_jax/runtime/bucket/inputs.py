@@ -1,8 +1,8 @@
-"""A config's inputs in a bucket: fetched once to this machine, and read there.
+"""Fetches a config's inputs from buckets to this machine, once.
 
-A stage reads files; so before it begins, every address in its config becomes the path
-of a local copy (`localized`). The run's records - config.json, its adapters' base -
-name the address again (`named`), because the next machine has its copies elsewhere.
+A stage reads local files, so every address in its config first becomes a local copy's
+path (`localized`). The run's records (config.json, the adapters' base) name the address
+again (`named`), because the next machine has its copies elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from coa_jax.runtime.bucket.objects import Bucket, BucketError
 
-# Within a value: files are listed by commas, and may have a weight behind "=".
+# Within a value, commas separate files, and a weight may follow a file after "=".
 _ADDRESS = re.compile(r"(?:gs|s3)://[^\s,=]+")
 _COPIES: dict[str, str] = {}  # local folder or file -> its address
 
@@ -27,12 +27,12 @@ def localized(value: Any, cache: str) -> Any:
   """Fetches every gs:// and s3:// address in a value; returns the copies' paths.
 
   Args:
-    value: a string, or anything else, returned unchanged.
-    cache: the folder of copies. An existing copy is fetched again only if the objects
+    value: a string; any other value is returned unchanged.
+    cache: the folder for copies. An existing copy is fetched again only if the objects
       have changed.
 
   Raises:
-    BucketError: it can not be read, or nothing is there.
+    BucketError: an address can not be read, or has no objects.
   """
   if not isinstance(value, str):
     return value
@@ -40,7 +40,7 @@ def localized(value: Any, cache: str) -> Any:
 
 
 def named(value: Any) -> Any:
-  """Replaces the paths of copies by their addresses, in JSON values of any depth."""
+  """Replaces local copies' paths by their addresses, at any depth in a JSON value."""
   if isinstance(value, dict):
     return {key: named(v) for key, v in value.items()}
   if isinstance(value, list | tuple):
@@ -52,13 +52,13 @@ def named(value: Any) -> Any:
 
 
 def _fetch(address: str, cache: str) -> str:
-  """Returns the local copy of an object, a folder, or a glob's matches."""
-  # --- A glob is left to its reader: it gets the folder above.
+  """Returns a local path for an object, a folder, or a glob's matches."""
+  # --- A glob is left to its reader: list the folder above the pattern.
   address = address.rstrip("/")
   pattern = ""
   bucket = Bucket(address)
   stored = bucket.list()
-  if not stored and glob.has_magic(address):  # else it is the name of an object
+  if not stored and glob.has_magic(address):  # else an object's name
     while glob.has_magic(address):
       address, _, last = address.rpartition("/")
       pattern = f"/{last}{pattern}"
@@ -79,7 +79,7 @@ def _fetch(address: str, cache: str) -> str:
     copy = glob.escape(copy)
     _COPIES[copy] = address
 
-  # --- Fetch it, into our own folder: others may do the same now.
+  # --- Fetch into a folder of our own: other processes may do the same now.
   if not os.path.exists(folder):
     os.makedirs(cache, exist_ok=True)
     mine = tempfile.mkdtemp(suffix=".tmp", dir=cache)
@@ -87,7 +87,7 @@ def _fetch(address: str, cache: str) -> str:
       bucket.get_all(stored, os.path.join(mine, os.path.basename(address)))
       os.rename(mine, folder)
     except OSError:
-      if not os.path.exists(folder):  # else another was quicker
+      if not os.path.exists(folder):  # else another process was quicker
         raise
     finally:
       shutil.rmtree(mine, ignore_errors=True)

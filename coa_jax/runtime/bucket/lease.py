@@ -1,11 +1,11 @@
-"""One run at a time works on a bucket's workdir: the second is refused by name.
+"""Leases a bucket's workdir to one run at a time; a refused run learns the owner.
 
-A lease is a separate object, `.lease/000001`, the next one `.lease/000002`: each is
+Each lease is a separate object: `.lease/000001`, then `.lease/000002`. An object is
 created only if missing (`ifGenerationMatch=0`, `If-None-Match: *`), so exactly one of
-several candidates gets it, and the highest number holds. Its owner rewrites it every
-few seconds. A second run watches: an owner that writes is alive, and the second is
-refused; if the owner is silent for long enough, the second takes the next number. No
-clocks are compared.
+several candidates succeeds, and the highest number is the valid lease. Its owner
+rewrites the object every few seconds. A second run watches: if the owner writes, it is
+alive, and the second run is refused; if the owner is silent for long enough, the second
+run takes the next number. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coa_jax.runtime.lock import InUseError
 FOLDER = ".lease"
 BEAT_S = 10.0
 SILENT_S = 60.0  # after which an owner counts as dead
-_MOST_BYTES = 10_000  # of a lease
+_MOST_BYTES = 10_000  # per lease
 _log = logging.getLogger(__name__)
 
 
@@ -39,17 +39,17 @@ class Lease:
   def __init__(
     self, bucket: Bucket, beat_s: float = BEAT_S, silent_s: float = SILENT_S
   ):
-    """Takes nothing yet.
+    """Takes no lease yet.
 
-    After `silent_s` seconds of silence another owner counts as dead: several times
-    `beat_s`, from one sign of life to the next.
+    Another owner counts as dead after `silent_s` seconds of silence: several times
+    `beat_s`, the interval between signs of life.
     """
     self._bucket = bucket
     self._beat_s = beat_s
     self._silent_s = silent_s
     self.number = 0  # of this lease: the epoch of its writes
     self._beat = 0
-    # A unique text, so that our own write is recognised.
+    # Unique text, so that we recognise our own write.
     self._value = {
       "owner": f"process {os.getpid()} on {platform.node()}",
       "token": secrets.token_hex(8),
@@ -58,11 +58,11 @@ class Lease:
     self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
 
   def __enter__(self) -> Lease:
-    """Takes it.
+    """Takes the lease.
 
     Raises:
       InUseError: another run is alive there.
-      BucketError: there is no such bucket, or it is not writable.
+      BucketError: the bucket is missing or not writable.
     """
     try:
       self._take()
@@ -80,7 +80,7 @@ class Lease:
     self._ended.set()
     self._thread.join()
     try:
-      # Written, not deleted: numbers only grow.
+      # Mark as released, do not delete: numbers only grow.
       self._bucket.write(_name(self.number), self._say(released=True))
     except BucketError as e:
       _log.warning("%s; the next run there waits %g s", e, self._silent_s)
@@ -89,7 +89,7 @@ class Lease:
     seen = None
     since = 0.0
     while True:
-      # --- Who has it?
+      # --- Read the newest lease.
       stored = self._bucket.list(FOLDER)
       newest = newest_of(stored)
       name = _name(newest)
@@ -100,7 +100,7 @@ class Lease:
         held = self._bucket.read(name)
       value = self._parsed(held, name) if held is not None else {"released": True}
 
-      # --- Somebody: alive if it writes.
+      # --- An owner is alive if it writes.
       if not value.get("released"):
         if seen is None:
           _log.warning(
@@ -121,7 +121,7 @@ class Lease:
           time.sleep(min(self._beat_s, self._silent_s) / 4)
           continue
 
-      # --- Nobody, or nobody alive: the next number, unless another one is quicker.
+      # --- No owner is alive: take the next number, unless another run is quicker.
       if self._bucket.create(_name(newest + 1), self._say()):
         self.number = newest + 1
         for name in self._bucket.list(FOLDER):
@@ -133,9 +133,9 @@ class Lease:
     while not self._ended.wait(self._beat_s):
       try:
         if newest_of(self._bucket.list(FOLDER)) != self.number:
-          return  # the next push reports it to the run
+          return  # lease lost: the next push tells the run
         self._bucket.write(_name(self.number), self._say())
-      except Exception as e:  # whatever it is, the next beat may pass
+      except Exception as e:  # whatever the error, the next beat may succeed
         _log.warning("%s", e)
 
   def _parsed(self, held: bytes, name: str) -> dict[str, Any]:
@@ -161,13 +161,13 @@ class Lease:
 
 
 def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> None:
-  """Refuses writes of a run whose lease `number` is not the newest.
+  """Refuses a run's writes unless its lease `number` is the newest.
 
-  `names` are the objects there, if just listed.
+  `names` are the bucket's objects, if just listed.
 
   Raises:
     InUseError: there is a newer lease.
-    BucketError: it can not be read.
+    BucketError: the bucket can not be read.
   """
   if names is None:
     names = bucket.list(FOLDER)
@@ -179,7 +179,7 @@ def check(bucket: Bucket, number: int, names: Iterable[str] | None = None) -> No
 
 
 def newest_of(names: Iterable[str]) -> int:
-  """Returns the highest number of a lease among objects' names; 0 if there is none."""
+  """Returns the highest lease number among object names; 0 without a lease."""
   found = (re.fullmatch(rf"{FOLDER}/([0-9]{{6,15}})", name) for name in names)
   return max((int(m[1]) for m in found if m and _name(int(m[1])) == m[0]), default=0)
 

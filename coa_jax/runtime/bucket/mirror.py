@@ -1,24 +1,25 @@
-"""A workdir in a bucket: a local folder, fetched at the start and pushed as it grows.
+"""Mirrors a bucket's workdir in a local folder: fetches at the start, pushes changes.
 
-All code works in the local folder, as in any other. The bucket's contents are valid up
-to its last sealed checkpoint, and later ones are void, as on a disk:
+All code works in the local folder, as in any other. As on a disk, the bucket's contents
+are valid up to the last sealed checkpoint, and later contents are void:
 
 * at the start everything is fetched, replacing the local folder;
-* when a checkpoint is sealed (`push`), every new or changed file is written, the
-checkpoint's proof last;
-* in between, every minute, so that progress can be seen.
+* when a checkpoint is sealed, `push` writes every new or changed file, the checkpoint's
+proof last;
+* in between, files are pushed every minute, so that progress can be seen.
 
 So every file in the bucket is at least as new as the checkpoint there, and a checkpoint
 without its proof does not count.
 
-A run stopped for a while may have lost the lease without knowing. So each push begins
-with a list of all objects: it shows whether the lease is still ours, and every write
-and delete in the push applies only to an object unchanged since. The new owner's writes
-are not overwritten; its next push finds and repairs late writes.
+A run stopped for a while may have lost its lease unnoticed. So each push first lists
+all objects. The list shows whether the lease is still ours, and every write and delete
+in the push applies only to an object unchanged since. The new owner's writes are not
+overwritten, and its next push finds and repairs late writes.
 
-Each of several processes has a local folder for its own files; the first one holds the
-lease. Their checkpoints are not mirrored: each writes its share straight to the bucket,
-in a folder with the lease's number in its name (`learner.bucket_steps`).
+If a run has several processes, each has a local folder for its own files, and the first
+process holds the lease. Their checkpoints are not mirrored: each process writes its
+share straight to the bucket, in a folder named with the lease number
+(`learner.bucket_steps`).
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from coa_jax.runtime.lock import FILE as LOCK_FILE
 from coa_jax.runtime.lock import InUseError, hold
 
 CHECKPOINTS = "checkpoints"
-PROOF = "manifest.json"  # of a checkpoint: learner.manifest
+PROOF = "manifest.json"  # of a checkpoint: runtime.manifest
 PUSH_EVERY_S = 60.0
-_TRIES = 5  # of a push disturbed by a late write
-# Others' files, needed by any process: with a different number of processes than before
-# one joins the log, and replays another's part.
+_TRIES = 5  # for a push disturbed by a late write
+# Other processes' files, needed by any process: if the number of processes has changed,
+# one process joins the log and replays another's part.
 _OF_OTHERS = re.compile(
   r"metrics\.jsonl|config\.json|(process_\d+/)?(verdicts\.jsonl|tool_calls/[^/]+)"
 )
 _OPEN: list[Mirror] = []
 _log = logging.getLogger(__name__)
 
-Stamp = tuple[int, int, int]  # of a file: size, time of its last change, inode
+Stamp = tuple[int, int, int]  # a file's size, modification time and inode
 
 
 class Mirror:
@@ -68,12 +69,12 @@ class Mirror:
     """Fetches nothing yet.
 
     Args:
-      uri: of the workdir in the bucket.
-      scratch: a folder on this machine's disk; the local folder is made in it.
-      process: this one's number of `processes`; all but the first write into
-        `process_N` of the workdir.
-      processes: the number sharing it.
-      epoch: the number of the first process's lease, if this is another process.
+      uri: the workdir's address in the bucket.
+      scratch: a folder on this machine's disk, in which the local folder is made.
+      process: this process's number; all but the first write into the workdir's
+        `process_N`.
+      processes: the number of processes that share the workdir.
+      epoch: the first process's lease number, if this is another process.
 
     Raises:
       BucketError: the scheme is unknown, or its library is missing.
@@ -82,7 +83,7 @@ class Mirror:
     self._process = process
     self._has_checkpoints = processes == 1
     digest = hashlib.sha256(self.bucket.uri.encode()).hexdigest()[:16]
-    # Each run has its own folder: a stopped one may resume in its own.
+    # Each run has its own folder: a stopped run may continue in its own.
     self._place = os.path.join(os.path.abspath(scratch), f"{digest}.{process}")
     self.folder = ""
     self.epoch = epoch
@@ -90,18 +91,18 @@ class Mirror:
     if process == 0:
       self._lease = lease.Lease(self.bucket, lease.BEAT_S, lease.SILENT_S)
     self._lock = threading.Lock()
-    self._pushed: dict[str, Stamp | None] = {}  # None: there, but not as it is here
-    self._tags: dict[str, str] = {}  # of objects not written since
+    self._pushed: dict[str, Stamp | None] = {}  # None: stored, but no file to push
+    self._tags: dict[str, str] = {}  # last seen; none after our own write
     self._checked = 0.0  # when the lease was last seen to be ours
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._live, name="mirror", daemon=True)
 
   def __enter__(self) -> Mirror:
-    """Takes the address, and fetches its contents.
+    """Takes the lease, if this is the first process, and fetches the contents.
 
     Raises:
       InUseError: another run works there.
-      BucketError: it can not be read or written.
+      BucketError: the bucket can not be read or written.
     """
     with contextlib.ExitStack() as stack:
       if self._lease:
@@ -119,31 +120,31 @@ class Mirror:
     self._thread.join()
     try:
       self.push()
-      # All of it is there; the next start would not read it.
+      # The bucket has everything; the next start would not read the folder.
       shutil.rmtree(self.folder, ignore_errors=True)
     except (BucketError, InUseError) as e:
       if error is None:
         raise
-      if not isinstance(error, InUseError):  # the run's failure is raised already
+      if not isinstance(error, InUseError):  # the run's own failure is raised already
         _log.warning("%s", e)
     finally:
       self._held.close()
 
   def push(self) -> None:
-    """Writes files new or changed since the last time, and deletes missing ones.
+    """Writes files that are new or changed since the last push; deletes missing ones.
 
-    Proofs are written after, and deleted before, their files.
+    Proofs are written after their files, and deleted before them.
 
     Raises:
       InUseError: another run has taken over.
-      BucketError: it can not be written.
+      BucketError: the bucket can not be written.
     """
     with self._lock:
       for _ in range(_TRIES):
         try:
           return self._push()
         except FileExistsError as e:
-          # Whoever it was: the next list says whether the lease is still ours.
+          # Whoever wrote: the next list shows whether the lease is still ours.
           error = e
       raise BucketError(f"{self.bucket.uri}: somebody else writes there") from error
 
@@ -153,17 +154,17 @@ class Mirror:
     self._checked = time.monotonic()
 
   def bucket_below(self, path: str) -> Bucket:
-    """Returns the address for a local path in the folder."""
+    """Returns the bucket address for a local path in the folder."""
     return Bucket(f"{self.bucket.uri}/{os.path.relpath(path, self.folder)}")
 
   def _push(self) -> None:
-    # --- The bucket's objects, and the owner.
+    # --- List the bucket's objects, and check the lease.
     began = time.monotonic()
     stored = self.bucket.list()
     lease.check(self.bucket, self.epoch, stored)
     self._checked = began
 
-    # --- Local changes, and objects written by others since.
+    # --- Find local changes, and objects written by others since.
     files = self._files()
     changed = set()
     for name, stamp in files.items():
@@ -180,15 +181,15 @@ class Mirror:
       except FileNotFoundError:
         if os.path.exists(path):
           raise
-        return  # it was deleted since it was listed; the next time says so
-      self._tags.pop(name, None)  # the next list has it
+        return  # deleted since the listing; the next push sees that
+      self._tags.pop(name, None)  # the next list has the new tag
       self._pushed[name] = files[name]
 
     proofs = {n for n in changed if _is_proof(n)}
     at_once(put, changed - proofs)
     at_once(put, proofs)
 
-    # --- Deleted files, and others' checkpoints.
+    # --- Delete objects for deleted files, and others' checkpoints.
     gone = {n for n in stored if n not in files and self._may_delete(n)}
     for name in sorted(gone, key=_is_proof, reverse=True):
       self._check_lately()
@@ -205,26 +206,26 @@ class Mirror:
 
   @contextlib.contextmanager
   def _own_folder(self) -> Iterator[None]:
-    """Makes the local folder, and deletes those left by a kill."""
+    """Makes the local folder, and deletes folders left by a kill."""
     for left in glob.glob(f"{glob.escape(self._place)}.*"):
       with contextlib.suppress(InUseError), hold(left):
         shutil.rmtree(left)
     place = f"{self._place}.{self.epoch}"
     with hold(place):
-      # Its name is the run's, in titles and elsewhere.
+      # The folder's name is the run's name, in titles and elsewhere.
       self.folder = os.path.join(place, os.path.basename(self.bucket.uri))
       os.makedirs(self.folder)
       try:
         yield
-      except BaseException:  # it could not be fetched
+      except BaseException:  # the fetch failed
         shutil.rmtree(self.folder, ignore_errors=True)
         raise
 
   def _fetch(self) -> None:
-    """Makes the local folder equal to the bucket."""
+    """Fetches the files that this process needs; deletes void checkpoints."""
     every = self.bucket.list()
     stored = {name: each for name, each in every.items() if self._is_ours(name)}
-    # A checkpoint cut short by a kill never counts again, whatever is written late.
+    # A checkpoint cut short by a kill never counts, whatever a late write adds.
     proven = {_step(name) for name in stored if _is_proof(name)}
     void = [n for n in stored if _step(n) is not None and _step(n) not in proven]
     at_once(lambda name: self.bucket.delete(name, stored[name]), void)
@@ -237,11 +238,11 @@ class Mirror:
     self.bucket.get_all(needed, self.folder)
 
   def _files(self) -> dict[str, Stamp]:
-    """Returns all files to be pushed, with their change stamps."""
+    """Returns the stamps of all local files to be kept in the bucket."""
     out = {}
     for parent, folders, names in os.walk(self.folder):
       inside = os.path.relpath(parent, self.folder)
-      # --- Files being written, and unproven checkpoints.
+      # --- Skip files being written, and unproven checkpoints.
       folders[:] = [name for name in folders if not name.endswith(".tmp")]
       if inside == CHECKPOINTS:
         folders[:] = [
@@ -261,7 +262,7 @@ class Mirror:
     """Whether this process fetches and pushes a file."""
     folders = name.split("/")[:-1]
     first = name.split("/")[0]
-    # Parts with work by other processes have their own leases.
+    # Leases are not mirrored; parts done by other processes have their own.
     if lease.FOLDER in folders or (first == CHECKPOINTS and not self._has_checkpoints):
       return False
     other = re.fullmatch(r"process_(\d+)", first)
@@ -272,14 +273,14 @@ class Mirror:
       try:
         self.push()
       except (BucketError, InUseError, OSError) as e:
-        # The next checkpoint's push raises it, if it lasts.
+        # If the fault lasts, the next checkpoint's push raises it.
         _log.warning("%s", e)
         if isinstance(e, InUseError):
           return
 
 
 def push(path: str) -> None:
-  """Pushes a path's workdir; no effect outside a mirror."""
+  """Pushes the workdir of a local path; no effect outside a mirror."""
   if mirror := of(path):
     mirror.push()
 
@@ -302,7 +303,7 @@ def opened(
 
 
 def _step(name: str) -> str | None:
-  """Returns a file's checkpoint folder; None for any other file."""
+  """Returns a file's checkpoint folder; None outside a checkpoint."""
   match = re.match(rf"({CHECKPOINTS}/[^/]+)/", name)
   return match[1] if match else None
 

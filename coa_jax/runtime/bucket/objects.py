@@ -1,9 +1,9 @@
-"""The objects below one address of a bucket, gs:// or s3://, through fsspec.
+"""Reads and writes objects below a bucket address (gs://, s3://), through fsspec.
 
-An object is written whole or not at all; nothing is ever appended to one (gcsfs would
-overwrite it). Transient faults - a 503, a broken connection - are retried;
-lasting ones are a one-line `BucketError`. A store without any answer at first use is
-refused within seconds.
+Objects are written whole or not at all, and never appended to: gcsfs would overwrite
+them. Transient faults (a 503, a broken connection) are retried; a lasting fault is a
+one-line `BucketError`. A store without any answer at first use is refused within
+seconds.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import fsspec.asyn
 
 from coa_jax.runtime.names import check_name, check_names, path_below
 
-_EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme -> extra of pyproject.toml
+_EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme -> extra in pyproject.toml
 _TRIES = 6
 _FIRST_WAIT_S = 0.2  # doubled from one try to the next
 _PATIENCE_S = 300.0  # after which no try begins: the libraries retry, too
-_SILENT_S = 120.0  # of a store's silence, after which a request has failed
+_SILENT_S = 120.0  # a request fails after this silence from the store
 _REACH_S = 10.0  # for a store's answer at first use
 _WHOLE = 1 << 26  # bytes read at once: a file growing meanwhile is not a fault
 _THREADS = 8
-_REACHED: set[str] = set()  # endpoints with an answer to this process
-# S3 requests that replace an object.
+_REACHED: set[str] = set()  # endpoints that have answered this process
+# S3 requests that replace or delete an object.
 _ENDS_OF_S3 = ("put_object", "complete_multipart_upload", "delete_object")
 
 
@@ -45,13 +45,13 @@ class BucketError(ValueError):
 
 
 def is_uri(path: str) -> bool:
-  """Whether a path is an address, of a bucket or anything else."""
+  """Whether a path is a URI, for a bucket or anything else."""
   return "://" in path
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """A bucket's record about an object.
+  """An object's state in the bucket.
 
   Attributes:
     size: in bytes.
@@ -63,10 +63,10 @@ class Stored:
 
 
 class Bucket:
-  """The objects below one address; names are relative to it."""
+  """The objects below one address; object names are relative to that address."""
 
   def __init__(self, uri: str):
-    """Asks whether the store answers, once for each store; opens nothing yet.
+    """Checks once per store that the store answers; opens nothing yet.
 
     Raises:
       BucketError: the scheme is unknown, its library is not installed, or the store
@@ -81,7 +81,7 @@ class Bucket:
     check_name(self._root, uri)
     began = time.monotonic()
     try:
-      # No cache of listings: other processes write there, too.
+      # No listings cache: other processes write there, too.
       self._fs = fsspec.filesystem(
         scheme, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme)
       )
@@ -92,7 +92,7 @@ class Bucket:
       ) from e
     except Exception as e:  # whatever the search for credentials raises
       raise self._fault(e) from e
-    # They also log every fault they raise, with its traceback.
+    # These libraries also log the traceback of every fault that they raise.
     for name in ("gcsfs", "google.auth"):
       logging.getLogger(name).setLevel(logging.CRITICAL)
     self._reach(began)
@@ -100,7 +100,7 @@ class Bucket:
   def list(self, below: str = "") -> dict[str, Stored]:
     """Lists all objects, or those in folder `below`, by name.
 
-    An object at the very address is called "".
+    An object exactly at the address has the name "".
     """
     try:
       found = self._tried(self._fs.find, self._path(below), detail=True)
@@ -110,55 +110,55 @@ class Bucket:
     for path, details in sorted(found.items()):
       tag = details.get("generation") or details.get("ETag") or details.get("etag")
       name = path.removeprefix(self._root).removeprefix("/")
-      if not path.endswith("/"):  # some tools write this for an empty folder
+      if not path.endswith("/"):  # some tools write such objects for empty folders
         out[name] = Stored(int(details["size"]), str(tag))
     return out
 
   def read(self, name: str) -> bytes | None:
-    """Reads an object; None if there is none."""
+    """Returns an object's bytes; None for a missing object."""
     try:
       return self._tried(self._fs.cat_file, self._path(name))
     except FileNotFoundError:
       return None
 
   def write(self, name: str, data: bytes) -> None:
-    """Writes an object, over any existing one."""
+    """Writes an object; replaces any existing one."""
     self._tried(self._fs.pipe_file, self._path(name), data)
 
   def create(self, name: str, data: bytes) -> bool:
-    """Writes an object unless there is one: exactly one of several writers succeeds.
+    """Writes an object if missing: exactly one of several writers succeeds.
 
-    Each writer needs unique `data`.
+    Each writer needs unique `data`. Returns whether this writer succeeded.
     """
     try:
       self._tried(self._fs.pipe_file, self._path(name), data, mode="create")
     except FileExistsError:
-      # Ours, if the answer to an earlier try was lost.
+      # The object is ours if the answer to an earlier try was lost.
       return self.read(name) == data
     return True
 
   def delete(self, name: str, seen: Stored | None = None) -> None:
     """Deletes an object; a missing one is not a fault.
 
-    With `seen` it must be in that state.
+    With `seen` the object must be in that state.
 
     Raises:
-      FileExistsError: it has changed since `seen`.
+      FileExistsError: the object has changed since `seen`.
     """
     fs = _IfSeen(self._fs, seen) if seen else self._fs
     with contextlib.suppress(FileNotFoundError):
       self._tried(fs.rm_file, self._path(name))
 
   def put(self, path: str, name: str, seen: Stored | bool | None = True) -> None:
-    """Writes a file to an object, in its current state.
+    """Writes a file's current contents to an object.
 
     Args:
       path: the file's path.
       name: the object's name.
-      seen: the object's required state, None for a missing one; True overwrites any.
+      seen: the object's required state: None for a missing object, True for any.
 
     Raises:
-      FileExistsError: it has changed since `seen`.
+      FileExistsError: the object has changed since `seen`.
     """
     fs = self._fs if seen is True else _IfSeen(self._fs, seen)
 
@@ -178,14 +178,14 @@ class Bucket:
       self._tried(fs.pipe_file, self._path(name), f.read())
 
   def get_all(self, objects: Mapping[str, Stored], folder: str) -> None:
-    """Reads objects to files below a folder private to this process.
+    """Reads objects into files below a folder private to this process.
 
     Args:
-      objects: by name; the name "" becomes the file `folder` itself.
-      folder: the files' folder; it is made.
+      objects: objects by name; the object "" becomes the file `folder` itself.
+      folder: the files' folder, made here.
 
     Raises:
-      ValueError: a name leads out of the folder, or two can not both be files.
+      ValueError: a name leads out of the folder, or two names can not both be files.
     """
     check_names(filter(None, objects), self.uri)
     if "" in objects and len(objects) > 1:
@@ -198,9 +198,9 @@ class Bucket:
     at_once(get, objects)
 
   def get(self, name: str, path: str, size: int) -> None:
-    """Reads an object to a file; see `get_all` for untrusted names.
+    """Reads an object into a file; see `get_all` for untrusted names.
 
-    Checks its size; makes the folders above `path`.
+    Checks the file's size; makes the folders above `path`.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
 
@@ -215,11 +215,11 @@ class Bucket:
     return f"{self._root}/{name}" if name else self._root
 
   def _tried(self, do: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Calls it, with retries on transient faults.
+    """Calls `do`, with retries on transient faults.
 
     Raises:
-      FileNotFoundError, FileExistsError: of the object.
-      BucketError: it can not be done.
+      FileNotFoundError, FileExistsError: the object is missing, or exists or changed.
+      BucketError: the call fails for good.
     """
     began = time.monotonic()
     for attempt in range(_TRIES):
@@ -258,7 +258,7 @@ class Bucket:
         said.append(_ask(endpoint, _REACH_S / 2))
         time.sleep(0.2 if said[-1] else 0)
 
-    # In a thread: nothing bounds how long a name server takes.
+    # In a thread: the name server's answer has no time limit.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(end - time.monotonic())
@@ -273,9 +273,9 @@ class Bucket:
 
 
 class _IfSeen:
-  """A client with uploads and deletes conditional on the object's seen state.
+  """A client whose uploads and deletes require the object's seen state.
 
-  gcsfs and s3fs support only the condition of a missing object; stores support any.
+  gcsfs and s3fs can require only a missing object; stores can require any state.
   """
 
   def __init__(self, fs: Any, seen: Stored | None):
@@ -287,33 +287,33 @@ class _IfSeen:
     return getattr(self._fs, name)
 
   def put_file(self, path: str, to: str) -> None:
-    """As the client's."""
+    """Like the client's `put_file`."""
     fsspec.asyn.sync(self._fs.loop, self._method("_put_file"), self, path, to)
 
   def pipe_file(self, to: str, data: bytes) -> None:
-    """As the client's."""
+    """Like the client's `pipe_file`."""
     fsspec.asyn.sync(self._fs.loop, self._method("_pipe_file"), self, to, data)
 
   def rm_file(self, path: str) -> None:
-    """As the client's."""
+    """Like the client's `rm_file`."""
     fsspec.asyn.sync(self._fs.loop, self._method("_rm_file"), self, path)
 
   def _method(self, name: str) -> Callable[..., Any]:
-    """Returns the client's own coroutine; it calls `self` for each request."""
+    """Returns the client's unbound coroutine method; `self` then sends its requests."""
     if "gcs" in self._fs.protocol:
-      import gcsfs.core  # not subclasses for other kinds of buckets
+      import gcsfs.core  # not subclasses for other bucket kinds
 
       return getattr(gcsfs.core.GCSFileSystem, name)
     return getattr(type(self._fs), name)
 
   async def _call(self, method: str, path: str, *args: Any, **named: Any) -> Any:
-    """Sends a gcsfs request; upload pieces go to the first request's address."""
+    """Sends a conditional gcsfs request; an upload's later pieces need no condition."""
     if "upload_id=" not in path:
       named["ifGenerationMatch"] = self._seen.tag if self._seen else "0"
     return await self._fs._call(method, path, *args, **named)
 
   async def _call_s3(self, method: str, *args: Any, **named: Any) -> Any:
-    """Sends an s3fs request."""
+    """Sends an s3fs request, conditional if it replaces or deletes an object."""
     if method in _ENDS_OF_S3:
       named |= {"IfMatch": self._seen.tag} if self._seen else {"IfNoneMatch": "*"}
     return await self._fs._call_s3(method, *args, **named)
@@ -323,12 +323,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
   """Treats a redirect as an answer."""
 
   def redirect_request(self, *unused: Any) -> None:
-    """Follows none."""
+    """Follows no redirect."""
 
 
 def _ask(endpoint: str, seconds: float) -> str:
-  """Asks an endpoint once; "" if anything answers, else the reason."""
-  # The client itself checks the certificate.
+  """Asks an endpoint once; returns "" after any answer, else the reason."""
+  # No certificate check here: the client itself makes one.
   context = ssl.create_default_context()
   context.check_hostname = False
   context.verify_mode = ssl.CERT_NONE
@@ -346,22 +346,22 @@ def _ask(endpoint: str, seconds: float) -> str:
 
 
 def _timeouts(scheme: str) -> dict[str, Any]:
-  """Returns a client's options for a bounded wait for a silent store.
+  """Returns client options that bound the wait for a silent store.
 
-  By default gcsfs waits without end, and s3fs for 15 s: a store may need longer to
-  assemble an object of gigabytes.
+  By default gcsfs waits forever, and s3fs only 15 s, although a store may need longer
+  to assemble an object of several gigabytes.
   """
   if scheme == "s3":
     return {"config_kwargs": {"read_timeout": _SILENT_S}}
   import aiohttp  # gcsfs's own HTTP client
 
-  # Not for a whole request: an object may have any size.
+  # No limit for a whole request: an object may have any size.
   timeout = aiohttp.ClientTimeout(sock_connect=_SILENT_S, sock_read=_SILENT_S)
   return {"requests_timeout": timeout}
 
 
 def _is_final(error: Exception) -> bool:
-  """Whether a retry is useless: the request is not permitted."""
+  """Whether a retry is useless: the store refuses the request."""
   refused = isinstance(error, PermissionError) or str(error).startswith("Forbidden")
   return refused or str(getattr(error, "code", "")) in ("400", "401", "403")
 
