@@ -12,7 +12,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-TABLE = "# Tag -> its row, in the order"
+TABLE = "# Tag -> its row, in prompt order"
 LAST_ROW = "  )\n}\n"
 LAST_LINE = "  FUNCTION_TAG: FunctionsTool,\n"
 # Runs in the copy with the example tool. Each part checks another reader of the
