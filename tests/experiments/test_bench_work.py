@@ -116,6 +116,7 @@ def test_every_algorithm_has_its_presets_fields_and_the_same_budget(
 # --- Simulated pages.
 
 
+@pytest.mark.slow
 def test_pages_hold_more_trajectories_at_once():
   """The chips have room for 14 trajectories of maximum length; most are far shorter."""
   case = pages.CASES["qwen3-8b v6e"]

@@ -120,6 +120,7 @@ def test_a_question_on_the_command_line_has_its_answer_on_standard_output(folder
   assert "answer" in work and work[-1].startswith("ended: ")
 
 
+@pytest.mark.slow
 def test_questions_come_from_a_pipe_and_a_failure_is_told(folder):
   process = program(folder, "chat", "--quiet")
   out, err = process.communicate(f"2 + 3\n\n{'x' * 900}\ncapital of Ur\n", timeout=300)

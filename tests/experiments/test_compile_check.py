@@ -126,6 +126,7 @@ def test_the_verdict_says_by_how_much_and_what_to_change():
 ROWS = "--config.algo.batch.rows=16"
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
   "words, says",

@@ -78,6 +78,7 @@ def test_a_checkpoint_becomes_what_the_run_wrote(configs, name, tmp_path):
   assert changed or name == "rl"  # one step may change nothing
 
 
+@pytest.mark.slow
 def test_the_program_exports_or_says_what_there_is(configs, tmp_path):
   run, out = f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"
   with pytest.raises(FileNotFoundError, match="holds no SFT or RL run"):

@@ -95,6 +95,7 @@ def test_shards_of_an_evaluation_play_what_one_process_plays(evaluation, tmp_pat
   assert contents(tmp_path / "cut", names) == contents(tmp_path / "whole", names)
 
 
+@pytest.mark.slow
 def test_shards_of_a_selection_keep_the_same_tasks(evaluation, tmp_path):
   config = evaluation.copy_and_resolve_references()
   config.eval.greedy = False

@@ -41,6 +41,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
   return errors.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_workdir(configs, tmp_path):
   workdir = tmp_path / "w"
   first = start("distill", configs["distill"], workdir)

@@ -217,6 +217,7 @@ def tokens(batch) -> list:
   return [(t.task_id, t.sample, toy.sampled_ids(t)) for t in batch.played]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_evaluation_is_as_one_alone(worker, novice, staleness):
   """Rollouts running at the same time do not change it."""
