@@ -61,6 +61,6 @@ def test_the_splits_and_the_algorithms_were_different(figures):
   splits, _ = figures
   counts = {name: f["micro_batches"] for name, f in splits.items()}
   assert len(set(counts.values())) >= 2, counts
-  for f in splits.values():
+  for name, f in splits.items():
     losses = {round(x["loss"], 6) for x in f.values() if isinstance(x, dict)}
-    assert len(losses) >= 14, losses
+    assert len(losses) >= 14 - REFUSED.get(name, 0), losses
