@@ -75,7 +75,9 @@ def test_agreement_on_published_shapes(monkeypatch, name, trained, decoded):
     pytest.skip("a float32 learner is decoded in float32")
   cfg = variant(name, layers=4, scan=False, dtype=trained)
   if decoded == "bfloat16":  # like devices other than CPUs
-    monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
+    monkeypatch.setattr(
+      decode_params, "architecture", lambda cfg, partitioner=None: cfg
+    )
   params = transformer.init_params(cfg, 0)
   prompts = [RandomPrompt(n, cfg.vocab_size) for n in range(8)]
   on = engine(cfg, slots=8, max_len=320)
