@@ -24,6 +24,7 @@ import numpy as np
 
 from coa_jax.learner.batch import fits
 from coa_jax.learner.checkpoint import Checkpoints
+from coa_jax.learner.compaction import compacted
 from coa_jax.learner.dataset import Dataset, Micro, check_ids
 from coa_jax.learner.sources import (
   Source,
@@ -45,7 +46,7 @@ from coa_jax.model.sharding import (
 from coa_jax.model.transformer import count_params, init_params
 from coa_jax.plan.sft import DataConfig, SFTConfig, SFTPlan, plan_sft
 from coa_jax.protocol import roles
-from coa_jax.protocol.contexts import REMOVED, ContextConfig, compacted
+from coa_jax.protocol.contexts import ContextConfig
 from coa_jax.protocol.origin import Origin, dialects_of_data
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.tokens import Tokenizer
@@ -291,7 +292,6 @@ def _encoded(
 ) -> Iterator[Trajectory]:
   """Yields the file's contexts with token ids and ends; checks existing ids."""
   number = 0
-  marker = tokenizer.encode_observation(REMOVED)
   trajectories = iter(iter_trajectories(path))
   # Tokenizers are faster on many at once.
   while chunk := list(itertools.islice(trajectories, 16)):
@@ -305,7 +305,7 @@ def _encoded(
     tokenizer.encode_trajectories(chunk)
     for trajectory in chunk:
       _end(trajectory, tokenizer)
-      yield from compacted(trajectory, context, marker).split()
+      yield from compacted(trajectory, context, tokenizer).split()
 
 
 def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:

@@ -1,15 +1,17 @@
 """Context management: a trajectory leaves a nearly full context for a shorter one.
 
 The next context repeats the prompt and all spans, but a marker replaces older
-observations (as in MiroThinker's `keep_tool_result`). Each context is a separate
-training row, and only its newly sampled tokens are trained.
+observations (as in MiroThinker's `keep_tool_result`). Or the policy summarises the full
+context, and the next one repeats the prompt and the summary (as in CompactionRL,
+arXiv 2607.05378). Each context is a separate training row, and only its newly sampled
+tokens are trained, a summary's too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from coa_jax.protocol.roles import OBSERVATION
+from coa_jax.protocol.roles import CONTEXT_SUMMARY, OBSERVATION, open_tag
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 from coa_jax.runtime.fields import bounded, check_fields
 
@@ -23,17 +25,29 @@ class ContextConfig:
   Attributes:
     count: maximum contexts per trajectory.
     keep: observations that the next context repeats whole, the newest included; a
-      marker replaces the others.
+      marker replaces the others. 0: the policy writes a summary, and the next context
+      repeats only the prompt and the summary.
     leave_at: tokens; a context with more tokens after an observation is left. With
-      several contexts, the remaining length is for a call and its observation.
+      several contexts, the remaining length is for a call and its observation, or for a
+      summary.
   """
 
   count: int = bounded(1, least=1)
-  keep: int = bounded(3, least=1)
+  keep: int = bounded(3, least=0)
   leave_at: int = bounded(0, least=0)
 
   def __post_init__(self):
     check_fields(self)
+
+  @property
+  def summarises(self) -> bool:
+    """Whether the policy summarises a full context."""
+    return self.count > 1 and self.keep == 0
+
+  def is_full(self, trajectory: Trajectory) -> bool:
+    """Whether the trajectory's last context should be left."""
+    contexts = trajectory.split()
+    return len(contexts) < self.count and contexts[-1].num_tokens > self.leave_at
 
   def check(self, length: int, name: str) -> None:
     """Refuses contexts that would never be left.
@@ -63,10 +77,9 @@ def leave_context(
     The next context: the prompt, the other segments as `Author.CARRIED`, and the new
     observation, which moves out of the last context. None if the last context goes on.
   """
-  contexts = trajectory.split()
-  *read, new = contexts[-1].segments
-  if len(contexts) == config.count or contexts[-1].num_tokens <= config.leave_at:
+  if not config.is_full(trajectory):
     return None
+  *read, new = trajectory.split()[-1].segments
   # --- All but the last `keep` observations are removed.
   places = [i for i, s in enumerate(read) if s.role == OBSERVATION]
   removed = set(places[: len(places) + 1 - config.keep])
@@ -85,19 +98,23 @@ def leave_context(
   return following
 
 
-def compacted(
-  trajectory: Trajectory, config: ContextConfig, marker: Segment
-) -> Trajectory:
-  """Splits a finished one-context trajectory into contexts, as a rollout would.
+def repeat_summary(trajectory: Trajectory) -> list[Segment] | None:
+  """Begins the next context with the summary that ends the last one.
 
   Args:
-    trajectory: with ids.
-    config: the rollouts' config.
-    marker: as for `leave_context`.
+    trajectory: changed in place; its last segment ends with a summary's closing tag.
+
+  Returns:
+    The next context: the prompt and the summary, as `Author.CARRIED`.
   """
-  out = dataclasses.replace(trajectory, segments=[])
-  for segment in trajectory.segments:
-    out.segments.append(segment)
-    if segment.role == OBSERVATION:
-      leave_context(out, config, marker)
-  return out
+  last = trajectory.split()[-1].segments
+  prompt = [s for s in last if s.author == Author.PROMPT]
+  # The opening tag is a segment of its own if the policy was made to begin a summary.
+  begin = len(last) - 1
+  while open_tag(CONTEXT_SUMMARY) not in last[begin].text:
+    begin -= 1
+  text = "".join(s.text for s in last[begin:])
+  ids = [i for s in last[begin:] for i in s.ids]
+  following = [*prompt, Segment(Author.CARRIED, CONTEXT_SUMMARY, text, ids)]
+  trajectory.segments += following
+  return following

@@ -13,7 +13,14 @@ import enum
 import re
 
 from coa_jax.protocol import roles
-from coa_jax.protocol.roles import ANSWER, OBSERVATION, START, THINK, Variant
+from coa_jax.protocol.roles import (
+  ANSWER,
+  CONTEXT_SUMMARY,
+  OBSERVATION,
+  START,
+  THINK,
+  Variant,
+)
 from coa_jax.protocol.tool_bodies import WHITE
 from coa_jax.protocol.tools import SPECS
 
@@ -158,6 +165,7 @@ class _Rules:
     self.last = START  # the last span other than think and observation
     self.thinking = False  # the last span is a think
     self.waiting = False  # the last span is a call, and its observation must follow
+    self.observed = False  # the last span is an observation
     self.required: str | None = None  # a gate's requirement: "plan", "answer", "redo"
     self.plans = 0
     self.calls = 0
@@ -167,8 +175,11 @@ class _Rules:
     if self.waiting != (span.role == OBSERVATION):
       detail = "no observation after a call" if self.waiting else "stray observation"
       raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
+    observed, self.observed = self.observed, self.waiting
     if self.waiting:
       self.waiting = False
+    elif span.role == CONTEXT_SUMMARY:
+      self._summary(span, observed)
     elif span.role == THINK:
       self._think(span)
     else:
@@ -187,6 +198,15 @@ class _Rules:
       detail = f"<think> after {self.last}"
       raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
     self.thinking = True
+
+  def _summary(self, span: Span, observed: bool) -> None:
+    """Accepts a summary directly after an observation."""
+    if not observed:
+      detail = f"<{span.role}> without an observation directly before it"
+      raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
+    fault = content_fault(span.role, span.content)
+    if fault is not None:
+      raise _Fault(ParseVerdict.MALFORMED, fault, span.start)
 
   def _check_place(self, span: Span) -> None:
     """Refuses a misplaced span; the table first, then the gates."""

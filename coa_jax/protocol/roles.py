@@ -26,10 +26,12 @@ SUGGESTED_ANSWER = "suggested_answer"
 DOUBLE_CHECK = "double_check"
 ANSWER = "answer"
 OBSERVATION = "observation"
+CONTEXT_SUMMARY = "context_summary"
 START = "start"  # the state before the first span; never a tag
 
 ROLES = (THINK, PLAN, REFLECTION, SUGGESTED_ANSWER, DOUBLE_CHECK, ANSWER)
 TOOLS = tuple(SPECS)
+SPANS = (*ROLES, *TOOLS, OBSERVATION, CONTEXT_SUMMARY)  # every tag of the protocol
 
 # The reflection agent grades three criteria; any "poor" asks for a new plan.
 CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
@@ -89,6 +91,8 @@ class Variant:
       in `tools.SPECS`.
     functions: functions called by the tag `tool`: name -> description in the prompt. If
       empty, every name is allowed.
+    summaries: whether a summary may follow an observation and end the context. It is
+      not a state either.
   """
 
   name: str
@@ -102,16 +106,18 @@ class Variant:
   min_calls: int = 0
   tool_descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
   functions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  summaries: bool = False
 
   @property
   def tags(self) -> tuple[str, ...]:
-    """All the variant's tags: roles, tools and `observation`."""
-    return self.roles + self.tools + (OBSERVATION,)
+    """All tags of the variant's texts, tool results and summaries included."""
+    return self.roles + self.tools + (OBSERVATION, CONTEXT_SUMMARY)
 
   @property
   def yield_tags(self) -> tuple[str, ...]:
-    """Closing tags at which decoding stops: each tool's, and the answer's."""
-    return tuple(close_tag(t) for t in (*self.tools, ANSWER))
+    """Closing tags at which decoding stops: tools', the answer's, a summary's."""
+    summary = (CONTEXT_SUMMARY,) if self.summaries else ()
+    return tuple(close_tag(t) for t in (*self.tools, ANSWER, *summary))
 
   def with_tools(self, tools: Iterable[str]) -> Variant:
     """Returns the variant with only these tools.
@@ -334,7 +340,7 @@ def check_score(content: str) -> int | None:
   return int(numbers[0])
 
 
-_ANY_TAG = "|".join((*ROLES, *TOOLS, OBSERVATION))
+_ANY_TAG = "|".join(SPANS)
 _TAG_IN_TEXT = re.compile(rf"<(/?(?:{_ANY_TAG}))>")
 # An already escaped tag, at any level.
 _RAISED = re.compile(rf"&((?:amp;)*)lt;(/?(?:{_ANY_TAG}))>")

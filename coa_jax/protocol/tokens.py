@@ -437,7 +437,7 @@ class Tokenizer:
 def _without_spans(after: str) -> str:
   """Removes a `<think>` at a prompt's end; refuses other unclosed spans."""
   after = re.sub(rf"{roles.open_tag(roles.THINK)}\s*\Z", "", after)
-  for name in (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION):
+  for name in roles.SPANS:
     opening = roles.open_tag(name)
     if after.count(opening) > after.count(roles.close_tag(name)):
       raise ValueError(
@@ -462,7 +462,7 @@ def _parts(text: str) -> list[_Part]:
   return [(text[:content], True), (text[content:end], False), (text[end:], True)]
 
 
-_NAMES = "|".join((*roles.ROLES, *roles.TOOLS))
+_NAMES = "|".join((*roles.ROLES, *roles.TOOLS, roles.CONTEXT_SUMMARY))
 _CLOSING = re.compile(rf"</(?:{_NAMES})>".encode())
 # The "<" of an opening tag may be in the previous segment's last token.
 _OPENING = re.compile(rf"(?:<|^)({_NAMES})>")

@@ -31,7 +31,7 @@ class Author(enum.StrEnum):
   POLICY = "policy"
   TOOL = "tool"
   CARRIED = "carried"  # an earlier context's text, repeated in the next one
-  ENVIRONMENT = "environment"
+  ENVIRONMENT = "environment"  # the rollout loop: the opening tag of a summary
 
 
 class Status(enum.StrEnum):
@@ -88,11 +88,14 @@ class Segment:
 
 
 def grammar_parts(segments: Iterable[Segment]) -> list[tuple[list[int], bool]]:
-  """Returns `Constraint.after`'s parts: all but prompts, observations marked."""
+  """Returns `Constraint.after`'s parts: all but prompts, unread ones marked."""
   out = []
   for s in segments:
+    # A summary is sampled text, and read, except where it is repeated.
+    unread = s.role == "observation"
+    unread |= s.author == Author.CARRIED and s.role == "context_summary"
     if s.author != Author.PROMPT:
-      out.append((s.ids, s.author == Author.TOOL or s.role == "observation"))
+      out.append((s.ids, s.author == Author.TOOL or unread))
   return out
 
 

@@ -18,6 +18,7 @@ from coa_jax.protocol import roles
 def role_kinds() -> dict[str, str]:
   """Returns tag -> kind, which sets the colour: one per role, one for all tools."""
   kinds = {r: r for r in (*roles.ROLES, roles.OBSERVATION)}
+  kinds[roles.CONTEXT_SUMMARY] = roles.REFLECTION
   return kinds | dict.fromkeys(roles.TOOLS, "tool")
 
 

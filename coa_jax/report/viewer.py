@@ -290,8 +290,9 @@ def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
   out = _written(trajectory, parsed)
   for context in trajectory.split()[1:]:
     carried = [s for s in context.segments if s.author == Author.CARRIED]
-    first = context.written[0]
-    place = next(i for i, span in enumerate(out) if first in span.segments)
+    place = len(out)
+    for first in context.written[:1]:  # none if the engine failed at once
+      place = next(i for i, span in enumerate(out) if first in span.segments)
     text = "".join(s.text for s in carried)
     out.insert(place, ShownSpan("next context repeats", text, carried))
   return out

@@ -11,10 +11,15 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from coa_jax.protocol import prompts, roles
-from coa_jax.protocol.contexts import REMOVED, ContextConfig, leave_context
+from coa_jax.protocol.contexts import (
+  REMOVED,
+  ContextConfig,
+  leave_context,
+  repeat_summary,
+)
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
@@ -31,6 +36,7 @@ from coa_jax.runtime.fields import section
 from coa_jax.tools.types import Tools
 
 _SEEDS_APART = 0x9E3779B1  # odd, so that 2**32 contexts have 2**32 seeds
+_DECODED = (Author.POLICY, Author.ENVIRONMENT)  # the others are prefilled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +94,7 @@ class CoAEpisode(Episode):
     self.config = config
     self._versions: list[int] = []  # one per id sampled in this turn
     self._turn = ""  # policy text since the last observation
+    self._forced: list[int] = []  # the opening tag of a summary
     self._marker = tokenizer.encode_observation(REMOVED)
     self._began = time.monotonic()
     self._tool_seconds = 0.0
@@ -133,17 +140,29 @@ class CoAEpisode(Episode):
     t = self.trajectory
     # --- Tokens become segments, each token with the version that sampled it.
     self._date(ids)
-    segments = self.tokenizer.policy_segments(ids, logps, self._versions)
+    n = len(self._forced)
+    segments = self.tokenizer.policy_segments(ids[n:], logps[n:], self._versions[n:])
     self._versions = []
+    t.usage.generated += len(ids[n:])
+    if n:
+      # The policy's part of this span has no opening tag to tell its role.
+      for s in segments[:1]:
+        s.role = roles.CONTEXT_SUMMARY
+      begin = roles.open_tag(roles.CONTEXT_SUMMARY)
+      segments.insert(
+        0, Segment(Author.ENVIRONMENT, roles.CONTEXT_SUMMARY, begin, ids[:n])
+      )
+      t.usage.prompt += len(ids[:n])
+      self._forced = []
     t.segments += segments
-    t.usage.generated += len(ids)
     self._turn += "".join(s.text for s in segments)
     # --- The ends: no tokens left, an answer, one call too many.
     if tag is None:
       return self._finish(Status.TRUNCATED)
     if tag == roles.close_tag(roles.ANSWER):
       return self._finish(Status.ENDED)
-    if len(t.calls) >= self.config.max_calls:
+    is_summary = tag == roles.close_tag(roles.CONTEXT_SUMMARY)
+    if len(t.calls) >= self.config.max_calls and not is_summary:
       return self._finish(Status.TURN_LIMIT)
     # --- A call: `tag` is </NAME>. An invalid call gets an answer, and does not end the
     # episode.
@@ -152,6 +171,10 @@ class CoAEpisode(Episode):
     before, opening, content = self._turn.rpartition(roles.open_tag(name))
     if not opening:
       return _refused(name, before, f"{tag} closes nothing")
+    if is_summary:
+      if len(t.split()) == self.config.context.count:
+        return self._finish(Status.TRUNCATED)
+      return self._continue(repeat_summary(t))
     content = content[: content.index(tag)].removeprefix(" ")
     left = self.config.tool_seconds - self._tool_seconds
     return self.toolbox.submit(name, content, left, self._code_session)
@@ -176,17 +199,30 @@ class CoAEpisode(Episode):
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)
     self._turn = ""
-    following = leave_context(t, self.config.context, self._marker)
+    context = self.config.context
+    if context.summarises:
+      if context.is_full(t):
+        self._forced = self.tokenizer.encode(roles.open_tag(roles.CONTEXT_SUMMARY))
+      return segment.ids
+    following = leave_context(t, context, self._marker)
     if following is None:
       return segment.ids
-    # --- The next context, which the engine plays like another episode.
-    t.usage.prompt += len(_ids(following[:-1]))
+    return self._continue(following)
+
+  def forced(self) -> list[int]:
+    """Returns a summary's opening tag if the context is full. See `Episode`."""
+    return self._forced
+
+  def _continue(self, following: Sequence[Segment]) -> None:
+    """Prepares the next context, which the engine plays like another episode."""
+    t = self.trajectory
+    t.usage.prompt += sum(len(s.ids) for s in following if s.author != Author.TOOL)
     t.usage.model_calls += 1
     self.opening = grammar_parts(following)
     self.continues = True
+    self._turn = ""
     # Another seed: the next context's positions must not repeat this one's draws.
     self.seed = (self.seed + _SEEDS_APART) % 2**32
-    return None
 
   def out_of_room(self) -> None:
     """Ends the episode because its last observation does not fit."""
@@ -221,6 +257,15 @@ def _refused(
   return future
 
 
+@dataclasses.dataclass
+class _Turn:
+  """A turn's ids: prefilled, then a summary's opening tag, then sampled ones."""
+
+  prefilled: list[int] = dataclasses.field(default_factory=list)
+  tag: list[int] = dataclasses.field(default_factory=list)
+  sampled: list[int] = dataclasses.field(default_factory=list)
+
+
 class Replay(Episode):
   """Replays a context's own tokens for their log-probs; see `Episode`."""
 
@@ -232,23 +277,27 @@ class Replay(Episode):
     self.temperature = temperature
     self.logps: list[float] = []
     self.opening = grammar_parts(
-      itertools.takewhile(lambda s: s.author != Author.POLICY, trajectory.segments)
+      itertools.takewhile(lambda s: s.author not in _DECODED, trajectory.segments)
     )
-    # Each turn's prefilled ids and sampled ids.
-    self._turns: list[tuple[list[int], list[int]]] = []
+    self._turns = [_Turn()]
     for s in trajectory.segments:
-      sampled = s.author == Author.POLICY
-      if not self._turns or (not sampled and self._turns[-1][1]):
-        self._turns.append(([], []))
-      self._turns[-1][sampled].extend(s.ids)  # 0 prefilled, 1 sampled
+      turn = self._turns[-1]
+      if s.author == Author.POLICY:
+        turn.sampled += s.ids
+      elif s.author == Author.ENVIRONMENT:
+        turn.tag += s.ids
+      elif turn.sampled:
+        self._turns.append(_Turn(list(s.ids)))
+      else:
+        turn.prefilled += s.ids
 
   def start(self) -> list[int]:
     """Returns the prompt's ids."""
-    return self._turns[0][0]
+    return self._turns[0].prefilled
 
   def forced(self) -> list[int]:
-    """Returns the ids originally sampled in this turn."""
-    return self._turns[0][1]
+    """Returns the ids originally decoded in this turn."""
+    return self._turns[0].tag + self._turns[0].sampled
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
@@ -258,14 +307,15 @@ class Replay(Episode):
     Raises:
       ValueError: decoding stops at another token than the trajectory did.
     """
-    if ids != self._turns.pop(0)[1]:
+    turn = self._turns.pop(0)
+    if ids != turn.tag + turn.sampled:
       raise self._elsewhere()
-    self.logps += logps
+    self.logps += logps[len(turn.tag) :]
     # Over if no sampled token follows, whatever is prefilled.
-    if not self._turns or not self._turns[0][1]:
+    if not self._turns or not self._turns[0].sampled:
       return None
     future: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
-    future.set_result(self._turns[0][0])
+    future.set_result(self._turns[0].prefilled)
     return future
 
   def observed(self, result: list[int]) -> list[int]:

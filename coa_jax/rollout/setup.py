@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from coa_jax.model import memory
@@ -58,12 +59,18 @@ def make_worker(
   """
   # --- The dialect.
   variant = roles.get_variant(config.variant).with_tools(tools)
+  variant = dataclasses.replace(variant, summaries=config.context.summarises)
   # Checked before anything large is allocated, also by compiling.
   if vllm is None:
     memory.check_rollouts(model, config, partitioner)
   elif config.tensor:
     raise ValueError(
       f"rollout.tensor={config.tensor} is of our own sampler; with section vllm take 0"
+    )
+  elif variant.summaries:
+    raise ValueError(
+      "rollout.context.keep=0 begins summaries for the policy, which only our own "
+      "sampler can; with section vllm keep at least 1 observation"
     )
 
   # --- The stop conditions, the grammar, and the engine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ import toy
 from playing import CONFIG, content, toy_worker
 
 from coa_jax.learner import batch as batching
-from coa_jax.protocol.contexts import REMOVED, ContextConfig, compacted
+from coa_jax.learner.compaction import compacted
+from coa_jax.protocol.contexts import REMOVED, ContextConfig
 from coa_jax.protocol.parser import parse
-from coa_jax.protocol.roles import OBSERVATION
+from coa_jax.protocol.roles import CONTEXT_SUMMARY, OBSERVATION
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.report import viewer
+from coa_jax.rollout.vllm.client import VllmConfig
 
 pytestmark = pytest.mark.slow  # all but one test need a trained policy
 
@@ -23,6 +26,10 @@ FILLER = " and so on" * 6
 ROOM = 150
 CONTEXT = ContextConfig(count=3, keep=1, leave_at=130)
 CONFIG = dataclasses.replace(CONFIG, max_len=ROOM, context=CONTEXT)
+# Or every page is summarised.
+SUMMARIES = dataclasses.replace(
+  CONFIG, max_len=170, context=ContextConfig(count=4, keep=0, leave_at=60)
+)
 
 
 class LongPages(toy.TableToolbox):
@@ -41,24 +48,29 @@ def long_trajectories() -> list[Trajectory]:
   return out
 
 
-@pytest.fixture(scope="module")
-def contexts() -> list[Trajectory]:
-  """The scripts split into contexts, as in SFT."""
-  marker = toy.tokenizer().encode_observation(REMOVED)
-  whole = [compacted(t, CONTEXT, marker) for t in long_trajectories()]
-  return [context for t in whole for context in t.split()]
-
-
-@pytest.fixture(scope="module")
-def policy(contexts) -> dict:
-  """A policy that has memorised the scripts, context by context."""
+def memorised(context: ContextConfig) -> dict:
+  """A policy that has memorised the scripts, split into contexts as in SFT."""
+  whole = [compacted(t, context, toy.tokenizer()) for t in long_trajectories()]
+  rows = [row for t in whole for row in t.split()]
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(toy, "MAX_LEN", 2 * ROOM)
-    return toy.train(contexts, 300, toy.MODEL).params
+    patch.setattr(toy, "MAX_LEN", 3 * ROOM)
+    return toy.train(rows, 300, toy.MODEL).params
 
 
-def play(policy, temperature: float = 1.0, tools=None, **changes) -> list[Trajectory]:
-  config = dataclasses.replace(CONFIG, **changes)
+@pytest.fixture(scope="module")
+def policy() -> dict:
+  return memorised(CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def summariser() -> dict:
+  return memorised(SUMMARIES.context)
+
+
+def play(
+  policy, temperature: float = 1.0, tools=None, config=CONFIG, **changes
+) -> list[Trajectory]:
+  config = dataclasses.replace(config, **changes)
   with toy_worker(toy.MODEL, config) as worker:
     groups = worker.generate_groups(
       policy, toy.TASKS, tools or LongPages(), 3, temperature, seed=3
@@ -169,3 +181,103 @@ def test_only_newly_sampled_tokens_are_trained(played):
     rows = t.split()
     (batch,) = batching.batches(rows, len(rows), ROOM, [1.0] * len(rows))
     assert batch.loss_mask_BT.sum() == t.num_policy == t.usage.generated
+
+
+@pytest.fixture(scope="module")
+def summarised(summariser) -> list[Trajectory]:
+  return play(summariser, config=SUMMARIES, constrain=True)
+
+
+def test_summaries_answer_questions_whose_pages_do_not_fit(summariser):
+  played = play(summariser, 0.0, config=SUMMARIES)
+  assert {t.task_id for t in played if t.reward == 1} == set(toy.SCRIPTS)
+  assert {len(t.split()) for t in played if t.task_id == "4 * 4 + 1"} == {3}
+  (long,) = [t for t in long_trajectories() if t.num_tokens > SUMMARIES.max_len]
+  assert long.task_id == "4 * 4 + 1"
+
+
+def test_the_next_context_repeats_the_prompt_and_the_summary(summarised):
+  several = [t for t in summarised if len(t.split()) > 1]
+  assert several
+  for t in several:
+    for before, after in itertools.pairwise(t.split()):
+      *_, full, tag, summary = before.segments
+      assert full.role == OBSERVATION and before.num_tokens > SUMMARIES.context.leave_at
+      assert (tag.author, summary.author) == (Author.ENVIRONMENT, Author.POLICY)
+      assert tag.role == summary.role == CONTEXT_SUMMARY
+      assert len(summary.logps) == len(summary.versions) == len(summary.ids)
+      repeated = [s for s in after.segments if s.author == Author.CARRIED]
+      assert [s.ids for s in repeated] == [tag.ids + summary.ids]
+      assert after.segments[0].ids == before.segments[0].ids
+    assert t.usage.total == t.num_tokens
+    assert t.usage.generated == t.num_policy
+    # The text has each summary once, and parses.
+    assert t.text.count(f"<{CONTEXT_SUMMARY}>") == len(t.split()) - 1
+    if t.status == Status.ENDED:
+      assert parse(t.text, toy.VARIANT).ok
+
+
+def test_summaries_are_scored_alike_by_learner_rescoring_and_grammar(
+  summariser, summarised, monkeypatch
+):
+  config = dataclasses.replace(SUMMARIES, constrain=True)
+  with toy_worker(toy.MODEL, config) as worker:
+    again = worker.rescore(summariser, summarised, 1.0)
+    constraint = worker.constraint
+  assert again == [toy.sampled_logps(t) for t in summarised]
+  # Every trained token is allowed by the grammar of its own row.
+  rows = [context for t in summarised for context in t.split()]
+  for batch in batching.batches(rows, 4, 170, [0.0] * len(rows), constraint):
+    states = batch.grammar_BT[batch.loss_mask_BT > 0]
+    tokens = batch.tokens_BT[batch.loss_mask_BT > 0]
+    assert (constraint.next_SC[states, constraint.class_V[tokens]] >= 0).all()
+  # Without the grammar the learner's log-probs are the sampler's too.
+  monkeypatch.setattr(toy, "MAX_LEN", SUMMARIES.max_len)
+  free = play(summariser, config=SUMMARIES)
+  rows = [context for t in free for context in t.split()]
+  theirs = toy.logps_of(toy.MODEL, summariser, rows)
+  for row, expected in zip(rows, theirs, strict=True):
+    np.testing.assert_allclose(toy.sampled_logps(row), expected, rtol=0, atol=2e-5)
+
+
+def test_summaries_do_not_depend_on_slots_and_latency(summariser, summarised):
+  again = play(
+    summariser,
+    tools=LongPages(latency=toy.shuffled_latency(1)),
+    slots=2,
+    window=3,
+    config=SUMMARIES,
+    constrain=True,
+  )
+  assert list(map(content, again)) == list(map(content, summarised))
+
+
+def test_the_last_context_can_not_be_summarised():
+  long = toy.TASKS[1]
+  context = ContextConfig(count=2, keep=0, leave_at=100)
+  episode = toy.episode(long, LongPages(), context=context)
+  tok, script = toy.tokenizer(), toy.SCRIPTS[long.id]
+  episode.start()
+
+  def write(text: str, tag: str):
+    ids = tok.encode(text)
+    return episode.sampled(
+      episode.forced() + ids, [0.0] * (len(episode.forced()) + len(ids)), tag
+    )
+
+  episode.observed(write(script[0], "</code>").result())
+  assert episode.forced() == []
+  episode.observed(write(script[2], "</code>").result())
+  assert tok.decode(episode.forced()) == f"<{CONTEXT_SUMMARY}>"
+  closing = f"</{CONTEXT_SUMMARY}>"
+  assert write(f" 16 and 17{closing}", closing) is None and episode.continues
+  assert episode.seed != 3
+  episode.continues = False
+  # A summary that the policy begins itself.
+  assert write(f"<{CONTEXT_SUMMARY}> again{closing}", closing) is None
+  assert not episode.continues and episode.trajectory.status == Status.TRUNCATED
+
+
+def test_vllm_can_not_begin_summaries():
+  with pytest.raises(ValueError, match=r"rollout\.context\.keep=0 .* section vllm"):
+    toy_worker(toy.MODEL, SUMMARIES, vllm=VllmConfig("model"))

@@ -40,7 +40,7 @@ from coa_jax.protocol.grammar.regular import (
   row,
   text,
 )
-from coa_jax.protocol.roles import ANSWER, START, THINK, Variant
+from coa_jax.protocol.roles import ANSWER, CONTEXT_SUMMARY, START, THINK, Variant
 
 # White space bytes before a tag; without a limit an untrained model writes newlines
 # until it is cut off.
@@ -48,7 +48,6 @@ MAX_WHITE = 8
 
 _WHITE = many(byte(WHITE))
 _ANY = many(byte(ANY))
-_NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,8 @@ class ByteGrammar:
   Attributes:
     next_SX: the state after a byte, or -1 if the byte is not allowed.
     resume_S: the state after the observation, for states after a tool's closing tag (no
-      byte is allowed in these); -1 in others.
+      byte is allowed in these); for state 0 the state after a summary that begins the
+      context; -1 in others.
     ends_S: True after the answer's closing tag.
   """
 
@@ -186,7 +186,7 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
 
 def _tags(role: str) -> tuple[ByteTable, int]:
   """Returns a table that accepts at any protocol tag, and `role`'s closing state."""
-  patterns = [tag.encode() for tag in roles.tags_of(_NAMES)]
+  patterns = [tag.encode() for tag in roles.tags_of(roles.SPANS)]
   next_SX, stop_S = find_words(patterns)
   own = 1 + patterns.index(roles.close_tag(role).encode())
   return ByteTable(next_SX, stop_S > 0), int(np.flatnonzero(stop_S == own)[0])
@@ -201,6 +201,7 @@ class _Place:
   required: str | None = None
   plans: int = 0
   calls: int = 0
+  summarised: bool = False  # a summary has followed the last observation
 
   def allowed(self, variant: Variant) -> list[str]:
     """Returns the roles allowed here."""
@@ -224,12 +225,18 @@ class _Place:
       if role == ANSWER and (self.required == "redo" or self.calls < variant.min_calls):
         continue
       out.append(role)
+    # Directly after an observation, and once.
+    read = self.last in variant.tools and not self.thinking and not self.summarised
+    if variant.summaries and read:
+      out.append(CONTEXT_SUMMARY)
     return out
 
   def entered(self, role: str, variant: Variant) -> _Place:
     """Returns the place inside a span of `role`."""
     if role == THINK:
       return dataclasses.replace(self, thinking=True)
+    if role == CONTEXT_SUMMARY:
+      return dataclasses.replace(self, summarised=True)
     # Count only as far as the rules ask: the number of states must stay finite.
     plans = 0
     if variant.max_plans is not None:
@@ -255,7 +262,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
   budget: one language, rule by rule.
   """
   # States are ("open", place, begun, white), ("in", place, role, content state), and
-  # ("stop", place) after a tool's or the answer's closing tag.
+  # ("stop", place) after a closing tag that stops decoding.
   start = ("open", _Place(), "", 0)
   number: dict[tuple, int] = {start: 0}
   states = [start]
@@ -266,6 +273,13 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
       number[state] = len(states)
       states.append(state)
     return number[state]
+
+  # A summary replaces earlier plans and calls; what follows a call follows it.
+  after_summary = None
+  if variant.summaries:
+    called = _Place(variant.tools[0], plans=variant.max_plans or 0)
+    called = dataclasses.replace(called, calls=variant.min_calls, summarised=True)
+    after_summary = index(("open", called, "", 0))
 
   # --- Each state's successors, byte by byte.
   for current in states:  # grows during the loop
@@ -310,7 +324,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
           out[to_after_X] = index(("in", place, role, after))
           continue
         then = place.closed(earned)
-        if role == ANSWER or role in variant.tools:
+        if role in (ANSWER, CONTEXT_SUMMARY, *variant.tools):
           out[to_after_X] = index(("stop", then))
         else:
           out[to_after_X] = index(("open", then, "", 0))
@@ -323,6 +337,8 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
       ends[i] = s[1].last == ANSWER
       if not ends[i]:
         resume[i] = number["open", s[1], "", 0]
+  if after_summary is not None:
+    resume[0] = after_summary
   return _trimmed(np.stack(rows), resume, ends)
 
 

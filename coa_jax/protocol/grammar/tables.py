@@ -32,7 +32,8 @@ class Constraint:
   Attributes:
     class_V: each token's class.
     next_SC: the state after a token, or -1 if the token is not allowed.
-    resume_S: the state after an observation, or -1 if none may come.
+    resume_S: the state after an observation, or -1 if none may come; for state 0 the
+      state after the summary that begins a later context.
     ends_S: True after the answer.
   """
 
@@ -57,7 +58,8 @@ class Constraint:
     """Returns the state after these parts of a trajectory.
 
     Args:
-      parts: ids, and True for an observation, whose ids are not read.
+      parts: ids, and True for an observation or a repeated summary, whose ids are not
+        read.
       state: the state before these parts.
     """
     for ids, is_observation in parts:
