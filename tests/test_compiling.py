@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 from programs import free_address
 
 PROGRAM = pathlib.Path(__file__).parent / "compile_in_processes.py"
@@ -28,6 +29,7 @@ def start(cache: pathlib.Path) -> list[list[str]]:
   return [process.communicate(timeout=300)[0].split() for process in started]
 
 
+@pytest.mark.slow
 def test_only_the_first_process_finds_its_programs_at_the_next_start(tmp_path):
   """In JAX only process 0 writes the cache; on CPUs each process has its own keys."""
   assert start(tmp_path) == [["0", "0"], ["0", "0"]]

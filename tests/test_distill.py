@@ -137,6 +137,7 @@ def test_killed_and_resumed_equals_uninterrupted(
   assert resumed == results
 
 
+@pytest.mark.slow
 def test_more_workers_and_more_samples(finished, config, tmp_path):
   workdir, _ = finished
   config.teacher.workers, config.teacher.samples = 1, 2

@@ -127,6 +127,7 @@ def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
   assert sum(bill["by_agent"].values()) == whole
 
 
+@pytest.mark.slow
 def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
   scripted = ScriptedBackend(load_tasks(files["tasks"]), ScriptedConfig())
   empty = {"choices": [], "usage": {"prompt_tokens": 50, "completion_tokens": 1}}
@@ -156,6 +157,7 @@ def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
   assert sum(map(len, faults)) == 6
 
 
+@pytest.mark.slow
 def test_a_server_that_moved_is_found_again_with_other_limits(files, tmp_path):
   scripted = ScriptedBackend(load_tasks(files["tasks"]), ScriptedConfig())
   with ChatServer(scripted) as server:
@@ -175,6 +177,7 @@ def test_a_server_that_moved_is_found_again_with_other_limits(files, tmp_path):
       distill.run(config, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
   tasks = load_tasks(files["tasks"])
   truth = {t.question: t.answers[0] for t in tasks}

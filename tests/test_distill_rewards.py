@@ -97,6 +97,7 @@ def rewards(workdir) -> dict[str, float]:
   return {t.task_id: t.reward for t in read_trajectories(workdir / distill.TEACHER)}
 
 
+@pytest.mark.slow
 @needs_jail
 def test_each_kind_has_its_grader(config, tmp_path):
   workdir = tmp_path / "w"
@@ -111,6 +112,7 @@ def test_each_kind_has_its_grader(config, tmp_path):
   assert results["right"] == 0.5
 
 
+@pytest.mark.slow
 @needs_jail
 def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
   with Server(team) as server:

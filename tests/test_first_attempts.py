@@ -46,6 +46,7 @@ def of_evaluation(config) -> ml_collections.ConfigDict:
   return out
 
 
+@pytest.mark.slow
 def test_evaluation_counts_what_it_drops(config, tmp_path, capfd):
   config = of_evaluation(config)
   without = evaluate.run(config, str(tmp_path / "a"))

@@ -116,6 +116,7 @@ def test_tasks_of_any_kind_are_played_and_graded(
   assert all(t.reward == 1.0 and len(t.calls) == 1 for t in played)
 
 
+@pytest.mark.slow
 def test_a_judge_is_not_asked_again_by_a_run_that_starts_again(tmp_path, model, corpus):
   rows, requests = [dict(row, answers=["none such"], kind="qa") for row in OURS], []
 

@@ -293,6 +293,7 @@ def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):
     assert row["ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_teaches_nothing_still_ends(config, tmp_path):
   stuck = config.copy_and_resolve_references()
   tasks = tmp_path / "tasks.jsonl"

@@ -214,6 +214,7 @@ def test_trajectories_that_are_all_too_long_say_what_to_raise(config, tmp_path):
     sft.run(config, str(tmp_path / "w"))
 
 
+@pytest.mark.slow
 def test_what_was_tokenised_is_not_tokenised_again(config, tmp_path, monkeypatch):
   """A resumed run reuses its own tokens; changed data is refused."""
   config.data.steps, workdir = 2, str(tmp_path / "w")

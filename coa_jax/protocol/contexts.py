@@ -98,7 +98,7 @@ def leave_context(
   return following
 
 
-def repeat_summary(trajectory: Trajectory) -> list[Segment] | None:
+def repeat_summary(trajectory: Trajectory) -> list[Segment]:
   """Begins the next context with the summary that ends the last one.
 
   Args:

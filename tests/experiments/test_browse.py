@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from forked import finish
 
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl
 
 
+@pytest.mark.slow
 def test_a_runs_folder_becomes_a_page_with_its_tokens(tmp_path):
   text = "<answer> Uruk</answer>"
   tokenizer = train_tokenizer([text], 300)

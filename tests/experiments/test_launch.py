@@ -167,6 +167,7 @@ def test_a_config_file_that_fails_is_named(launcher, tmp_path, text: str, named:
   assert "bad.py" in line and named in line, line
 
 
+@pytest.mark.slow
 def test_a_process_0_that_never_comes_is_named(launcher):
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))

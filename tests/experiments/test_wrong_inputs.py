@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import forked
+import pytest
 
 WORLD = "evaluate --config=configs/evaluate_world.py:tiny"
 GOOD = f"{WORLD} --config.tasks.uri=good.jsonl --config.tools.corpus=pages.jsonl"
@@ -133,6 +134,7 @@ def get_config():
 }
 
 
+@pytest.mark.slow
 def test_each_is_refused_in_one_clear_line(tmp_path):
   # --- Files in a folder with a space and an accent in its name.
   folder = tmp_path / "my donn\u00e9es"

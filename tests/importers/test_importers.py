@@ -37,6 +37,7 @@ from coa_jax.protocol.storage import write_lines
 from coa_jax.protocol.trajectory import Author, Status
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(foreign.ALL)
 def test_every_call_and_every_observation_is_kept_in_order(drawn):

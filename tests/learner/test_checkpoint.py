@@ -220,6 +220,7 @@ def kept_by_saving(folder: pathlib.Path) -> float:
     return (resident_bytes() - before) / size
 
 
+@pytest.mark.slow
 def test_what_saving_took_is_given_back(tmp_path):
   """Runs in a new process: in this one, other tests' memory could grow meanwhile."""
   fresh = multiprocessing.get_context("spawn")

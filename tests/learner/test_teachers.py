@@ -171,6 +171,7 @@ def updated(teachers: Teachers | None, equal: bool = False):
   return host(update.policy(state, frozen)), values
 
 
+@pytest.mark.slow
 def test_groups_with_equal_rewards_learn_from_a_teacher():
   before = host(toy.params(layers=1))
   without, _ = updated(None, equal=True)

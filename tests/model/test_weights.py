@@ -105,6 +105,7 @@ READER = pathlib.Path(__file__).with_name("read_on_devices.py")
 WAYS = {"embed_tokens": 8, "lm_head": 8, "proj.weight": 8, "proj.bias": 2, "norm": 1}
 
 
+@pytest.mark.slow
 def test_each_device_reads_its_own_part_and_no_more(tmp_path):
   """On one device, and on eight."""
   save_model(tmp_path, QWEN2, params_of(QWEN2), shard_bytes=60_000)

@@ -129,6 +129,7 @@ def test_wandb_that_is_missing_is_a_config_error(monkeypatch):
   assert read_config({}, LogConfig, "log") == LogConfig()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="needs wandb")
 def test_wandb_offline_keeps_one_run_over_a_resumption(tmp_path, monkeypatch):
   monkeypatch.setenv("WANDB_MODE", "offline")

@@ -226,6 +226,7 @@ def test_what_has_no_reward_is_last_whichever_way_it_is_sorted(visit):
   assert "none: infrastructure" in page.locator("#detail").text_content()
 
 
+@pytest.mark.slow
 def test_a_trajectory_is_opened_and_its_group_compared(visit):
   page = visit(tasks(), variant=roles.get_variant("mhqa"))
   detail = page.locator("#detail")

@@ -147,6 +147,7 @@ def pairs(xs):
     assert grader.grade(task(tests), worse).answer == 0.0
 
 
+@pytest.mark.slow
 def test_limits_have_outcomes_of_their_own(partial):
   hasty = CodeGrader(CodeConfig(sandbox=BACKEND, partial=True, test_s=2.0))
   loop = "import time\nwhile True: time.sleep(1)"
@@ -213,6 +214,7 @@ def test_no_result_makes_a_test_vanish(source, vanishes, right, grader):
     assert outcome(grader, {"functional": source}, f"def f(n): {body}")[0] == reward
 
 
+@pytest.mark.slow
 def test_the_tests_have_their_own_time():
   """A program that has nearly used up its own time still passes."""
   tests = {"functional": "import time\nx = f(3)\ntime.sleep(1)\nassert x == 3"}

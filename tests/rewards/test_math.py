@@ -145,6 +145,7 @@ def test_many_open_files_do_not_stop_the_grader():
     assert math.equivalent("\\sqrt{4}", ["2"])
 
 
+@pytest.mark.slow
 def test_threads_may_grade_at_once_and_an_endless_answer_holds_none_up(monkeypatch):
   monkeypatch.setattr(math, "CPU_SECONDS", 1)
   cases = [(f"\\sqrt{{{n * n}}}", [str(n + n % 2)], n % 2 == 0) for n in range(2, 18)]

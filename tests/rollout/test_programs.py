@@ -89,6 +89,7 @@ def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, page
   assert prefill._cache_size() + window._cache_size() == len(seen)
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, capsys):
   """All of them once, and again if fewer pages fit; later calls find them compiled."""
   monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])

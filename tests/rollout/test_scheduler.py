@@ -223,6 +223,7 @@ def test_windows_in_flight_change_nothing(novice, monkeypatch, in_flight, pages)
   assert on.counters.sampled_tokens == 3 * one_by_one.counters.sampled_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [8, 13])
 def test_where_pages_run_out_the_youngest_pauses_and_goes_on_alike(
   novice, monkeypatch, pages: int

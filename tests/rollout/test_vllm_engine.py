@@ -150,6 +150,7 @@ def test_a_prompt_without_room_names_the_field(server, tmp_path):
     play(vllm_worker(server, tmp_path, max_len=8))
 
 
+@pytest.mark.slow
 def test_weights_change_between_requests_and_each_token_tells_its_policy(
   server, tmp_path
 ):

@@ -59,6 +59,7 @@ def test_other_weights_than_ours_are_found_out(server, tmp_path):
   assert len(play(on, params=changed)) == 8
 
 
+@pytest.mark.slow
 def test_a_server_scores_as_the_folder_that_it_serves(server, tmp_path):
   """A teacher needs no flags; prompts and observations are not scored."""
   server.folder, server.model = str(tmp_path / "served"), None
@@ -171,6 +172,7 @@ def journey(server: ScriptedVllm, folder) -> ml_collections.ConfigDict:
   )
 
 
+@pytest.mark.slow
 def test_evaluate_plays_on_the_server(server, tmp_path):
   """Greedy and sampled attempts, with the real tool."""
   results = evaluate.run(journey(server, tmp_path), str(tmp_path / "w"))

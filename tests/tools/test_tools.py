@@ -116,6 +116,7 @@ def test_a_service_that_is_down_is_nobodys_wrong_answer(server, config):
         assert (call.status, call.result) == (DOWN, "error: the tool is unavailable")
 
 
+@pytest.mark.slow
 def test_programs_run_on_a_service_and_its_failure_is_not_theirs(server, config):
   remote = dict(urls=[server.url], wait_s=2.5)
   config.tools.remote = ml_collections.ConfigDict(remote)
@@ -129,6 +130,7 @@ def test_programs_run_on_a_service_and_its_failure_is_not_theirs(server, config)
     toolbox(config)
 
 
+@pytest.mark.slow
 def test_pages_are_read_and_their_failures_are_the_tools(server, config):
   pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
   with toolbox(config, tools=("crawl_page",)) as box:

@@ -101,6 +101,7 @@ def tight(monkeypatch):
   monkeypatch.setattr(cgroup.Group, "limit", lambda group, *_: limit(group, 100, 64))
 
 
+@pytest.mark.slow
 @needs_group
 def test_the_kernel_ends_a_burst_between_two_samples(tight, pool):
   result = pool.run(BURST, limits=Limits(memory_mb=4000, wall_s=30))

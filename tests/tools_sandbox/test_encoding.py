@@ -155,6 +155,7 @@ def test_a_cut_page_a_broken_byte_and_a_few_quotes():
   assert decode(data, "euc-jp").endswith("\u2460 \u9ad9")
 
 
+@pytest.mark.slow
 def test_hostile_bytes_take_little_time():
   start = time.process_time()
   for data in (

@@ -171,6 +171,7 @@ def test_what_cannot_be_sent_is_the_models_fault_and_the_session_stays():
       assert json.loads(one("{}", LONG))[0] == number, call
 
 
+@pytest.mark.slow
 def test_servers_that_are_not_there(tmp_path):
   silent = f"cd {tmp_path}; echo $$ > written; mv written pid; exec sleep 600"
   for where in (
@@ -185,6 +186,7 @@ def test_servers_that_are_not_there(tmp_path):
     os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("fault", "why"),
   [
