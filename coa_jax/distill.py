@@ -198,6 +198,8 @@ def run(
   tasks = with_new_numbers(select_tasks(settings.tasks), teacher.new_numbers)
   say(describe_tasks(tasks))
   _check_host(teacher, tasks)
+  if settings.tools.environment is not None:
+    raise ConfigError("tools.environment: the team calls no environment; leave it out")
   # The trajectories' dialect, with this run's tools.
   variant = get_variant(teacher.variant).with_tools(settings.tools.tool_descriptions)
   grader = Grader(settings.reward.kept_in(workdir))

@@ -67,6 +67,7 @@ BELOW["cli"] = set(BELOW)  # the only room with flags; no other room imports it
 DOORS = {
   "tools_sandbox": {
     "coa_jax/tools/code_session.py",
+    "coa_jax/tools/environments.py",
     "coa_jax/tools/functions.py",
     "coa_jax/tools/toolbox.py",
     "coa_jax/tools/tools.py",

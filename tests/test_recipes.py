@@ -31,8 +31,11 @@ READ = {
   "rl_afm": rl.RLConfig,
   "evaluate_afm": evaluate.EvaluateConfig,
 }
+EXITS = {"cellar": {"up": "hall"}, "hall": {"down": "cellar"}}
+ROOMS = {"start": "cellar", "goal": "hall", "exits": EXITS}
 TASKS = [
-  {"id": f"sum-{i}", "question": f"{i} + 3", "answers": [str(i + 3)]} for i in range(3)
+  {"id": f"sum-{i}", "question": f"{i} + 3", "answers": [str(i + 3)], "meta": ROOMS}
+  for i in range(3)
 ]
 
 
@@ -80,6 +83,7 @@ def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
   "recipe",
   [
     "rl_own_tool",
+    "rl_own_environment",
     pytest.param("rl_gsm8k", marks=pytest.mark.slow),
     pytest.param("rl_smollm2", marks=pytest.mark.slow),
     pytest.param("rl_afm:web:32b", marks=pytest.mark.slow),

@@ -227,6 +227,9 @@ class TableToolbox(Tools):
     self.seconds: list[float] = []  # each call's limit
     self._pool = concurrent.futures.ThreadPoolExecutor(8)
 
+  def environment(self) -> None:
+    return None
+
   def code_session(self) -> None:
     """Calls share nothing."""
 

@@ -103,6 +103,7 @@ class RewardConfig:
 
 VERDICTS = "verdicts.jsonl"  # the judge's, in a workdir
 _Grade = Callable[[Task, str | None, Trajectory], Graded]
+OwnReward = Callable[[], float | None]
 
 
 class Grader:
@@ -198,10 +199,11 @@ class Grader:
     trajectory: Trajectory,
     variant: Variant,
     evaluation: bool = False,
+    own: OwnReward | None = None,
   ) -> concurrent.futures.Future[None]:
     """As `grade`, in the background; verdicts from text alone are computed at once."""
-    if self.grader_of(task) != "qa":
-      return self._pool.submit(self.grade, task, trajectory, variant, evaluation)
+    if self.grader_of(task) != "qa" or own is not None:
+      return self._pool.submit(self.grade, task, trajectory, variant, evaluation, own)
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
     self.grade(task, trajectory, variant, evaluation)
     done.set_result(None)
@@ -213,10 +215,12 @@ class Grader:
     trajectory: Trajectory,
     variant: Variant,
     evaluation: bool = False,
+    own: OwnReward | None = None,
   ) -> None:
     """Gives a finished trajectory its reward, reward parts, and a record in `meta`.
 
-    `evaluation` grades QA by the first part, and records token F1.
+    `evaluation` grades QA by the first part, and records token F1. `own` is the reward
+    of the trajectory's environment; unless it gives None, it replaces the verdict.
 
     Raises:
       ValueError: a user's grader fails or returns nonsense, or _MAX_FAILURES
@@ -227,8 +231,12 @@ class Grader:
       return
     # --- The verdict on the answer alone.
     try:
-      answer = written_answer(trajectory.text)
-      graded = self.answer(task, answer, trajectory, evaluation)
+      value = None if own is None else _own_reward(own)
+      if value is None:
+        answer = written_answer(trajectory.text)
+        graded = self.answer(task, answer, trajectory, evaluation)
+      else:
+        graded = Graded(value)
     except Ungradable as e:
       # No verdict is not a wrong answer: the trajectory leaves its group, unrewarded.
       trajectory.status = Status.INFRASTRUCTURE
@@ -302,6 +310,13 @@ class Grader:
     # Token F1 is reported as well: how near the answer comes.
     f1 = qa.first_part_f1(answer, task.answers)
     return Graded(float(qa.first_part(answer, task.answers)), parts={"f1": f1})
+
+
+def _own_reward(own: OwnReward) -> float | None:
+  try:
+    return own()
+  except RuntimeError as e:  # the environment's sandbox
+    raise Ungradable(str(e)) from e
 
 
 def _math(

@@ -33,7 +33,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.types import Attempt, Episode, RolloutConfig
 from coa_jax.runtime.fields import section
-from coa_jax.tools.types import Tools
+from coa_jax.tools.types import CallContext, CallRequest, Tools
 
 _SEEDS_APART = 0x9E3779B1  # odd, so that 2**32 contexts have 2**32 seeds
 _DECODED = (Author.POLICY, Author.ENVIRONMENT)  # the others are prefilled
@@ -64,6 +64,8 @@ class CoAEpisode(Episode):
   """One attempt at one task, driven by an engine.
 
   Attributes:
+    environment: the attempt's environment, if the tools have one; whoever grades the
+      trajectory closes it.
     continues: whether to submit the episode again: `start` then returns the next
       context.
   """
@@ -101,6 +103,14 @@ class CoAEpisode(Episode):
     self._code_session = toolbox.code_session()
     if self._code_session is not None:  # closed even if the episode is dropped
       weakref.finalize(self, self._code_session.close).atexit = False
+    self._context = CallContext(task.id, attempt.sample, attempt.seed)
+    # --- The environment, which may begin with a text for the prompt.
+    question = task.question
+    self.environment = toolbox.environment()
+    if self.environment is not None:
+      weakref.finalize(self, self.environment.close).atexit = False
+      begun = self.environment.reset(task.to_json())
+      question = "\n\n".join(filter(None, (question, begun)))
     # The task's fields for readers of trajectories.
     meta = {
       "question": task.question,
@@ -108,7 +118,7 @@ class CoAEpisode(Episode):
       "family": task.family,
       "source": task.source,
     }
-    prompt = prompts.prompt_segments(config.variant, task.question, config.style)
+    prompt = prompts.prompt_segments(config.variant, question, config.style)
     self.trajectory = Trajectory(task.id, prompt, sample=attempt.sample, meta=meta)
 
   def start(self) -> list[int]:
@@ -177,7 +187,11 @@ class CoAEpisode(Episode):
       return self._continue(repeat_summary(t))
     content = content[: content.index(tag)].removeprefix(" ")
     left = self.config.tool_seconds - self._tool_seconds
-    return self.toolbox.submit(name, content, left, self._code_session)
+    return self.toolbox.start(
+      CallRequest(
+        name, content, left, self._code_session, self.environment, self._context
+      )
+    )
 
   def observed(self, result: ToolCall) -> list[int] | None:
     """Appends a finished call's observation. See `Episode`."""

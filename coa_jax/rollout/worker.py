@@ -155,6 +155,8 @@ class RolloutWorker:
     # Two callbacks, so that no thread waits: the engine's thread continues decoding
     # while the grader's runs an answer's tests.
     def graded(future: concurrent.futures.Future[None]) -> None:
+      if episode.environment is not None:
+        episode.environment.close()
       _forward(future, out, episode.trajectory)
 
     def played(future: concurrent.futures.Future[Episode]) -> None:
@@ -173,7 +175,11 @@ class RolloutWorker:
       # From here on a failure is not the engine's.
       try:
         grading = self.grader.submit(
-          episode.task, episode.trajectory, self.episode_config.variant, evaluation
+          episode.task,
+          episode.trajectory,
+          self.episode_config.variant,
+          evaluation,
+          own=episode.environment and episode.environment.reward,
         )
       except BaseException as error:  # the grader is closed
         out.set_exception(error)

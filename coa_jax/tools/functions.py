@@ -7,9 +7,10 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from coa_jax.protocol.tool_bodies import parse_function_call
+from coa_jax.tools.types import CALL_CONTEXT
 from tools_sandbox.faults import BadCall, Unavailable
 from tools_sandbox.mcp_client import McpConfig, McpTool
 
@@ -24,8 +25,9 @@ class FunctionTool:
     description: one line for the prompt: its purpose and arguments.
     mcp: the MCP server's tool for its calls.
     function: or `module:name` of a Python function; called from several threads with
-      keyword arguments, returns text. It may raise the exceptions of
-      `tools_sandbox.faults`; any other counts as an infrastructure failure.
+      keyword arguments, returns text. A parameter called `context` gets the
+      trajectory's `CallContext`. It may raise the exceptions of `tools_sandbox.faults`;
+      any other counts as an infrastructure failure.
   """
 
   description: str
@@ -50,7 +52,11 @@ class _Function:
       raise ValueError(f"function {path!r}: {type(e).__name__}: {e}") from e
     if not callable(self._function):
       raise ValueError(f"function {path!r} is no function")
-    self._signature = inspect.signature(self._function)
+    signature = inspect.signature(self._function)
+    self._takes_context = "context" in signature.parameters
+    # The model does not see this parameter, and can not set it.
+    own = [p for name, p in signature.parameters.items() if name != "context"]
+    self._signature = signature.replace(parameters=own)
 
   def __call__(self, content: str, seconds: float) -> str:
     del seconds  # the caller abandons a late call
@@ -60,6 +66,8 @@ class _Function:
       self._signature.bind(**arguments)
     except TypeError as e:
       raise BadCall(f"{e}; it takes {self._signature}") from None
+    if self._takes_context:
+      arguments["context"] = CALL_CONTEXT.get()
     # `run_tool` handles its exceptions, as for any tool.
     return str(self._function(**arguments))
 
@@ -70,12 +78,17 @@ class _Function:
 class Functions:
   """A config's functions, opened."""
 
-  def __init__(self, functions: Mapping[str, FunctionTool]):
+  def __init__(self, functions: Mapping[str, FunctionTool], names: Iterable[str] = ()):
     """Opens every function.
+
+    Args:
+      functions: name -> function.
+      names: all names that the policy may call, for messages; by default `functions`.
 
     Raises:
       ValueError: a function, package, server or tool is missing.
     """
+    self._names = tuple(names) or tuple(functions)
     self._tools: dict[str, McpTool | _Function] = {}
     for name, tool in functions.items():
       try:
@@ -95,7 +108,7 @@ class Functions:
     assert call is not None  # ToolSpec.find_fault has refused every other body
     tool = self._tools.get(call.name)
     if tool is None:
-      raise BadCall(f"no tool {call.name}; there are {', '.join(self._tools)}")
+      raise BadCall(f"no tool {call.name}; there are {', '.join(self._names)}")
     return tool(json.dumps(dict(call.arguments)), seconds)
 
   def close(self) -> None:

@@ -21,8 +21,11 @@ may lose the last lines.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import threading
@@ -33,8 +36,10 @@ from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.runtime.json_io import to_dataclass
 from coa_jax.tools.code_session import CodeSession
+from coa_jax.tools.environments import EnvironmentSession
 from coa_jax.tools.types import CallFuture, CallRequest, Tools, done_call, then
 
+_log = logging.getLogger(__name__)
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -160,6 +165,9 @@ class _JournalledTools(Tools):
   def code_session(self) -> CodeSession | None:
     return self._tools.code_session()
 
+  def environment(self) -> EnvironmentSession | None:
+    return self._tools.environment()
+
   def start(self, request: CallRequest) -> CallFuture:
     self._calls += 1
     if request.session is not None and request.name == "code":
@@ -170,9 +178,6 @@ class _JournalledTools(Tools):
     # step is not included: another policy version must find the call too.
     identity = [self._trajectory, self._calls, request.name, request.arguments]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
-    known = self._journal.find(self._steps, key)
-    if known is not None:
-      return done_call(known)
 
     def keep_answer(call: ToolCall) -> ToolCall:
       # Before the future is done: whoever reads a result finds it in the journal.
@@ -180,4 +185,30 @@ class _JournalledTools(Tools):
         self._journal.keep(self._step, key, call)
       return call
 
+    known = self._journal.find(self._steps, key)
+    environment = request.environment
+    if environment and environment.takes(request.name, request.arguments):
+      if known is None:
+        return then(self._tools.start(request), keep_answer)
+      # Made again, in order: the next step needs this one's state.
+      return then(self._tools.start(request), functools.partial(_same, known))
+    if known is not None:
+      return done_call(known)
+
     return then(self._tools.start(request), keep_answer)
+
+
+def _same(known: ToolCall, made: ToolCall) -> ToolCall:
+  """Returns a step's earlier result, which the step made again must give too."""
+  if made.status == CallStatus.INFRASTRUCTURE:
+    return made
+  if (made.result, made.status) != (known.result, known.status):
+    _log.error(
+      "a resumed step of the environment gave %.200r, before it gave %.200r: it "
+      "depends on more than its task and steps; its trajectory leaves its group",
+      made.result,
+      known.result,
+    )
+    message = "error: the environment can not be resumed"
+    return dataclasses.replace(made, result=message, status=CallStatus.INFRASTRUCTURE)
+  return known

@@ -16,17 +16,32 @@ budget: permits, deadlines and the cause of failures are one invariant.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from coa_jax.protocol.parser import content_fault
+from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.runtime import capacity
-from coa_jax.tools.code_session import CodeSession
+from coa_jax.tools.code_session import CodeSession, SandboxSession
+from coa_jax.tools.environments import (
+  EnvironmentSession,
+  JailedEnvironment,
+  load_class,
+)
 from coa_jax.tools.tools import TOOLS, CodeTool, Tool, ToolsConfig, open_tool, run_tool
-from coa_jax.tools.types import CallFuture, CallRequest, Tools
+from coa_jax.tools.types import (
+  CALL_CONTEXT,
+  CallContext,
+  CallFuture,
+  CallRequest,
+  Tools,
+)
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import NoJail
 from tools_sandbox.mcp_client import McpTool
@@ -45,6 +60,8 @@ class _Call:
   arguments: str
   seconds: float  # time limit
   session: CodeSession | None = None  # only for programs
+  environment: EnvironmentSession | None = None  # only for its functions
+  context: CallContext | None = None
   began: float = 0.0
   deadline: float = math.inf
   future: CallFuture = dataclasses.field(default_factory=CallFuture)
@@ -82,6 +99,8 @@ class Toolbox(Tools):
       if config.enabled:
         for name in config.tags:
           self._tools[name] = open_tool(name, config, self._sandbox)
+        if config.environment is not None:
+          load_class(config.environment)
     except BaseException:
       self._close_tools()
       raise
@@ -142,6 +161,25 @@ class Toolbox(Tools):
       return None
     return CodeSession(self._session_ended)
 
+  def environment(self) -> EnvironmentSession | None:
+    """Returns a new instance of `tools.environment`."""
+    config = self.config.environment
+    if config is None or not self.config.enabled:
+      return None
+    found = load_class(config)
+    make: Callable[[], Any] = found
+    if config.jail:
+      make = functools.partial(JailedEnvironment, found, self._open_session)
+    return EnvironmentSession(config, found, make)
+
+  def _open_session(self) -> SandboxSession:
+    """Opens a sandbox session for an environment."""
+    limit = self._limit(FUNCTION_TAG)
+    options: dict[str, Any] = {"timeout_s": limit, "memory_mb": self.config.memory_mb}
+    if self.config.remote is None:  # services have their own `wait_s`
+      options["wait_s"] = limit
+    return self._sandbox.session(**options)
+
   def _session_ended(self, session: CodeSession) -> None:
     # Its sandbox slot is free for a waiting call.
     with self._changed:
@@ -154,9 +192,13 @@ class Toolbox(Tools):
       request.name,
       request.arguments,
       min(request.seconds, self._limit(request.name)),
+      context=request.context,
     )
     if request.name == _CODE:
       call.session = request.session
+    environment = request.environment
+    if environment and environment.takes(request.name, request.arguments):
+      call.environment = environment
     # Marked as running, so that nobody can cancel it.
     call.future.set_running_or_notify_cancel()
     refusal = self._refusal(request.name, request.arguments)
@@ -255,8 +297,11 @@ class Toolbox(Tools):
   def _work(self, call: _Call) -> None:
     """Runs one call in its thread."""
     # --- The answer, without the lock.
+    CALL_CONTEXT.set(call.context)
     try:
-      if call.session is None:
+      if call.environment is not None:
+        status, result = run_tool(call.environment, call.arguments, call.seconds)
+      elif call.session is None:
         status, result = self.answer(call.name, call.arguments, call.seconds)
       else:
         code = self._tools[call.name]
@@ -327,12 +372,13 @@ def _open_sandbox(config: ToolsConfig) -> Sandbox:
   corpus = backend = remote = None
   if config.enabled and any(TOOLS[tag].reads_corpus(config) for tag in own_tags):
     corpus = config.corpus
-  if config.enabled and _CODE in own_tags:
+  jailed = config.environment is not None and config.environment.jail
+  if config.enabled and (_CODE in own_tags or jailed):
     backend = config.sandbox
     remote = config.remote
   # A slot starts its process on first use, so slots for hung calls cost nothing.
   slots = config.workers + MAX_HUNG
-  if config.session:
+  if config.session or jailed:
     slots += config.max_sessions
   try:
     return Sandbox(slots=slots, corpus=corpus, backend=backend, remote=remote)

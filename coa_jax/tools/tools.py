@@ -19,6 +19,7 @@ from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.runtime.fields import bounded, check_fields, choice
 from coa_jax.tools.code_session import CodeSession, SandboxSession
+from coa_jax.tools.environments import EnvironmentConfig, EnvironmentSession
 from coa_jax.tools.functions import Functions, FunctionTool
 from tools_sandbox.client import BACKENDS, Sandbox
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
@@ -74,6 +75,7 @@ class ToolsConfig:
     vision: the settings of `visual_inspector`, which needs an endpoint.
     mcp: tag -> an MCP server's tool, instead of ours.
     functions: name -> a tool without its own tag, called in the tag `tool`.
+    environment: a tool with a state; its functions are called in the tag `tool` too.
   """
 
   tools: tuple[str, ...] = ("wiki_search", "code")
@@ -98,6 +100,7 @@ class ToolsConfig:
   vision: VisionConfig | None = None
   mcp: dict[str, McpConfig] = dataclasses.field(default_factory=dict)
   functions: dict[str, FunctionTool] = dataclasses.field(default_factory=dict)
+  environment: EnvironmentConfig | None = None
 
   def __post_init__(self):
     check_fields(self)
@@ -109,7 +112,7 @@ class ToolsConfig:
 
     # --- A tool's description is one line of the prompt, and opens no tag.
     descriptions = [*self.descriptions.values()]
-    descriptions += [function.description for function in self.functions.values()]
+    descriptions += self.named.values()
     for text in descriptions:
       if not text.strip() or "\n" in text or roles.find_tag(text):
         raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
@@ -132,6 +135,16 @@ class ToolsConfig:
         f"remote.wait_s={self.remote.wait_s:g} must be below grace_s={self.grace_s:g}"
       )
 
+    # --- The environment.
+    if self.environment is not None:
+      for name in self.environment.functions:
+        if name in self.functions:
+          raise ValueError(f"environment.functions: {name!r} is in functions too")
+      if self.environment.jail and self.sandbox == "subprocess":
+        raise ValueError(
+          "environment.jail: sandbox='jail' and 'remote' have sessions, not this one"
+        )
+
     # --- Values of `timeouts`, which no field bound covers.
     for tag, seconds in self.timeouts.items():
       if seconds <= 0:
@@ -146,15 +159,23 @@ class ToolsConfig:
     out = {}
     for tag in self.tags:
       out[tag] = self.descriptions.get(tag, "")
-    for name, function in self.functions.items():
-      out[f"{FUNCTION_TAG}:{name}"] = function.description
+    for name, description in self.named.items():
+      out[f"{FUNCTION_TAG}:{name}"] = description
+    return out
+
+  @property
+  def named(self) -> dict[str, str]:
+    """Functions called by name -> description: the environment's, and the others."""
+    out = {name: function.description for name, function in self.functions.items()}
+    if self.environment is not None:
+      out |= self.environment.functions
     return out
 
   @property
   def tags(self) -> tuple[str, ...]:
     """Tags a policy may call, with `tool` for functions."""
     # All functions are called in one tag.
-    if self.functions and FUNCTION_TAG not in self.tools:
+    if self.named and FUNCTION_TAG not in self.tools:
       return (*self.tools, FUNCTION_TAG)
     return self.tools
 
@@ -372,15 +393,15 @@ class FunctionsTool(_Delegating):
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
     """Requires functions, with names allowed in a call."""
-    if not config.functions:
-      raise ValueError("tools: 'tool' needs an entry in `functions`")
+    if not config.named:
+      raise ValueError("tools: 'tool' needs an entry in `functions`, or `environment`")
     for name in config.functions:
       if not FUNCTION_NAME.fullmatch(name):
         raise ValueError(f"functions: {name!r} must match {FUNCTION_NAME.pattern}")
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
     del sandbox
-    self._inner = Functions(config.functions)
+    self._inner = Functions(config.functions, config.named)
 
 
 # Tag in `protocol.tools.SPECS` -> class.
@@ -410,12 +431,12 @@ def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool | McpToo
 
 
 def run_tool(
-  tool: Tool | McpTool, content: str, seconds: float
+  tool: Tool | McpTool | EnvironmentSession, content: str, seconds: float
 ) -> tuple[CallStatus, str]:
   """Makes a call and classifies failures.
 
   Args:
-    tool: an open tool.
+    tool: an open tool, or a trajectory's environment.
     content: the call's content, well-formed by the protocol.
     seconds: the time limit.
   """

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import abc
 import concurrent.futures
+import contextvars
 import dataclasses
 import math
 from collections.abc import Callable
 
 from coa_jax.protocol.trajectory import ToolCall
 from coa_jax.tools.code_session import CodeSession
+from coa_jax.tools.environments import EnvironmentSession
 
 CallFuture = concurrent.futures.Future[ToolCall]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallContext:
+  """The trajectory that makes a call.
+
+  Attributes:
+    task_id: its task.
+    sample: the attempt's number within the task.
+    seed: the run's sampling seed.
+  """
+
+  task_id: str
+  sample: int
+  seed: int
+
+
+# In a call's thread, its trajectory; None outside of rollouts.
+CALL_CONTEXT: contextvars.ContextVar[CallContext | None] = contextvars.ContextVar(
+  "call_context", default=None
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +47,16 @@ class CallRequest:
     seconds: a limit below the tool's own. An infrastructure failure after this shorter
       limit counts as the tool's, because the call may only have been slow.
     session: the trajectory's session, from `Tools.code_session`.
+    environment: the trajectory's environment, from `Tools.environment`.
+    context: the trajectory, for function tools that ask for it.
   """
 
   name: str
   arguments: str
   seconds: float = math.inf
   session: CodeSession | None = None
+  environment: EnvironmentSession | None = None
+  context: CallContext | None = None
 
 
 class Tools(abc.ABC):
@@ -60,6 +87,13 @@ class Tools(abc.ABC):
     """Returns a session for one trajectory's programs, or None if they share none.
 
     The caller closes the session when the trajectory ends, however it ends.
+    """
+
+  @abc.abstractmethod
+  def environment(self) -> EnvironmentSession | None:
+    """Returns one trajectory's environment, or None if the config has none.
+
+    The caller resets it, and closes it when the trajectory is graded or dropped.
     """
 
 

@@ -16,6 +16,7 @@ from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.rollout.types import Attempt
 from coa_jax.runtime.config import ConfigError, read_config
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.types import CallContext, CallRequest
 from tests import toy
 
 SERVER = dict(command=[sys.executable, "tests/tools_sandbox/mcp_server.py"])
@@ -88,6 +89,25 @@ def test_a_trajectory_calls_a_real_mcp_server_by_name(config, dialect, grammar):
   # The grammar allows the policy's text.
   own = re.sub("<observation>.*?</observation>", "", text)
   assert accepts(grammar, own)
+
+
+def whose(text: str, context: CallContext | None) -> str:
+  return f"{text} {context}"
+
+
+def test_a_function_may_ask_for_the_trajectory():
+  path = f"{__name__}:whose"
+  config = tools(whose=dict(description="its argument is text", function=path))
+  call = tool_bodies.render_function_call("whose", {"text": "of"})
+  context = CallContext("task 7", 2, 5)
+  with Toolbox(config) as box:
+    made = box.start(CallRequest("tool", call, context=context)).result()
+    assert made.result == f"of {context}"
+    assert box.call("tool", call).result == "of None"
+    # The model can not set it.
+    arguments = {"text": "of", "context": "mine"}
+    call = tool_bodies.render_function_call("whose", arguments)
+    assert box.call("tool", call).status == CallStatus.MODEL
 
 
 def test_calls_that_do_not_fit_are_the_models():
