@@ -161,6 +161,7 @@ class _JournalledTools(Tools):
     self._trajectory = trajectory
     self._steps = range(max(step - within, 0), step + within + 1)
     self._calls = 0
+    self._changes: list[str] = []  # calls of the environment so far
 
   def code_session(self) -> CodeSession | None:
     return self._tools.code_session()
@@ -177,35 +178,34 @@ class _JournalledTools(Tools):
     # The same words at the same place in the same trajectory are the same call. The
     # step is not included: another policy version must find the call too.
     identity = [self._trajectory, self._calls, request.name, request.arguments]
-    key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
-
-    def keep_answer(call: ToolCall) -> ToolCall:
-      # Before the future is done: whoever reads a result finds it in the journal.
-      if call.status != CallStatus.INFRASTRUCTURE:
-        self._journal.keep(self._step, key, call)
-      return call
-
-    known = self._journal.find(self._steps, key)
     environment = request.environment
-    if environment and environment.takes(request.name, request.arguments):
-      if known is None:
-        return then(self._tools.start(request), keep_answer)
-      # Made again, in order: the next step needs this one's state.
+    changes_state = environment and environment.takes(request.name, request.arguments)
+    if changes_state:  # its result depends on the earlier calls, too
+      identity += self._changes
+      self._changes.append(request.arguments)
+    key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+    known = self._journal.find(self._steps, key)
+    if known is None:
+      return then(self._tools.start(request), functools.partial(self._keep, key))
+    if changes_state:  # made again, in order: the next call needs its state
       return then(self._tools.start(request), functools.partial(_same, known))
-    if known is not None:
-      return done_call(known)
+    return done_call(known)
 
-    return then(self._tools.start(request), keep_answer)
+  def _keep(self, key: str, call: ToolCall) -> ToolCall:
+    # Before the future is done: whoever reads a result finds it in the journal.
+    if call.status != CallStatus.INFRASTRUCTURE:
+      self._journal.keep(self._step, key, call)
+    return call
 
 
 def _same(known: ToolCall, made: ToolCall) -> ToolCall:
-  """Returns a step's earlier result, which the step made again must give too."""
+  """Returns an environment's earlier result, which the repeated call must give too."""
   if made.status == CallStatus.INFRASTRUCTURE:
     return made
   if (made.result, made.status) != (known.result, known.status):
     _log.error(
-      "a resumed step of the environment gave %.200r, before it gave %.200r: it "
-      "depends on more than its task and steps; its trajectory leaves its group",
+      "a repeated call of the environment gave %.200r, before it gave %.200r: it "
+      "depends on more than its task and calls; its trajectory leaves its group",
       made.result,
       known.result,
     )
