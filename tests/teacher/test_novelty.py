@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.data.teacher import novelty
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 
 
@@ -128,3 +129,16 @@ def test_domains(url, blocked):
 def test_hostile_arguments_take_linear_time(unit):
   # Quadratic time would be hours here.
   assert not novelty.visits(trajectory(calls=(unit * 300_000,)), ("example.net",))
+
+
+def test_instructions_and_tool_results_make_no_duplicates():
+  def text(question: str, plan: str) -> str:
+    segments = [
+      Segment(Author.PROMPT, "instructions", "Write one span at a time. " * 50),
+      Segment(Author.PROMPT, "question", question),
+      Segment(Author.POLICY, "plan", plan),
+      Segment(Author.TOOL, "observation", "a long page " * 50),
+    ]
+    return novelty.policy_text(Trajectory("t", segments))
+
+  assert text("Who?", " ask ") == "Who?\n ask "

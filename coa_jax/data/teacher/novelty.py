@@ -77,11 +77,11 @@ def signature(text: str) -> np.ndarray:
 
 
 def policy_text(trajectory: Trajectory) -> str:
-  """Joins the texts for finding duplicates: the prompt and the policy's spans."""
-  # Without tool results: reading the same page does not make two runs duplicates.
+  """Joins the texts for finding duplicates: the question and the policy's spans."""
+  # Neither equal instructions nor reading the same page make two runs duplicates.
   ours = (Author.PROMPT, Author.POLICY)
-  texts = (s.text for s in trajectory.segments if s.author in ours)
-  return "\n".join(texts)
+  own = [s for s in trajectory.segments if s.role != "instructions"]
+  return "\n".join(s.text for s in own if s.author in ours)
 
 
 class Duplicates:
