@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.data.teacher import novelty
-from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 
 
