@@ -180,6 +180,7 @@ def run(
     partitioner=partitioner,
     vllm=settings.vllm,
     grader=Grader(settings.reward.kept_in(workdir)),
+    parallel_calls=settings.tools.parallel,
   )
   all_tasks = len(tasks)
   tasks = worker.admit(tasks)

@@ -274,6 +274,7 @@ def _make_worker(plan: RLPlan, tokenizer: Tokenizer, workdir: str) -> RolloutWor
       [os.path.join(folder, "tool_calls") for folder in other_dirs],
     ),
     policy_changes=settings.algo.sampling.staleness > 0,
+    parallel_calls=settings.tools.parallel,
   )
 
 

@@ -132,6 +132,7 @@ def open_server(
     settings.tools.tool_descriptions,
     partitioner=partitioner,
     own_top_p=True,
+    parallel_calls=settings.tools.parallel,
   )
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)

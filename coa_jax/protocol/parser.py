@@ -21,8 +21,8 @@ from coa_jax.protocol.roles import (
   THINK,
   Variant,
 )
-from coa_jax.protocol.tool_bodies import WHITE
-from coa_jax.protocol.tools import SPECS
+from coa_jax.protocol.tool_bodies import WHITE, parse_parallel_calls
+from coa_jax.protocol.tools import FUNCTION_TAG, SPECS
 
 
 class ParseVerdict(enum.StrEnum):
@@ -184,7 +184,9 @@ class _Rules:
       self._think(span)
     else:
       self._check_place(span)
-      fault = content_fault(span.role, span.content, self.variant.graded)
+      fault = content_fault(
+        span.role, span.content, self.variant.graded, self.variant.parallel
+      )
       if fault is not None:
         raise _Fault(ParseVerdict.MALFORMED, fault, span.start)
       self._advance(span)
@@ -256,16 +258,23 @@ class _Rules:
       raise _Fault(ParseVerdict.UNCLOSED, "no answer", offset)
 
 
-def content_fault(role: str, content: str, graded: bool = False) -> str | None:
+def content_fault(
+  role: str, content: str, graded: bool = False, parallel: int = 1
+) -> str | None:
   """Describes a fault in a span's content so that a model can correct it; None if ok.
 
   Args:
     role: the span's tag.
     content: the text between its tags.
     graded: True if a reflection must grade every criterion.
+    parallel: maximum calls in a `tool` span.
   """
   if not content.strip(WHITE):
     return f"<{role}> is empty"
+  if role == FUNCTION_TAG and parallel > 1:
+    calls = parse_parallel_calls(content)
+    if calls is not None:
+      return None if len(calls) <= parallel else f"more than {parallel} calls at once"
   if role in SPECS:
     return SPECS[role].find_fault(content)
   if role == roles.DOUBLE_CHECK and roles.check_score(content) is None:

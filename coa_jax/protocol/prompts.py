@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.roles import Variant
-from coa_jax.protocol.tools import SPECS
+from coa_jax.protocol.tools import FUNCTION_TAG, SPECS
 from coa_jax.protocol.trajectory import Author, Segment
 
 STYLES = ("full", "brief")
@@ -55,6 +55,13 @@ def instructions(variant: Variant, style: str = "full") -> str:
     lines += ["", "Tools that are called by name:"]
     lines += [f"- {name}: {text}." for name, text in variant.functions.items()]
     lines.append("")
+
+  if variant.parallel > 1:
+    lines.append(
+      f"Up to {variant.parallel} calls are made at once by a JSON list of them in one "
+      f"{roles.open_tag(FUNCTION_TAG)}; another tool's name there takes the argument "
+      "input. The results come in the same order."
+    )
 
   # --- Observations and scores.
   lines.append(

@@ -91,6 +91,7 @@ class Variant:
       in `tools.SPECS`.
     functions: functions called by the tag `tool`: name -> description in the prompt. If
       empty, every name is allowed.
+    parallel: maximum calls in one `tool` span, a JSON list if there are several.
     summaries: whether a summary may follow an observation and end the context. It is
       not a state either.
   """
@@ -107,11 +108,22 @@ class Variant:
   tool_descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
   functions: Mapping[str, str] = dataclasses.field(default_factory=dict)
   summaries: bool = False
+  parallel: int = 1
 
   @property
   def tags(self) -> tuple[str, ...]:
     """All tags of the variant's texts, tool results and summaries included."""
     return self.roles + self.tools + (OBSERVATION, CONTEXT_SUMMARY)
+
+  @property
+  def callable_names(self) -> tuple[str, ...]:
+    """Names in a `tool` span: functions, and with parallel calls the other tools.
+
+    () allows every name.
+    """
+    if self.parallel == 1:
+      return tuple(self.functions)
+    return (*self.functions, *(t for t in self.tools if t != FUNCTION_TAG))
 
   @property
   def yield_tags(self) -> tuple[str, ...]:

@@ -104,7 +104,19 @@ def parse_function_call(content: str) -> FunctionCall | None:
 
   Returns None for any other content.
   """
-  value = _read_json(content.strip(WHITE))  # wider than JSON's white space
+  return _function_call(_read_json(content.strip(WHITE)))  # wider than JSON's
+
+
+def parse_parallel_calls(content: str) -> list[FunctionCall] | None:
+  """Reads a `tool` span with a JSON list of calls; None for any other content."""
+  value = _read_json(content.strip(WHITE))
+  if not isinstance(value, list) or not value:
+    return None
+  calls = [call for item in value if (call := _function_call(item))]
+  return calls if len(calls) == len(value) else None
+
+
+def _function_call(value: Any) -> FunctionCall | None:
   if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
     return None
   name = value["name"]

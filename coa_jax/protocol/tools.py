@@ -262,6 +262,16 @@ def _function_language(functions: tuple[str, ...]) -> Language:
   return row(white, head, body, white)
 
 
+def parallel_language(functions: tuple[str, ...], most: int) -> Language:
+  """A call, or a JSON list of at most `most`."""
+  call = _function_language(functions)
+  rest = row()
+  for _ in range(most - 1):
+    rest = maybe(row(text(","), call, rest))
+  white = many(byte(WHITE))
+  return choice(call, row(white, text("["), call, rest, text("]"), white))
+
+
 # Tag -> its row, in prompt order. Add new rows at the end.
 SPECS: dict[str, ToolSpec] = {
   spec.tag: spec

@@ -105,7 +105,8 @@ class Usage:
 
   A single decoding stream prefills `prompt` and `observation` tokens once, and samples
   `generated` tokens; `cached` counts the prompt tokens available from a prefix cache
-  (multi-agent systems re-send their context at every call).
+  (multi-agent systems re-send their context at every call). `tool_turns` counts calls
+  made at the same time once: the longest chain of calls.
   """
 
   prompt: int = 0
@@ -113,6 +114,7 @@ class Usage:
   generated: int = 0
   observation: int = 0
   tool_calls: int = 0
+  tool_turns: int = 0
   model_calls: int = 0
   seconds: float = 0.0
 

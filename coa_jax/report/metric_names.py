@@ -92,6 +92,7 @@ METRICS: tuple[MetricName, ...] = (
     ("generated_tokens", "tokens written in a step", "steady"),
     ("tokens_per_trajectory", "prompt, written and observed", "below max_len"),
     ("calls_per_trajectory", "tool calls", "neither 0 nor the turn limit"),
+    ("call_turns_per_trajectory", "turns with calls, if some have several", "fewer"),
     ("contexts_per_trajectory", "contexts, if any had several", "above 1"),
     ("truncated", "trajectories cut at a token limit", "few"),
     ("truncated_share", "the same as a share", "below 0.1"),

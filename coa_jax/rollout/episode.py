@@ -21,7 +21,13 @@ from coa_jax.protocol.contexts import (
   repeat_summary,
 )
 from coa_jax.protocol.roles import Variant
-from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.tokens import MIN_OBSERVATION, Tokenizer
+from coa_jax.protocol.tool_bodies import (
+  FunctionCall,
+  parse_parallel_calls,
+  render_function_call,
+)
+from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import (
   Author,
   CallStatus,
@@ -33,9 +39,10 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.types import Attempt, Episode, RolloutConfig
 from coa_jax.runtime.fields import section
-from coa_jax.tools.types import CallContext, CallRequest, Tools
+from coa_jax.tools.types import CallContext, CallFuture, CallRequest, Tools, joined
 
 _SEEDS_APART = 0x9E3779B1  # odd, so that 2**32 contexts have 2**32 seeds
+_NUMBER = 6  # tokens of "12. " and a new line, spelt byte by byte
 _DECODED = (Author.POLICY, Author.ENVIRONMENT)  # the others are prefilled
 
 
@@ -145,8 +152,8 @@ class CoAEpisode(Episode):
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
-  ) -> concurrent.futures.Future[ToolCall] | None:
-    """Appends sampled ids; starts the call closed by `tag`. See `Episode`."""
+  ) -> concurrent.futures.Future | None:
+    """Appends sampled ids; starts the calls closed by `tag`. See `Episode`."""
     t = self.trajectory
     # --- Tokens become segments, each token with the version that sampled it.
     self._date(ids)
@@ -186,6 +193,20 @@ class CoAEpisode(Episode):
         return self._finish(Status.TRUNCATED)
       return self._continue(repeat_summary(t))
     content = content[: content.index(tag)].removeprefix(" ")
+    several = None
+    if name == FUNCTION_TAG and self.config.variant.parallel > 1:
+      several = parse_parallel_calls(content)
+    if several is None:
+      return self._call(name, content)
+    if len(several) > self.config.variant.parallel:
+      most = self.config.variant.parallel
+      return _refused(name, content, f"more than {most} calls at once")
+    if len(t.calls) + len(several) > self.config.max_calls:
+      return self._finish(Status.TURN_LIMIT)
+    return joined([self._call_beside(call, len(several) - 1) for call in several])
+
+  def _call(self, name: str, content: str) -> CallFuture:
+    """Starts a call."""
     left = self.config.tool_seconds - self._tool_seconds
     return self.toolbox.start(
       CallRequest(
@@ -193,22 +214,51 @@ class CoAEpisode(Episode):
       )
     )
 
-  def observed(self, result: ToolCall) -> list[int] | None:
-    """Appends a finished call's observation. See `Episode`."""
+  def _call_beside(self, call: FunctionCall, others: int) -> CallFuture:
+    """Starts one of several calls in a span."""
+    name = FUNCTION_TAG
+    content = render_function_call(call.name, call.arguments)
+    if call.name in self.config.variant.tools:
+      given = call.arguments.get("input")
+      if len(call.arguments) != 1 or not isinstance(given, str):
+        return _refused(call.name, content, f"{call.name} takes the argument input")
+      name, content = call.name, given
+    # Calls at the same time have no order, which a state would need.
+    has_state = name == "code" and self._code_session is not None
+    if self.environment is not None:
+      has_state |= self.environment.takes(name, content)
+    if has_state and others:
+      return _refused(name, content, f"{call.name} is called alone")
+    return self._call(name, content)
+
+  def observed(self, result: ToolCall | list[ToolCall]) -> list[int] | None:
+    """Appends the observation of finished calls. See `Episode`."""
     t = self.trajectory
-    text = self.tokenizer.cut_observation(result.result, self.config.observation_tokens)
-    result = dataclasses.replace(result, result=text)  # the record has the text as read
-    t.calls.append(result)
-    t.usage.tool_calls += 1
+    calls = result if isinstance(result, list) else [result]
+    limit = share = self.config.observation_tokens
+    if len(calls) > 1:  # some tokens are for the numbers
+      share = max(limit // len(calls) - _NUMBER, MIN_OBSERVATION)
+    # The record has the texts as read.
+    texts = [self.tokenizer.cut_observation(call.result, share) for call in calls]
+    t.calls += [
+      dataclasses.replace(call, result=text)
+      for call, text in zip(calls, texts, strict=True)
+    ]
+    t.usage.tool_calls += len(calls)
+    t.usage.tool_turns += 1
     # All calls count, failed ones too: the limit bounds a slot's idle time.
-    self._tool_seconds += result.seconds
+    self._tool_seconds += max(call.seconds for call in calls)
     # Not the policy's fault, so the attempt is no evidence about the policy.
-    if result.status == CallStatus.INFRASTRUCTURE:
+    if any(call.status == CallStatus.INFRASTRUCTURE for call in calls):
       return self._finish(Status.INFRASTRUCTURE)
     if self._tool_seconds >= self.config.tool_seconds:
       return self._finish(Status.TOOL_FAILED)
     # Tool text becomes tokens only here, with the tool as author, so it is never
     # trained on and never ends the episode.
+    text = texts[0]
+    if len(texts) > 1:
+      lines = "\n".join(f"{n}. {text}" for n, text in enumerate(texts, 1))
+      text = self.tokenizer.cut_observation(lines, limit)
     segment = self.tokenizer.encode_observation(text)
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)

@@ -30,6 +30,7 @@ def _sums_of(t: Trajectory) -> dict[str, float]:
     "generated": t.usage.generated,
     "total": t.usage.total,
     "calls": len(t.calls),
+    "turns": t.usage.tool_turns,
     "contexts": t.usage.model_calls,
     Status.INFRASTRUCTURE: int(t.status == Status.INFRASTRUCTURE),
     Status.TRUNCATED: int(t.status == Status.TRUNCATED),
@@ -73,6 +74,7 @@ def describe(rollouts: RolloutBatch) -> dict[str, float]:
     "truncated": sums[Status.TRUNCATED],
     "truncated_share": sums[Status.TRUNCATED] / count,
     "repeated_share": sums["repeated"] / count,
+    **_turns(sums["turns"] / count, sums["calls"] / count),
     **_contexts(sums["contexts"] / count),
     **_entropies(sums),
     **_failures(sums),
@@ -92,6 +94,11 @@ def mean_graded(values: Iterable[float | None]) -> float:
   """Averages graded values, NaN if none: an infrastructure failure is not a 0."""
   graded = [value for value in values if value is not None]
   return float(np.mean(graded)) if graded else float("nan")
+
+
+def _turns(turns: float, calls: float) -> dict[str, float]:
+  """Returns the metric only if calls were made at the same time."""
+  return {"call_turns_per_trajectory": turns} if turns < calls else {}
 
 
 def _contexts(mean: float) -> dict[str, float]:

@@ -34,6 +34,7 @@ def make_worker(
   grader: Grader | None = None,
   journal: ToolJournal | None = None,
   policy_changes: bool = False,
+  parallel_calls: int = 1,
   own_top_p: bool = False,
 ) -> RolloutWorker:
   """Compiles the dialect, then prepares our engine or connects to a vLLM server.
@@ -50,6 +51,7 @@ def make_worker(
     grader: see `RolloutWorker`.
     journal: see `RolloutWorker`.
     policy_changes: whether newer policies arrive while episodes run (for vLLM).
+    parallel_calls: maximum calls in one `tool` span (`tools.parallel`).
     own_top_p: whether episodes may have their own top_p, with our own engine.
 
   Raises:
@@ -59,7 +61,9 @@ def make_worker(
   """
   # --- The dialect.
   variant = roles.get_variant(config.variant).with_tools(tools)
-  variant = dataclasses.replace(variant, summaries=config.context.summarises)
+  variant = dataclasses.replace(
+    variant, summaries=config.context.summarises, parallel=parallel_calls
+  )
   # Checked before anything large is allocated, also by compiling.
   if vllm is None:
     memory.check_rollouts(model, config, partitioner)

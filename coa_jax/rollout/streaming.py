@@ -184,7 +184,7 @@ class StreamingEpisode(CoAEpisode):
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
-  ) -> concurrent.futures.Future[ToolCall] | None:
+  ) -> concurrent.futures.Future | None:
     """Streams the rest of a turn."""
     # Final: a tag or character cut off here does not continue later.
     self._stream(ids, final=True)
@@ -195,7 +195,7 @@ class StreamingEpisode(CoAEpisode):
       tag = None  # a call with an unusable result is not made
     return super().sampled(ids, logps, tag)
 
-  def observed(self, result: ToolCall) -> list[int] | None:
+  def observed(self, result: ToolCall | list[ToolCall]) -> list[int] | None:
     """Appends a result; its text is streamed before the next sampled text."""
     ids = super().observed(result)
     if ids is not None:

@@ -75,6 +75,9 @@ class ToolsConfig:
     vision: the settings of `visual_inspector`, which needs an endpoint.
     mcp: tag -> an MCP server's tool, instead of ours.
     functions: name -> a tool without its own tag, called in the tag `tool`.
+    parallel: maximum calls in one `tool` span; above 1 the span may have a JSON list of
+      calls, which run at the same time. Programs in a session and an environment's
+      functions, which change a state, are called alone.
     environment: a tool with a state; its functions are called in the tag `tool` too.
   """
 
@@ -100,6 +103,7 @@ class ToolsConfig:
   vision: VisionConfig | None = None
   mcp: dict[str, McpConfig] = dataclasses.field(default_factory=dict)
   functions: dict[str, FunctionTool] = dataclasses.field(default_factory=dict)
+  parallel: int = bounded(1, least=1, most=8)
   environment: EnvironmentConfig | None = None
 
   def __post_init__(self):
@@ -175,7 +179,7 @@ class ToolsConfig:
   def tags(self) -> tuple[str, ...]:
     """Tags a policy may call, with `tool` for functions."""
     # All functions are called in one tag.
-    if self.named and FUNCTION_TAG not in self.tools:
+    if (self.named or self.parallel > 1) and FUNCTION_TAG not in self.tools:
       return (*self.tools, FUNCTION_TAG)
     return self.tools
 
@@ -393,7 +397,7 @@ class FunctionsTool(_Delegating):
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
     """Requires functions, with names allowed in a call."""
-    if not config.named:
+    if not config.named and config.parallel == 1:
       raise ValueError("tools: 'tool' needs an entry in `functions`, or `environment`")
     for name in config.functions:
       if not FUNCTION_NAME.fullmatch(name):

@@ -7,7 +7,7 @@ import concurrent.futures
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coa_jax.protocol.trajectory import ToolCall
 from coa_jax.tools.code_session import CodeSession
@@ -118,3 +118,21 @@ def then(future: CallFuture, change: Callable[[ToolCall], ToolCall]) -> CallFutu
 
   future.add_done_callback(finish)
   return changed
+
+
+def joined(futures: Sequence[CallFuture]) -> concurrent.futures.Future[list[ToolCall]]:
+  """Returns a future of all calls, in this order."""
+  out: concurrent.futures.Future[list[ToolCall]] = concurrent.futures.Future()
+  out.set_running_or_notify_cancel()  # nobody can cancel it
+  left = iter(range(len(futures) - 1, -1, -1))  # `next` is atomic
+
+  def finish(_: CallFuture) -> None:
+    if next(left) == 0:
+      try:
+        out.set_result([future.result() for future in futures])
+      except BaseException as e:
+        out.set_exception(e)
+
+  for future in futures:
+    future.add_done_callback(finish)
+  return out

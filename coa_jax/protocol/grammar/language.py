@@ -94,9 +94,11 @@ _POOR = "poor"
 
 
 def _rules(
-  role: str, graded: bool, functions: tuple[str, ...]
+  role: str, graded: bool, functions: tuple[str, ...], parallel: int
 ) -> tuple[list[Language], dict[str, Language]]:
   """Returns a role's required languages, and name -> the language that earns it."""
+  if role == tools.FUNCTION_TAG and parallel > 1:
+    return [tools.parallel_language(functions, parallel)], {}
   any_text = filled(ANY, _ANY)
   spec = tools.SPECS.get(role)
   if spec is not None and spec.grammar is not None:
@@ -124,9 +126,11 @@ class _Content:
 
 
 @functools.cache
-def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
+def _content(
+  role: str, graded: bool, functions: tuple[str, ...], parallel: int
+) -> _Content:
   # --- One table for each language, and one that finds the end of the first tag.
-  must, earned = _rules(role, graded, functions)
+  must, earned = _rules(role, graded, functions, parallel)
   close = text(roles.close_tag(role))
   # A language's table runs over content and closing tag alike.
   tables = [compile_language(row(part, close)) for part in (*must, *earned.values())]
@@ -310,8 +314,8 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
       _, place, role, inner = current
       functions: tuple[str, ...] = ()
       if role == tools.FUNCTION_TAG:
-        functions = tuple(variant.functions)
-      content = _content(role, variant.graded, functions)
+        functions = variant.callable_names
+      content = _content(role, variant.graded, functions, variant.parallel)
       row = content.next_SX[inner]
       # Most bytes lead to one state: visit each state once, ordered by its first byte.
       _, firsts = np.unique(row, return_index=True)
