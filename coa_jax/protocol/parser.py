@@ -21,7 +21,7 @@ from coa_jax.protocol.roles import (
   THINK,
   Variant,
 )
-from coa_jax.protocol.tool_bodies import WHITE, parse_parallel_calls
+from coa_jax.protocol.tool_bodies import WHITE, parse_function_calls
 from coa_jax.protocol.tools import FUNCTION_TAG, SPECS
 
 
@@ -272,7 +272,7 @@ def content_fault(
   if not content.strip(WHITE):
     return f"<{role}> is empty"
   if role == FUNCTION_TAG and parallel > 1:
-    calls = parse_parallel_calls(content)
+    calls = parse_function_calls(content)
     if calls is not None:
       return None if len(calls) <= parallel else f"more than {parallel} calls at once"
   if role in SPECS:

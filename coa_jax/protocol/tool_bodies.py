@@ -107,9 +107,11 @@ def parse_function_call(content: str) -> FunctionCall | None:
   return _function_call(_read_json(content.strip(WHITE)))  # wider than JSON's
 
 
-def parse_parallel_calls(content: str) -> list[FunctionCall] | None:
-  """Reads a `tool` span with a JSON list of calls; None for any other content."""
+def parse_function_calls(content: str) -> list[FunctionCall] | None:
+  """Reads a `tool` span with a call or a JSON list of calls; None for other content."""
   value = _read_json(content.strip(WHITE))
+  if isinstance(value, dict):
+    value = [value]
   if not isinstance(value, list) or not value:
     return None
   calls = [call for item in value if (call := _function_call(item))]

@@ -24,7 +24,7 @@ from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import MIN_OBSERVATION, Tokenizer
 from coa_jax.protocol.tool_bodies import (
   FunctionCall,
-  parse_parallel_calls,
+  parse_function_calls,
   render_function_call,
 )
 from coa_jax.protocol.tools import FUNCTION_TAG
@@ -195,7 +195,7 @@ class CoAEpisode(Episode):
     content = content[: content.index(tag)].removeprefix(" ")
     several = None
     if name == FUNCTION_TAG and self.config.variant.parallel > 1:
-      several = parse_parallel_calls(content)
+      several = parse_function_calls(content)
     if several is None:
       return self._call(name, content)
     if len(several) > self.config.variant.parallel:
