@@ -19,7 +19,8 @@ from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader
-from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig, Replay
+from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
+from coa_jax.rollout.replay import Replay
 from coa_jax.rollout.types import Attempt, Engine, Episode
 from coa_jax.runtime.shard import Shard
 from coa_jax.tools.journal import ToolJournal
