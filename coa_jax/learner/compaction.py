@@ -38,8 +38,8 @@ def compacted(
 ) -> Trajectory:
   """Splits a finished one-context trajectory into contexts, as a rollout would.
 
-  A summary consists of the context's thoughts, plans and reflections, and of the span
-  about the observation that filled the context.
+  A summary begins with the span about the observation that filled the context; the
+  context's thoughts, plans and reflections follow.
 
   Args:
     trajectory: with ids.
@@ -60,7 +60,8 @@ def compacted(
       read = "".join(s.text for s in out.split()[-1].segments[1:])
       lines = [text.strip() for _, text in _SPAN.findall(read)]
       if about := _ABOUT.match(segments[0].text):
-        lines.append(about[2].strip())
+        # First: the observation that it copies from is nearest there.
+        lines.insert(0, about[2].strip())
       if segments[0].role == REFLECTION:
         del segments[0]  # the summary has it
       out.segments += _summary(lines, tokenizer)
