@@ -177,7 +177,11 @@ def described(
       "ids": [s.ids for s in t.segments],
       "versions": [s.versions for s in t.segments],
       "logps": sum(sum(s.logps) for s in t.segments),
-      "usage": dataclasses.asdict(t.usage),
+      "usage": {
+        name: value
+        for name, value in dataclasses.asdict(t.usage).items()
+        if name != "tool_turns"  # newer than the files
+      },
       "meta": t.meta,
     }
     out.append(row)

@@ -114,9 +114,9 @@ class Usage:
   generated: int = 0
   observation: int = 0
   tool_calls: int = 0
-  tool_turns: int = 0
   model_calls: int = 0
   seconds: float = 0.0
+  tool_turns: int = 0
 
   @property
   def total(self) -> int:

@@ -295,7 +295,7 @@ def test_a_failure_of_tools_or_graders_is_raised(
   worker, novice, monkeypatch, staleness
 ):
   class Broken(toy.TableToolbox):
-    def submit(self, *args):
+    def start(self, request):
       raise OSError("no tools here")
 
   with (

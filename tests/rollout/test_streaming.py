@@ -237,7 +237,7 @@ def test_closing_calls_off_all_and_ends_the_thread(open_server, gate):
 
 def test_a_failure_reaches_all_and_stops_the_server(open_server, capsys):
   class Broken(toy.TableToolbox):
-    def submit(self, *unused):
+    def start(self, request):
       raise MemoryError("the device")
 
   server = open_server(Broken())
