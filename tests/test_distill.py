@@ -89,6 +89,7 @@ def test_counts_add_up_and_files_hold_what_they_say(finished):
   assert manifest["sha256"]["trajectories.jsonl"] == sha256
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(
   finished, config, tmp_path, monkeypatch
 ):

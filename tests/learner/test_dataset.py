@@ -150,6 +150,7 @@ print(json.dumps([seen[0], seen[3]]))
 """
 
 
+@pytest.mark.slow
 def test_processes_share_the_rows_of_an_epoch_and_read_their_own(tmp_path):
   """Real JAX processes: the rows on each one's devices, from the start and resumed."""
   dataset, address = numbered(tmp_path, 10), free_address()

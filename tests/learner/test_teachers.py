@@ -182,6 +182,7 @@ def test_groups_with_equal_rewards_learn_from_a_teacher():
   assert values["teacher_kl"] > 0 and values["teacher_share"] == 1
 
 
+@pytest.mark.slow
 def test_without_the_tasks_reward_it_does_not_count():
   alone = DistillationConfig(teacher="x", task=0.0)
   a, _ = updated(Teachers(alone, {"x": folder()}, unchanged))

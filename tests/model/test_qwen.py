@@ -187,6 +187,7 @@ def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
     np.testing.assert_allclose(y, x, atol=2e-6 * scale, err_msg=str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "remat, products",
   [

@@ -204,6 +204,7 @@ class Split:
     self.added = {len(self.bytes_of) - 2: "<|im_end|>"}
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.sets(st.integers(1, 400), max_size=200), st.integers(0, 1_000))
 def test_tokens_are_allowed_where_their_bytes_are(cuts: set[int], seed: int):

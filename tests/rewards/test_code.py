@@ -78,6 +78,7 @@ def test_an_empty_program_passes_nothing(grader):
   assert grader.grade(task(STDIN), None).record == {"outcome": "missing"}
 
 
+@pytest.mark.slow
 def test_asserts_see_state_changes_objects_and_exceptions(grader):
   tests = {
     "import_prefix": """

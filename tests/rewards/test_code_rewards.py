@@ -132,6 +132,7 @@ print(max(values))""",
 }
 
 
+@pytest.mark.slow
 def test_released_rows_are_graded_by_their_own_tests():
   tasks = {t.id: t for t in load_tasks(ROWS)}
   assert len(tasks) == 4 and {t.kind for t in tasks.values()} == {Kind.CODE}

@@ -125,9 +125,9 @@ def test_sampler_log_probs_are_learner_log_probs(policy, played, monkeypatch):
     np.testing.assert_allclose(toy.sampled_logps(row), expected, rtol=0, atol=2e-5)
 
 
-def test_slots_and_latency_change_nothing(policy, played):
+def test_windows_and_latency_change_nothing(policy, played):
   tools = LongPages(latency=toy.shuffled_latency(1))
-  again = play(policy, tools=tools, slots=2, window=3)
+  again = play(policy, tools=tools, window=3)
   assert list(map(content, again)) == list(map(content, played))
 
 
@@ -240,15 +240,9 @@ def test_summaries_are_scored_alike_by_learner_rescoring_and_grammar(
     np.testing.assert_allclose(toy.sampled_logps(row), expected, rtol=0, atol=2e-5)
 
 
-def test_summaries_do_not_depend_on_slots_and_latency(summariser, summarised):
-  again = play(
-    summariser,
-    tools=LongPages(latency=toy.shuffled_latency(1)),
-    slots=2,
-    window=3,
-    config=SUMMARIES,
-    constrain=True,
-  )
+def test_summaries_do_not_depend_on_windows_and_latency(summariser, summarised):
+  tools = LongPages(latency=toy.shuffled_latency(1))
+  again = play(summariser, tools=tools, window=3, config=SUMMARIES, constrain=True)
   assert list(map(content, again)) == list(map(content, summarised))
 
 

@@ -44,6 +44,7 @@ def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
   assert loads() == once * 2
 
 
+@pytest.mark.slow
 def test_other_weights_than_ours_are_found_out(server, tmp_path):
   other = str(tmp_path / "other")
   save_model(other, toy.MODEL, toy.params(1))

@@ -42,6 +42,7 @@ def has(run, kind, part) -> bool:
   return any(e.kind == kind and part in e.content for e in run.events)
 
 
+@pytest.mark.slow
 def test_without_faults_every_task_is_solved_with_one_call_per_page(tasks, toolbox):
   done = work(tasks, toolbox, **PERFECT)
   assert right(tasks, done) == 1.0
