@@ -48,6 +48,7 @@ def test_a_misspelt_field_is_refused_with_the_nearest():
     explain(RLConfig, "algo.loss.clp_low", {})
 
 
+@pytest.mark.slow
 def test_a_launcher_explains_its_config_without_a_workdir():
   flags = ("--config.help=algo.sampling", "--config=configs/rl_world.py:tiny")
   done = forked.run("experiments.rl", *flags)

@@ -83,6 +83,7 @@ def test_the_step_is_compiled_with_a_word_and_once(capsys, caplog):
   assert compiled == [1, 0, 1, 0]
 
 
+@pytest.mark.slow
 def test_one_step_is_one_update_whatever_the_micro_batches():
   optimizer = optax.sgd(1.0)
   learner = Learner(loss, optimizer)

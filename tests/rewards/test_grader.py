@@ -61,6 +61,7 @@ def test_a_source_goes_before_a_kind_and_a_kind_before_its_own_grader():
     assert graded(grader, "\\text{Paris}").reward == 1.0
 
 
+@pytest.mark.slow
 def test_math_verify_bare_is_a_grader():
   pair = Task("2", "q", ("10^{-20}",), Kind.MATH)
   for name, reward in (("math", 0.0), ("math_verify", 1.0)):
