@@ -21,7 +21,7 @@ from coa_jax.protocol.tool_bodies import parse_function_call
 from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.runtime.fields import check_fields
 from coa_jax.tools.code_session import SandboxSession
-from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.faults import BadCall, SessionEnded, ToolFault, Unavailable
 from tools_sandbox.jail.wire import Verdict
 
 _RESERVED = ("reset", "reward", "close")
@@ -261,7 +261,10 @@ class JailedEnvironment:
 
   def _run(self, program: str, stdin: str) -> str:
     assert self._session is not None
-    result = self._session.run(program, stdin)
+    try:
+      result = self._session.run(program, stdin)
+    except SessionEnded:  # an earlier call used up its time or memory
+      raise Unavailable("the environment's session has ended") from None
     if result.verdict == Verdict.OK:
       return result.stdout
     if result.verdict in (Verdict.TIMEOUT, Verdict.MEMORY):

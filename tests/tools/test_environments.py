@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import ml_collections
@@ -172,6 +173,18 @@ def test_a_broken_environment_is_no_wrong_answer(counter):
   t = play(ROOMS, [call("fail")], toolbox, config)
   assert t.status == Status.INFRASTRUCTURE and t.reward is None
   assert "secret" not in t.calls[0].result
+
+
+@needs_jail
+def test_a_jailed_environment_out_of_time_stops_no_run():
+  config = tools("sleeper:Sleeper", dict(nap="sleeps"), jail=True)
+  config = dataclasses.replace(config, timeout_s=1.0)
+  with Toolbox(config) as toolbox:
+    t = play(ROOMS, [call("nap"), toy.end("done")], toolbox, config)
+  assert t.calls[0].status == CallStatus.TOOL
+  # Its session is gone, and with it the reward: no verdict is not a wrong answer.
+  assert t.status == Status.INFRASTRUCTURE
+  assert "session has ended" in t.meta["ungraded"]
 
 
 def test_a_dropped_episode_closes_its_environment(counter):
