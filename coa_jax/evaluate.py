@@ -40,6 +40,7 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.report import first_step, scores
 from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
+from coa_jax.rollout.agents.worker import AgentConfig
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
@@ -108,6 +109,7 @@ class EvaluateConfig:
     model: loading options of the folder.
     mesh: use of the devices.
     rollout: options of playing a trajectory.
+    agent: a user's agent, which plays the tasks; None for our own loop.
     vllm: the sampling server; None for our own sampler.
     tools: the model's tools.
     reward: the reward of an answer.
@@ -119,6 +121,7 @@ class EvaluateConfig:
   model: LoadConfig = section(LoadConfig)
   mesh: MeshConfig = section(MeshConfig)
   rollout: RolloutConfig = section(RolloutConfig)
+  agent: AgentConfig | None = None
   vllm: VllmConfig | None = None
   tools: ToolsConfig = section(ToolsConfig)
   reward: RewardConfig = section(RewardConfig)
@@ -127,6 +130,8 @@ class EvaluateConfig:
   def __post_init__(self):
     if not self.init:
       raise ValueError("config lacks field 'init'")
+    if self.agent:
+      self.agent.check_format(self.reward.shaping.format)
 
 
 @exclusive(process_dir)
@@ -181,6 +186,7 @@ def run(
     vllm=settings.vllm,
     grader=Grader(settings.reward.kept_in(workdir)),
     parallel_calls=settings.tools.parallel,
+    agent=settings.agent,
   )
   all_tasks = len(tasks)
   tasks = worker.admit(tasks)

@@ -275,6 +275,7 @@ def _make_worker(plan: RLPlan, tokenizer: Tokenizer, workdir: str) -> RolloutWor
     ),
     policy_changes=settings.algo.sampling.staleness > 0,
     parallel_calls=settings.tools.parallel,
+    agent=settings.agent,
   )
 
 

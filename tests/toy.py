@@ -285,7 +285,7 @@ def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
   a stop is an error: a sampler would not have drawn it.
   """
   tok = playing.tokenizer
-  table = compile_stops(playing.config.variant, tok, tok.vocab_size)
+  table = compile_stops(playing.config.variant.yield_tags, tok, tok.vocab_size)
   playing.start()
   for text in turns:
     ids, tag, state = tok.encode(text), None, 0

@@ -37,6 +37,7 @@ from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.report.health import WatchConfig
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import RewardConfig
+from coa_jax.rollout.agents.worker import AgentConfig
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.runtime import capacity
@@ -143,6 +144,7 @@ class RLConfig:
     optim: the optimizer.
     rollout: options of playing a trajectory.
     distillation: models that score the policy's tokens; None for none.
+    agent: a user's agent, which plays the tasks; None for our own loop.
     vllm: the sampling server; None for our own sampler.
     tools: the policy's tools.
     reward: the reward of an answer.
@@ -161,6 +163,7 @@ class RLConfig:
   optim: OptimConfig = section(OptimConfig)
   rollout: RolloutConfig = section(RolloutConfig)
   distillation: DistillationConfig | None = None
+  agent: AgentConfig | None = None
   vllm: VllmConfig | None = None
   tools: ToolsConfig = section(ToolsConfig)
   reward: RewardConfig = section(RewardConfig)
@@ -184,7 +187,15 @@ class RLConfig:
       )
     if self.distillation:
       self._check_teachers(self.distillation)
+    if self.agent:
+      self.agent.check_format(self.reward.shaping.format)
     field = self.algo.loss.needs_one_row
+    if field and self.agent:
+      raise ValueError(
+        f"algo.loss.{field}={getattr(self.algo.loss, field)!r} reads a trajectory's "
+        "tokens in one row, and an agent (section agent) may spread them over several: "
+        "take another"
+      )
     if field and self.rollout.context.count > 1:
       raise ValueError(
         f"algo.loss.{field}={getattr(self.algo.loss, field)!r} reads a trajectory's "

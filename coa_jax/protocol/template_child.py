@@ -1,14 +1,16 @@
-"""Renders one chat template; `chat_template` starts it as a separate process.
+"""Renders chat templates; `chat_template` starts it as a separate process.
 
 A template comes from a stranger's model folder, and Jinja's sandbox bounds neither time
-nor memory: here the operating system bounds both. Standard input is a JSON object with
-the template and its variables; standard output is an object with `text` or `error`.
+nor memory: here the operating system bounds both. Each line of standard input is a JSON
+object with a template and its variables; each line of standard output is an object with
+`text` or `error`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import resource
 import sys
@@ -18,7 +20,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-SECONDS = 3  # processor time
+SECONDS = 3  # processor time per line
 BYTES = 1 << 30
 MAX_CHARS = 1_000_000
 # The date in every prompt: Llama 3's default.
@@ -58,12 +60,16 @@ def _environment() -> jinja2.Environment:
   return env
 
 
+@functools.cache
+def _compiled(template: str) -> list[jinja2.Template]:
+  # Twice: a memory address in the text would differ.
+  return [_environment().from_string(template) for _ in range(2)]
+
+
 def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
   """Returns a template's rendered `text`, or its `error`."""
-  # Rendered twice: a memory address in the text would differ.
-  environments = [_environment(), _environment()]
   try:
-    texts = [e.from_string(template).render(variables) for e in environments]
+    texts = [compiled.render(variables) for compiled in _compiled(template)]
   except jinja2.TemplateSyntaxError as e:
     return {"error": f"it is not Jinja: {e.message} in line {e.lineno}"}
   except MemoryError:
@@ -77,8 +83,17 @@ def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
   return {"text": texts[0]}
 
 
+def _limit_seconds() -> None:
+  """Gives the next line its own processor time."""
+  used = resource.getrusage(resource.RUSAGE_SELF)
+  seconds = int(used.ru_utime + used.ru_stime) + 1 + SECONDS
+  _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+  resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+
+
 if __name__ == "__main__":
-  resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
   with contextlib.suppress(ValueError, OSError):  # macOS has none
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-  json.dump(render(**json.load(sys.stdin)), sys.stdout)
+  for line in sys.stdin:
+    _limit_seconds()
+    print(json.dumps(render(**json.loads(line))), flush=True)

@@ -15,6 +15,8 @@ from coa_jax.protocol.grammar.automaton import (
 )
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rewards.grader import Grader
+from coa_jax.rollout.agents.formats import ChatFormat, Format, TeamFormat
+from coa_jax.rollout.agents.worker import AgentConfig, AgentWorker
 from coa_jax.rollout.episode import EpisodeConfig
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.types import Engine, RolloutConfig
@@ -36,6 +38,7 @@ def make_worker(
   policy_changes: bool = False,
   parallel_calls: int = 1,
   own_top_p: bool = False,
+  agent: AgentConfig | None = None,
 ) -> RolloutWorker:
   """Compiles the dialect, then prepares our engine or connects to a vLLM server.
 
@@ -53,6 +56,7 @@ def make_worker(
     policy_changes: whether newer policies arrive while episodes run (for vLLM).
     parallel_calls: maximum calls in one `tool` span (`tools.parallel`).
     own_top_p: whether episodes may have their own top_p, with our own engine.
+    agent: plays the tasks instead of our own loop; None for our loop.
 
   Raises:
     ValueError: the tokenizer does not fit the model, the variant lacks a tool, the
@@ -78,7 +82,9 @@ def make_worker(
     )
 
   # --- The stop conditions, the grammar, and the engine.
-  automaton = compile_stops(variant, tokenizer, model.vocab_size)
+  form = _format(agent, config, vllm, tokenizer, variant)
+  stops = form.stops if form else variant.yield_tags
+  automaton = compile_stops(stops, tokenizer, model.vocab_size)
   constraint = None
   if config.constrain:
     constraint = compile_constraint(variant, tokenizer, model.vocab_size)
@@ -108,7 +114,37 @@ def make_worker(
     observation_tokens=config.observation_tokens,
     context=config.context,
   )
+  if agent and form:
+    return AgentWorker(
+      engine, tokenizer, episode_config, agent, form, grader, constraint
+    )
   return RolloutWorker(engine, tokenizer, episode_config, grader, journal, constraint)
+
+
+def _format(
+  agent: AgentConfig | None,
+  config: RolloutConfig,
+  vllm: VllmConfig | None,
+  tokenizer: Tokenizer,
+  variant: roles.Variant,
+) -> Format | None:
+  """Returns the format of an agent's conversations; None without an agent."""
+  if agent is None:
+    return None
+  if vllm is not None:
+    raise ValueError("section agent needs our own sampler; leave out section vllm")
+  if config.context.count > 1:
+    raise ValueError(
+      f"rollout.context.count={config.context.count}: an agent manages its contexts "
+      "itself; with section agent take 1"
+    )
+  if agent.format == "team":
+    return TeamFormat(tokenizer, variant, config.style, config.observation_tokens)
+  if config.constrain:
+    raise ValueError(
+      "rollout.constrain is the protocol's grammar; with agent.format='chat' take False"
+    )
+  return ChatFormat(tokenizer)
 
 
 def _probe(variant: roles.Variant, tokenizer: Tokenizer, style: str) -> list[int]:

@@ -59,7 +59,7 @@ def assert_stops_where_a_search_would(variant, text: bytes, cuts: set[int]):
   pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
   vocabulary = sorted({*pieces, b""})
   fake = types.SimpleNamespace(bytes_of=vocabulary, vocab_size=len(vocabulary))
-  table = compile_stops(variant, fake, len(vocabulary) + 3)
+  table = compile_stops(variant.yield_tags, fake, len(vocabulary) + 3)
   found = run(table, [vocabulary.index(p) for p in pieces])
   expected = first_stop(pieces, [t.encode() for t in variant.yield_tags])
   if expected is None:
@@ -94,7 +94,7 @@ def test_real_tokenizers_stop_at_every_tag(tok, tag: str, after: str):
   name = tag[2:-1]
   before = roles.wrap("think", "w</wiki_search <code>x") + f"<{name}>x"
   ids = tok.encode(before + tag + after)
-  table = compile_stops(UNIFIED, tok, tok.vocab_size)
+  table = compile_stops(UNIFIED.yield_tags, tok, tok.vocab_size)
   place, found = run(table, ids)
   assert found == tag
   assert tok.decode(ids[: place + 1]).startswith(before + tag)
@@ -104,7 +104,7 @@ def test_real_tokenizers_stop_at_every_tag(tok, tag: str, after: str):
 def test_ids_without_bytes_change_nothing():
   tok = toy.tokenizer()
   size = tok.vocab_size + 20
-  table = compile_stops(UNIFIED, tok, size)
+  table = compile_stops(UNIFIED.yield_tags, tok, size)
   assert table.class_V.shape == (size,)
   states = np.arange(len(table.next_SC))
   for i in range(tok.vocab_size, size):
@@ -114,7 +114,7 @@ def test_ids_without_bytes_change_nothing():
 
 def test_tokens_that_act_alike_share_a_class():
   tok = toy.tokenizer()
-  table = compile_stops(UNIFIED, tok, tok.vocab_size)
+  table = compile_stops(UNIFIED.yield_tags, tok, tok.vocab_size)
   classes = table.next_SC.shape[1]
   assert classes == table.class_V.max() + 1 < 64
   columns = np.concatenate([table.next_SC, table.stop_SC]).T
@@ -124,4 +124,4 @@ def test_tokens_that_act_alike_share_a_class():
 def test_a_model_smaller_than_the_tokenizer_is_refused():
   tok = toy.tokenizer()
   with pytest.raises(ValueError, match=rf"{tok.vocab_size} ids.*set model\.vocab_size"):
-    compile_stops(UNIFIED, tok, tok.vocab_size - 1)
+    compile_stops(UNIFIED.yield_tags, tok, tok.vocab_size - 1)

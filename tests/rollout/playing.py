@@ -35,7 +35,7 @@ def engine(
   model: ModelConfig = CFG, partitioner: Partitioner = ONE_DEVICE, **changes
 ) -> ReplicaPool:
   """Makes an engine; `changes` override CONFIG."""
-  automaton = compile_stops(toy.VARIANT, toy.tokenizer(), model.vocab_size)
+  automaton = compile_stops(toy.VARIANT.yield_tags, toy.tokenizer(), model.vocab_size)
   return ReplicaPool(
     model, automaton, dataclasses.replace(CONFIG, **changes), partitioner
   )

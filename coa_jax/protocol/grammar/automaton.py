@@ -20,11 +20,13 @@ from coa_jax.protocol.roles import Variant, tags_of
 from coa_jax.protocol.tokens import Tokenizer
 
 
-def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Automaton:
-  """Compiles `variant.yield_tags` for a tokenizer.
+def compile_stops(
+  texts: Sequence[str], tokenizer: Tokenizer, vocab_size: int
+) -> Automaton:
+  """Compiles stop conditions for a tokenizer.
 
   Args:
-    variant: its tools' and its answer's closing tags stop decoding.
+    texts: stop decoding, e.g. `variant.yield_tags`.
     tokenizer: maps ids to bytes.
     vocab_size: the model's V; ids beyond the tokenizer's have no bytes.
 
@@ -32,7 +34,7 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
     ValueError: the tokenizer has more ids than the model.
   """
   _check_fit(tokenizer, vocab_size)
-  next_SX, stop_S = find_words([t.encode() for t in variant.yield_tags])
+  next_SX, stop_S = find_words([t.encode() for t in texts])
 
   # --- A token's effect: the next state, and the tag it completes.
   S = len(stop_S)
@@ -46,7 +48,7 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
   _, byte_X = np.unique(next_SX, axis=1, return_inverse=True)
   class_V, columns = _lift(tokenizer.bytes_of, vocab_size, start, read, byte_X)
   next_SC, stop_SC = np.stack(columns, axis=-1).astype(np.int32)
-  return Automaton(class_V, next_SC, stop_SC, variant.yield_tags)
+  return Automaton(class_V, next_SC, stop_SC, tuple(texts))
 
 
 def compile_constraint(

@@ -1,0 +1,273 @@
+"""Plays tasks by a user's agent: its loop and tools, our policy and its training."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import importlib
+import inspect
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coa_jax.data.tasks.task import Task
+from coa_jax.protocol.grammar.tables import Constraint
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Status, Trajectory
+from coa_jax.rewards.graded import Ungradable
+from coa_jax.rewards.grader import Grader
+from coa_jax.rollout.agents.formats import Format, Message
+from coa_jax.rollout.agents.server import MODEL, AgentServer
+from coa_jax.rollout.agents.sessions import Sampled, Sampling, Session
+from coa_jax.rollout.episode import EpisodeConfig
+from coa_jax.rollout.types import Attempt, Engine
+from coa_jax.rollout.worker import RolloutWorker
+from coa_jax.runtime.fields import bounded, check_fields, choice
+from coa_jax.tools.types import Tools
+
+FORMATS = ("chat", "team")
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentConfig:
+  """Config section `agent`: plays tasks by a function of the user's.
+
+  Attributes:
+    path: `module:function`, called with (task, client) and returning the answer, or a
+      reward from 0 to 1; may be async. `task` is the row as a dict; `client` has
+      `base_url`, `api_key` and `model` for an OpenAI client.
+    format: chat writes conversations by the folder's chat template; team writes the
+      protocol's spans, for models trained on them.
+    seconds: maximum time of one attempt; a longer one ends as `tool_failed`.
+    workers: attempts at once.
+  """
+
+  path: str
+  format: str = choice("chat", of=FORMATS)
+  seconds: float = bounded(600.0, above=0)
+  workers: int = bounded(64, least=1)
+
+  def __post_init__(self):
+    check_fields(self)
+    if not _PATH.fullmatch(self.path):
+      raise ValueError(f"agent.path {self.path!r} must be module:function")
+
+  def check_format(self, shaping: str) -> None:
+    """Refuses a reward for the protocol's form in other conversations.
+
+    Args:
+      shaping: config field `reward.shaping.format`.
+    """
+    if self.format == "chat" and shaping != "none":
+      raise ValueError(
+        f"reward.shaping.format={shaping!r} rewards the protocol's spans, which "
+        "agent.format='chat' does not write: take 'none'"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+  """An attempt's access to the policy; see `AgentConfig.path`.
+
+  Attributes:
+    base_url: the server's.
+    api_key: names the attempt; another attempt has another one.
+    model: the model's name.
+  """
+
+  base_url: str
+  api_key: str
+  model: str = MODEL
+
+
+def load_agent(path: str) -> Callable[[dict[str, Any], Client], Any]:
+  """Imports an agent's function.
+
+  Raises:
+    ValueError: the module or function does not exist.
+  """
+  module, _, name = path.partition(":")
+  try:
+    found = getattr(importlib.import_module(module), name)
+  except Exception as e:  # a user's module may raise anything
+    raise ValueError(f"agent.path {path!r}: {type(e).__name__}: {e}") from e
+  if not callable(found):
+    raise ValueError(f"agent.path {path!r} is no function")
+  return found
+
+
+class AgentRun(Session):
+  """One attempt by an agent."""
+
+  def __init__(self, attempt: Attempt, engine: Engine, tokenizer: Tokenizer, form: Any):
+    """Prepares the attempt; args as in `Session`."""
+    task = attempt.task
+    super().__init__(
+      engine, tokenizer, form, task.id, attempt.seed, attempt.sequence, attempt.sample
+    )
+    self.task = task
+    self.sequence = attempt.sequence
+    self.temperature = attempt.temperature
+    self.key = secrets.token_hex(16)
+    self.trajectory.meta |= {
+      "question": task.question,
+      "answers": list(task.answers),
+      "family": task.family,
+      "source": task.source,
+    }
+
+  def complete(
+    self, messages: Sequence[Message], tools: Sequence[Any], sampling: Sampling
+  ) -> concurrent.futures.Future[Sampled]:
+    """Samples a reply with the attempt's temperature, not the request's."""
+    # The learner computes log-probs at one temperature.
+    own = dataclasses.replace(
+      sampling, temperature=self.temperature, top_p=None, seed=0
+    )
+    return super().complete(messages, tools, own)
+
+
+class AgentWorker(RolloutWorker):
+  """A worker whose tasks are played by a user's agent."""
+
+  def __init__(
+    self,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    episode_config: EpisodeConfig,
+    config: AgentConfig,
+    form: Format,
+    grader: Grader | None = None,
+    constraint: Constraint | None = None,
+  ):
+    """Imports the agent, and starts its server; other args as in `RolloutWorker`.
+
+    Args:
+      engine: samples the replies.
+      tokenizer: the model's.
+      episode_config: the dialect.
+      config: section `agent`.
+      form: converts messages.
+      grader: see `RolloutWorker`.
+      constraint: see `RolloutWorker`.
+
+    Raises:
+      ValueError: the agent can not be imported.
+    """
+    super().__init__(
+      engine, tokenizer, episode_config, grader, constraint=constraint
+    )
+    self._config = config
+    self._agent = load_agent(config.path)
+    self._form = form
+    self._places = threading.Semaphore(config.workers)
+    self._runs: dict[str, AgentRun] = {}
+    self._server = AgentServer(self._runs.get, tokenizer.raw)
+
+  def close(self) -> None:
+    """Ends all attempts, the server and the engine."""
+    for run in list(self._runs.values()):
+      self._end(run)
+    self._server.close()
+    self._form.close()
+    super().close()
+
+  def admit(self, tasks: Sequence[Task], name: str = "tasks") -> list[Task]:
+    """Returns all tasks: only the agent knows its prompts' lengths."""
+    return list(tasks)
+
+  def episode(
+    self,
+    attempt: Attempt,
+    toolbox: Tools,
+    key: tuple[Any, ...] = (),
+    within: int = 0,
+  ) -> AgentRun:
+    """Returns an attempt, for `submit`; an agent has its own tools."""
+    return AgentRun(attempt, self.engine, self.tokenizer, self._form)
+
+  def submit(
+    self,
+    episode: AgentRun,
+    group: int | None = None,
+    first: bool = False,
+    evaluation: bool = False,
+  ) -> concurrent.futures.Future[Trajectory]:
+    """Runs the agent in a thread, then grades its answer; see `RolloutWorker`."""
+    out: concurrent.futures.Future[Trajectory] = concurrent.futures.Future()
+    thread = threading.Thread(
+      target=self._play, args=(episode, evaluation, out), name="agent", daemon=True
+    )
+    thread.start()
+    return out
+
+  def _play(
+    self,
+    run: AgentRun,
+    evaluation: bool,
+    out: concurrent.futures.Future[Trajectory],
+  ) -> None:
+    """Plays and grades an attempt."""
+    with self._places:
+      self._runs[run.key] = run
+      result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+      threading.Thread(
+        target=self._call, args=(run, result), name="agent", daemon=True
+      ).start()
+      late = False
+      value: Any = None
+      error: BaseException | None = None
+      try:
+        value = result.result(self._config.seconds)
+      except concurrent.futures.TimeoutError:
+        late = True
+      except BaseException as e:  # an agent may raise anything
+        error = e
+      self._end(run)
+    t = run.trajectory
+    if late:  # its thread is abandoned
+      t.status = Status.TOOL_FAILED
+    # --- The verdict: on the answer, or the agent's own.
+    where = f"agent {self._config.path} on task {run.task.id!r}"
+
+    def verdict() -> float | None:
+      if error is not None and t.status != Status.TRUNCATED:
+        raise Ungradable(f"{where} raised {type(error).__name__}: {error}")
+      if not t.segments:
+        raise Ungradable(f"{where} got no reply")
+      if isinstance(value, bool | int | float):
+        if not 0 <= value <= 1:
+          raise ValueError(f"{where} returned {value!r}; a reward is from 0 to 1")
+        return float(value)
+      answer = None if value is None else str(value)
+      return self.grader.answer(run.task, answer, t, evaluation).answer
+
+    try:
+      variant = self.episode_config.variant
+      self.grader.submit(run.task, t, variant, evaluation, own=verdict).result()
+    except BaseException as e:
+      out.set_exception(e)
+    else:
+      out.set_result(t)
+
+  def _call(self, run: AgentRun, result: concurrent.futures.Future[Any]) -> None:
+    """Calls the agent."""
+    client = Client(self._server.url, run.key)
+    try:
+      value = self._agent(run.task.to_json(), client)
+      if inspect.iscoroutine(value):
+        value = asyncio.run(value)
+    except BaseException as e:
+      result.set_exception(e)
+    else:
+      result.set_result(value)
+
+  def _end(self, run: AgentRun) -> None:
+    self._runs.pop(run.key, None)
+    run.close()
