@@ -40,7 +40,8 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.report import first_step, scores
 from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rollout.agents.worker import AgentConfig
+from coa_jax.rollout.agents.config import AgentConfig
+from coa_jax.rollout.agents.worker import AgentWorker
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
@@ -186,8 +187,10 @@ def run(
     vllm=settings.vllm,
     grader=Grader(settings.reward.kept_in(workdir)),
     parallel_calls=settings.tools.parallel,
-    agent=settings.agent,
+    conversations=settings.agent.format if settings.agent else "",
   )
+  if settings.agent:
+    worker = AgentWorker(worker, settings.agent)
   all_tasks = len(tasks)
   tasks = worker.admit(tasks)
   worker.check(tasks)

@@ -64,6 +64,7 @@ from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.rewards.grader import Grader
 from coa_jax.rewards.shaping import ShapingConfig, correctness
 from coa_jax.rollout import figures
+from coa_jax.rollout.agents.worker import AgentWorker
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Group, RolloutBatch
@@ -261,7 +262,7 @@ def _make_worker(plan: RLPlan, tokenizer: Tokenizer, workdir: str) -> RolloutWor
   processes.keep_to(plan.learner.devices if settings.mesh.rollout else ())
   own_dir = process_dir(workdir)
   other_dirs = other_process_dirs(workdir)
-  return make_worker(
+  worker = make_worker(
     plan.cfg,
     tokenizer,
     settings.rollout,
@@ -275,8 +276,9 @@ def _make_worker(plan: RLPlan, tokenizer: Tokenizer, workdir: str) -> RolloutWor
     ),
     policy_changes=settings.algo.sampling.staleness > 0,
     parallel_calls=settings.tools.parallel,
-    agent=settings.agent,
+    conversations=settings.agent.format if settings.agent else "",
   )
+  return AgentWorker(worker, settings.agent) if settings.agent else worker
 
 
 def _claim(

@@ -18,9 +18,11 @@ from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.protocol.origin import read_origin, warn_if_other
+from coa_jax.rollout.agents.recording import Recorder
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig, check_positions
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.runtime.config import read_config
 from coa_jax.runtime.fields import section
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
@@ -78,7 +80,7 @@ class ServeConfig:
       training values if left out.
     tools: the model's tools.
     vllm: must be empty: the sampler in JAX serves.
-    tasks, reward, eval: the evaluation's; not read.
+    agent, tasks, reward, eval: the evaluation's; not read.
   """
 
   init: str
@@ -88,6 +90,7 @@ class ServeConfig:
     default_factory=RolloutConfig, metadata={"read": read_rollout}
   )
   tools: ToolsConfig = section(ToolsConfig)
+  agent: Any = None
   vllm: Any = None
   tasks: Any = None
   reward: Any = None
@@ -121,7 +124,44 @@ def open_server(
       model or the corpus.
   """
   settings = read_config(config, ServeConfig)
-  # --- The model; faults are refused before its weights are read.
+  worker, params = _load(settings)
+  warn_unread(settings.tools)
+  # --- The server ends first, then its tools.
+  with (
+    Toolbox(settings.tools) as toolbox,
+    worker,
+    InferenceServer(worker, params, toolbox, max_waiting) as server,
+  ):
+    yield server
+
+
+@contextlib.contextmanager
+def open_recorder(
+  config: ml_collections.ConfigDict, conversations: str, folder: str | None
+) -> Iterator[Recorder]:
+  """Serves an evaluation's model to agents inside a `with` block.
+
+  Args:
+    config: as `ServeConfig` says; the agents have their own tools.
+    conversations: `chat` or `team`, see `AgentConfig.format`.
+    folder: where ended trajectories are written; None for nowhere.
+
+  Yields:
+    The server's sessions.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: naming the fault in the config or the
+      model.
+  """
+  worker, params = _load(read_config(config, ServeConfig), conversations)
+  with worker, Recorder(worker, folder) as recorder:
+    worker.engine.set_policy(params, 0)
+    yield recorder
+
+
+def _load(settings: ServeConfig, conversations: str = "") -> tuple[RolloutWorker, Any]:
+  """Makes the worker, and loads its parameters."""
+  # Faults are refused before the weights are read.
   partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
   cfg, tokenizer = open_folder(settings.init, settings.model)
   check_positions(settings.rollout, cfg, settings.init)
@@ -133,15 +173,10 @@ def open_server(
     partitioner=partitioner,
     own_top_p=True,
     parallel_calls=settings.tools.parallel,
+    conversations=conversations,
   )
-  dialect = worker.episode_config
-  warn_if_other(settings.init, dialect.variant, dialect.style)
-  warn_unread(settings.tools)
+  if conversations != "chat":
+    dialect = worker.episode_config
+    warn_if_other(settings.init, dialect.variant, dialect.style)
   _, params = load_model(settings.init, settings.model, partitioner)
-  # --- The server ends first, then its tools.
-  with (
-    Toolbox(settings.tools) as toolbox,
-    worker,
-    InferenceServer(worker, params, toolbox, max_waiting) as server,
-  ):
-    yield server
+  return worker, params

@@ -73,10 +73,13 @@ DOORS = {
     "coa_jax/tools/tools.py",
     "coa_jax/rewards/code/grader.py",
     "coa_jax/rewards/judge.py",
+    "coa_jax/rollout/agents/requests.py",
+    "coa_jax/rollout/agents/server.py",
     "coa_jax/rollout/vllm/client.py",
     "coa_jax/data/teacher/llm.py",
     "coa_jax/cli/completions.py",
     "coa_jax/cli/serve.py",
+    "coa_jax/cli/serve_agents.py",
     "coa_jax/cli/synthesize.py",
   },
   # vLLM runs in its own environment and serves HTTP. Our plugin in that environment

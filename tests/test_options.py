@@ -17,6 +17,7 @@ ELSEWHERE = {
   "ServeConfig.tasks": "of an evaluation, whose config a server takes",
   "ServeConfig.reward": "likewise",
   "ServeConfig.eval": "likewise",
+  "ServeConfig.agent": "likewise",
   "SynthesisConfig.backend": "says whether section chat has to be there",
 }
 

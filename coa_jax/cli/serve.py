@@ -14,6 +14,8 @@ events), GET /v1/models, GET /v1/models/NAME and GET /health; GET / is a chat pa
 `coa_jax/cli/completions.py` for requests' fields and `coa_jax/cli/choices.py` for
 responses' fields.
 
+With --agents, agents ask the model itself and run their own tools (docs/agents.md).
+
 All requests share the `rollout.slots`; further requests wait, and beyond --max_waiting
 get status 429. A request with a seed has the same answer regardless of other requests.
 A disconnected client frees its slot after the rest of the running window and one more
@@ -42,7 +44,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from coa_jax.cli import choices, completions, launch
+from coa_jax.cli import choices, completions, launch, serve_agents
 from coa_jax.cli.choices import Choice
 from coa_jax.cli.completions import ChatRequest, RequestRefused
 from coa_jax.cli.serve_metrics import CONTENT_TYPE, ServeMetrics
@@ -366,6 +368,9 @@ def main(config: ml_collections.ConfigDict) -> None:
   # At any point, the exit ends threads and processes.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
   host = _HOST.value
+  if serve_agents.FORMAT.value:
+    serve_agents.serve(config, host, _PORT.value, _NAME.value, _ALLOWED_HOSTS.value)
+    return
   # Bind the port first: a used port is reported before loading a model.
   with (
     contextlib.suppress(KeyboardInterrupt),

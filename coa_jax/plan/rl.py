@@ -37,7 +37,7 @@ from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.report.health import WatchConfig
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import RewardConfig
-from coa_jax.rollout.agents.worker import AgentConfig
+from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.runtime import capacity

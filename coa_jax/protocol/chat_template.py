@@ -103,9 +103,7 @@ class Renderer:
       "tools": tools,
       "documents": None,
     }
-    line = json.dumps(
-      {"template": self._template, "variables": variables}, default=str
-    )
+    line = json.dumps({"template": self._template, "variables": variables}, default=str)
     with self._lock:
       out = self._exchange(line)
     if "text" in out:

@@ -16,7 +16,6 @@ from coa_jax.protocol.grammar.automaton import (
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.agents.formats import ChatFormat, Format, TeamFormat
-from coa_jax.rollout.agents.worker import AgentConfig, AgentWorker
 from coa_jax.rollout.episode import EpisodeConfig
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.types import Engine, RolloutConfig
@@ -38,7 +37,7 @@ def make_worker(
   policy_changes: bool = False,
   parallel_calls: int = 1,
   own_top_p: bool = False,
-  agent: AgentConfig | None = None,
+  conversations: str = "",
 ) -> RolloutWorker:
   """Compiles the dialect, then prepares our engine or connects to a vLLM server.
 
@@ -56,7 +55,8 @@ def make_worker(
     policy_changes: whether newer policies arrive while episodes run (for vLLM).
     parallel_calls: maximum calls in one `tool` span (`tools.parallel`).
     own_top_p: whether episodes may have their own top_p, with our own engine.
-    agent: plays the tasks instead of our own loop; None for our loop.
+    conversations: the format of agents' conversations (`AgentConfig.format`); "" for
+      our own loop.
 
   Raises:
     ValueError: the tokenizer does not fit the model, the variant lacks a tool, the
@@ -82,7 +82,9 @@ def make_worker(
     )
 
   # --- The stop conditions, the grammar, and the engine.
-  form = _format(agent, config, vllm, tokenizer, variant)
+  form = None
+  if conversations:
+    form = _format(conversations, config, vllm, tokenizer, variant)
   stops = form.stops if form else variant.yield_tags
   automaton = compile_stops(stops, tokenizer, model.vocab_size)
   constraint = None
@@ -114,31 +116,27 @@ def make_worker(
     observation_tokens=config.observation_tokens,
     context=config.context,
   )
-  if agent and form:
-    return AgentWorker(
-      engine, tokenizer, episode_config, agent, form, grader, constraint
-    )
-  return RolloutWorker(engine, tokenizer, episode_config, grader, journal, constraint)
+  return RolloutWorker(
+    engine, tokenizer, episode_config, grader, journal, constraint, form
+  )
 
 
 def _format(
-  agent: AgentConfig | None,
+  name: str,
   config: RolloutConfig,
   vllm: VllmConfig | None,
   tokenizer: Tokenizer,
   variant: roles.Variant,
-) -> Format | None:
-  """Returns the format of an agent's conversations; None without an agent."""
-  if agent is None:
-    return None
+) -> Format:
+  """Returns the format of agents' conversations."""
   if vllm is not None:
-    raise ValueError("section agent needs our own sampler; leave out section vllm")
+    raise ValueError("agents need our own sampler; leave out section vllm")
   if config.context.count > 1:
     raise ValueError(
       f"rollout.context.count={config.context.count}: an agent manages its contexts "
-      "itself; with section agent take 1"
+      "itself; take 1"
     )
-  if agent.format == "team":
+  if name == "team":
     return TeamFormat(tokenizer, variant, config.style, config.observation_tokens)
   if config.constrain:
     raise ValueError(

@@ -19,6 +19,7 @@ from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader
+from coa_jax.rollout.agents.formats import Format
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.rollout.replay import Replay
 from coa_jax.rollout.types import Attempt, Engine, Episode
@@ -40,6 +41,7 @@ class RolloutWorker:
     grader: Grader | None = None,
     journal: ToolJournal | None = None,
     constraint: Constraint | None = None,
+    form: Format | None = None,
   ):
     """Takes over the engine, and closes it; `setup.make_worker` makes both.
 
@@ -51,6 +53,8 @@ class RolloutWorker:
         default rewards.
       journal: if given, no tool call is made twice, even across interruptions.
       constraint: the engine's sampling grammar; None for none.
+      form: the format of agents' conversations, closed with the worker; None if our own
+        loop plays.
     """
     self.engine = engine
     self.tokenizer = tokenizer
@@ -58,6 +62,7 @@ class RolloutWorker:
     self.grader = grader or Grader()
     self.journal = journal
     self.constraint = constraint
+    self.form = form
 
   def admit(self, tasks: Sequence[Task], name: str = "tasks") -> list[Task]:
     """Drops tasks with too long prompts, logs their number, and returns the others.
@@ -111,6 +116,8 @@ class RolloutWorker:
 
   def close(self) -> None:
     """Ends the engine's threads; running episodes stay unfinished."""
+    if self.form:
+      self.form.close()
     self.engine.close()
 
   def episode(

@@ -236,6 +236,11 @@ class TeamFormat:
     """Writes the task: system messages and the user's. See `Format`."""
     self._check_tools(tools)
     roles_given = [m["role"] for m in messages]
+    if "assistant" in roles_given:
+      raise ValueError(
+        "messages: this trajectory has no such reply; a served team finds its replies "
+        "if all requests of a conversation have the same header X-Trajectory"
+      )
     if roles_given[-1] != "user" or set(roles_given[:-1]) - {"system", "developer"}:
       raise ValueError(
         "messages: a team's conversation begins with system messages and one user's; "

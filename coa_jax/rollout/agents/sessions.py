@@ -32,6 +32,7 @@ from coa_jax.protocol.trajectory import (
   grammar_parts,
 )
 from coa_jax.rollout.agents.formats import Format, Message, Reply
+from coa_jax.rollout.agents.requests import Sampling
 from coa_jax.rollout.types import Engine, Episode
 
 
@@ -41,25 +42,6 @@ class NoRoom(ValueError):
 
 class Closed(RuntimeError):
   """The session is over."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How one reply is sampled.
-
-  Attributes:
-    temperature: 0 is greedy.
-    top_p: None for the config's.
-    most: maximum tokens; None for all that fit.
-    stop: texts that end the reply, besides the format's.
-    seed: an integer for the random numbers, besides the session's.
-  """
-
-  temperature: float = 1.0
-  top_p: float | None = None
-  most: int | None = None
-  stop: tuple[str, ...] = ()
-  seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,9 +352,7 @@ class Session:
       else:
         length = len(context.segments)
         self._replied[key] = _Replied(context, length, episode.ids, calls)
-    out.set_result(
-      Sampled(reply, episode.ids, episode.logps, episode.is_whole, prompt)
-    )
+    out.set_result(Sampled(reply, episode.ids, episode.logps, episode.is_whole, prompt))
 
   def close(self) -> Trajectory:
     """Ends the session: drops running replies, and returns the trajectory.

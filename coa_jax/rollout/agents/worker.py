@@ -7,68 +7,23 @@ import concurrent.futures
 import dataclasses
 import importlib
 import inspect
-import logging
-import re
 import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from coa_jax.data.tasks.task import Task
-from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards.graded import Ungradable
-from coa_jax.rewards.grader import Grader
+from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.formats import Format, Message
+from coa_jax.rollout.agents.requests import Sampling
 from coa_jax.rollout.agents.server import MODEL, AgentServer
-from coa_jax.rollout.agents.sessions import Sampled, Sampling, Session
-from coa_jax.rollout.episode import EpisodeConfig
+from coa_jax.rollout.agents.sessions import Sampled, Session
 from coa_jax.rollout.types import Attempt, Engine
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.runtime.fields import bounded, check_fields, choice
 from coa_jax.tools.types import Tools
-
-FORMATS = ("chat", "team")
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
-_log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class AgentConfig:
-  """Config section `agent`: plays tasks by a function of the user's.
-
-  Attributes:
-    path: `module:function`, called with (task, client) and returning the answer, or a
-      reward from 0 to 1; may be async. `task` is the row as a dict; `client` has
-      `base_url`, `api_key` and `model` for an OpenAI client.
-    format: chat writes conversations by the folder's chat template; team writes the
-      protocol's spans, for models trained on them.
-    seconds: maximum time of one attempt; a longer one ends as `tool_failed`.
-    workers: attempts at once.
-  """
-
-  path: str
-  format: str = choice("chat", of=FORMATS)
-  seconds: float = bounded(600.0, above=0)
-  workers: int = bounded(64, least=1)
-
-  def __post_init__(self):
-    check_fields(self)
-    if not _PATH.fullmatch(self.path):
-      raise ValueError(f"agent.path {self.path!r} must be module:function")
-
-  def check_format(self, shaping: str) -> None:
-    """Refuses a reward for the protocol's form in other conversations.
-
-    Args:
-      shaping: config field `reward.shaping.format`.
-    """
-    if self.format == "chat" and shaping != "none":
-      raise ValueError(
-        f"reward.shaping.format={shaping!r} rewards the protocol's spans, which "
-        "agent.format='chat' does not write: take 'none'"
-      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +60,9 @@ def load_agent(path: str) -> Callable[[dict[str, Any], Client], Any]:
 class AgentRun(Session):
   """One attempt by an agent."""
 
-  def __init__(self, attempt: Attempt, engine: Engine, tokenizer: Tokenizer, form: Any):
+  def __init__(
+    self, attempt: Attempt, engine: Engine, tokenizer: Tokenizer, form: Format
+  ):
     """Prepares the attempt; args as in `Session`."""
     task = attempt.task
     super().__init__(
@@ -136,46 +93,36 @@ class AgentRun(Session):
 class AgentWorker(RolloutWorker):
   """A worker whose tasks are played by a user's agent."""
 
-  def __init__(
-    self,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    episode_config: EpisodeConfig,
-    config: AgentConfig,
-    form: Format,
-    grader: Grader | None = None,
-    constraint: Constraint | None = None,
-  ):
-    """Imports the agent, and starts its server; other args as in `RolloutWorker`.
+  def __init__(self, worker: RolloutWorker, config: AgentConfig):
+    """Imports the agent, and starts its server.
 
     Args:
-      engine: samples the replies.
-      tokenizer: the model's.
-      episode_config: the dialect.
+      worker: made with `conversations`; its engine closes with this worker.
       config: section `agent`.
-      form: converts messages.
-      grader: see `RolloutWorker`.
-      constraint: see `RolloutWorker`.
 
     Raises:
       ValueError: the agent can not be imported.
     """
     super().__init__(
-      engine, tokenizer, episode_config, grader, constraint=constraint
+      worker.engine,
+      worker.tokenizer,
+      worker.episode_config,
+      worker.grader,
+      worker.journal,
+      worker.constraint,
+      worker.form,
     )
     self._config = config
     self._agent = load_agent(config.path)
-    self._form = form
     self._places = threading.Semaphore(config.workers)
     self._runs: dict[str, AgentRun] = {}
-    self._server = AgentServer(self._runs.get, tokenizer.raw)
+    self._server = AgentServer(self._runs.get, worker.tokenizer.raw)
 
   def close(self) -> None:
     """Ends all attempts, the server and the engine."""
     for run in list(self._runs.values()):
       self._end(run)
     self._server.close()
-    self._form.close()
     super().close()
 
   def admit(self, tasks: Sequence[Task], name: str = "tasks") -> list[Task]:
@@ -190,7 +137,7 @@ class AgentWorker(RolloutWorker):
     within: int = 0,
   ) -> AgentRun:
     """Returns an attempt, for `submit`; an agent has its own tools."""
-    return AgentRun(attempt, self.engine, self.tokenizer, self._form)
+    return AgentRun(attempt, self.engine, self.tokenizer, self.form)
 
   def submit(
     self,

@@ -19,8 +19,10 @@ from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Status
 from coa_jax.rollout.agents import worker as agents
+from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.formats import ChatFormat, TeamFormat
-from coa_jax.rollout.agents.sessions import Sampling, Session
+from coa_jax.rollout.agents.requests import Sampling
+from coa_jax.rollout.agents.sessions import Session
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.types import Attempt
 
@@ -68,8 +70,8 @@ async def judge(task: dict, client: agents.Client) -> float:
 
 
 def worker(path: str = "solve", **options):
-  config = agents.AgentConfig(f"{__name__}:{path}", format="team")
-  return playing.toy_worker(toy.MODEL, agent=config, **options)
+  made = playing.toy_worker(toy.MODEL, conversations="team", **options)
+  return agents.AgentWorker(made, AgentConfig(f"{__name__}:{path}", format="team"))
 
 
 def attempt(task: Task, n: int = 0, temperature: float = 0.0) -> Attempt:

@@ -1,0 +1,203 @@
+"""Chat completion requests in OpenAI's format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from typing import Any, Literal
+
+import pydantic
+
+from coa_jax.protocol.tool_bodies import FunctionCall
+from tools_sandbox import http_server
+
+# Accepted only with these values: the sampler has nothing like them.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  "frequency_penalty": (0,),
+  "logit_bias": ({},),
+  "presence_penalty": (0,),
+  "response_format": ({"type": "text"},),
+  "tool_choice": ("auto", "none"),
+}
+
+
+class Refused(Exception):
+  """A refused request; `status` is the HTTP status, `code` OpenAI's error code."""
+
+  def __init__(self, message: str, status: int = 400, code: str | None = None):
+    """Takes a one-line message."""
+    super().__init__(message)
+    self.status = status
+    self.code = code
+
+
+class _Function(pydantic.BaseModel):
+  name: str
+  arguments: str
+
+
+class _ToolCall(pydantic.BaseModel):
+  function: _Function
+
+
+class _Message(pydantic.BaseModel):
+  """One message; fields that are not read here, like ids, have no effect."""
+
+  role: Literal["system", "developer", "user", "assistant", "tool"]
+  content: Any = None
+  tool_calls: list[_ToolCall] | None = None
+
+
+class _ToolSpec(pydantic.BaseModel):
+  name: str
+  description: str | None = None
+  parameters: dict[str, Any] | None = None
+
+
+class _Tool(pydantic.BaseModel):
+  type: Literal["function"]
+  function: _ToolSpec
+
+
+class _Body(http_server.Body):
+  """A request; the last fields have no effect on a reply."""
+
+  messages: list[_Message] = pydantic.Field(min_length=1)
+  model: str
+  tools: list[_Tool] | None = None
+  temperature: float | None = pydantic.Field(None, ge=0, le=2)
+  top_p: float | None = pydantic.Field(None, gt=0, le=1)
+  max_tokens: int | None = pydantic.Field(None, ge=1)
+  max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+  stop: str | list[str] | None = None
+  n: int | None = pydantic.Field(None, ge=1, le=64)
+  seed: int | None = None
+  stream: bool | None = None
+  stream_options: Any = None
+  logprobs: bool | None = None
+  top_logprobs: Literal[0] | None = None
+  parallel_tool_calls: bool | None = None
+  metadata: Any = None
+  prompt_cache_key: Any = None
+  reasoning_effort: Any = None
+  safety_identifier: Any = None
+  service_tier: Any = None
+  store: Any = None
+  user: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How one reply is sampled.
+
+  Attributes:
+    temperature: 0 is greedy.
+    top_p: None for the config's.
+    most: maximum tokens; None for all that fit.
+    stop: texts that end the reply, besides the format's.
+    seed: an integer for the random numbers, besides the session's.
+  """
+
+  temperature: float = 1.0
+  top_p: float | None = None
+  most: int | None = None
+  stop: tuple[str, ...] = ()
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRequest:
+  """A request, as `Session.complete` reads it.
+
+  Attributes:
+    messages, tools: the conversation.
+    samplings: one per choice.
+    temperature, top_p: the request's own, or None.
+    stream, logprobs: the form of the response.
+  """
+
+  messages: list[dict[str, Any]]
+  tools: list[dict[str, Any]]
+  samplings: list[Sampling]
+  temperature: float | None
+  top_p: float | None
+  stream: bool
+  logprobs: bool
+
+
+def read_request(data: bytes) -> ChatRequest:
+  """Reads a body of /v1/chat/completions.
+
+  Raises:
+    Refused: naming the field.
+  """
+  try:
+    value = json.loads(data)
+  except (ValueError, RecursionError) as e:
+    raise Refused(f"the body is not JSON: {e}") from None
+  if not isinstance(value, dict):
+    raise Refused("the body must be a JSON object")
+  for name, accepted in _NEUTRAL.items():
+    given = value.pop(name, None)
+    if given is not None and given not in accepted:
+      texts = " or ".join(map(json.dumps, accepted))
+      raise Refused(f"{name} is not supported; leave it out, or send {texts}")
+  try:
+    body = http_server.read_fields(_Body, value)
+  except http_server.BadField as e:
+    raise Refused(str(e)) from None
+  seed = secrets.randbits(31) if body.seed is None else body.seed
+  stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+  samplings = []
+  for n in range(body.n or 1):
+    samplings.append(
+      Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=body.top_p,
+        most=body.max_completion_tokens or body.max_tokens,
+        stop=tuple(filter(None, stop)),
+        seed=seed + n,
+      )
+    )
+  return ChatRequest(
+    messages=[_message(m, n) for n, m in enumerate(body.messages)],
+    tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+    samplings=samplings,
+    temperature=body.temperature,
+    top_p=body.top_p,
+    stream=bool(body.stream),
+    logprobs=bool(body.logprobs),
+  )
+
+
+def _message(message: _Message, n: int) -> dict[str, Any]:
+  """Converts a message to text, and its calls' arguments to values."""
+  content = message.content
+  if isinstance(content, list):
+    texts = [p.get("text") for p in content if isinstance(p, dict)]
+    if len(texts) < len(content) or not all(isinstance(t, str) for t in texts):
+      raise Refused(f"messages[{n}].content: every part must be text")
+    content = "".join(texts)
+  if content is not None and not isinstance(content, str):
+    raise Refused(f"messages[{n}].content must be a string, or a list of text parts")
+  out: dict[str, Any] = {"role": message.role, "content": content or ""}
+  calls = []
+  for k, call in enumerate(message.tool_calls or ()):
+    try:
+      arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+      arguments = None
+    if not isinstance(arguments, dict):
+      raise Refused(
+        f"messages[{n}].tool_calls[{k}].function.arguments must be a JSON object"
+      )
+    calls.append(FunctionCall(call.function.name, arguments))
+  if calls:
+    out["calls"] = calls
+    # Templates read OpenAI's form, with arguments as objects.
+    out["tool_calls"] = [
+      {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+      for c in calls
+    ]
+  return out
