@@ -92,14 +92,14 @@ class Sampling:
   """How one reply is sampled.
 
   Attributes:
-    temperature: 0 is greedy.
+    temperature: 0 is greedy; None for 1.
     top_p: None for the config's.
     most: maximum tokens; None for all that fit.
     stop: texts that end the reply, besides the format's.
     seed: an integer for the random numbers, besides the session's.
   """
 
-  temperature: float = 1.0
+  temperature: float | None = None
   top_p: float | None = None
   most: int | None = None
   stop: tuple[str, ...] = ()
@@ -113,15 +113,12 @@ class ChatRequest:
   Attributes:
     messages, tools: the conversation.
     samplings: one per choice.
-    temperature, top_p: the request's own, or None.
     stream, logprobs: the form of the response.
   """
 
   messages: list[dict[str, Any]]
   tools: list[dict[str, Any]]
   samplings: list[Sampling]
-  temperature: float | None
-  top_p: float | None
   stream: bool
   logprobs: bool
 
@@ -153,7 +150,7 @@ def read_request(data: bytes) -> ChatRequest:
   for n in range(body.n or 1):
     samplings.append(
       Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=body.temperature,
         top_p=body.top_p,
         most=body.max_completion_tokens or body.max_tokens,
         stop=tuple(filter(None, stop)),
@@ -164,8 +161,6 @@ def read_request(data: bytes) -> ChatRequest:
     messages=[_message(m, n) for n, m in enumerate(body.messages)],
     tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
     samplings=samplings,
-    temperature=body.temperature,
-    top_p=body.top_p,
     stream=bool(body.stream),
     logprobs=bool(body.logprobs),
   )

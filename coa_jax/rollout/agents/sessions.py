@@ -29,6 +29,7 @@ from coa_jax.protocol.trajectory import (
   Status,
   ToolCall,
   Trajectory,
+  Usage,
   grammar_parts,
 )
 from coa_jax.rollout.agents.formats import Format, Message, Reply
@@ -78,7 +79,7 @@ class _ReplyEpisode(Episode):
     self.opening = grammar_parts(context)
     self.seed = seed
     self.sequence = sequence
-    self.temperature = sampling.temperature
+    self.temperature = 1.0 if sampling.temperature is None else sampling.temperature
     self.top_p = sampling.top_p
     self._most = sampling.most
     self._tokenizer = tokenizer
@@ -375,7 +376,7 @@ class Session:
       t.segments += segments
     t.status = Status.TRUNCATED if self.overflowed else Status.ENDED
     # --- Its cost.
-    usage = t.usage
+    t.usage = usage = Usage()
     for context in t.split() if t.segments else ():
       usage.model_calls += 1
       for s in context.segments:

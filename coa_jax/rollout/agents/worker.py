@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import importlib
 import inspect
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +26,8 @@ from coa_jax.rollout.agents.sessions import Sampled, Session
 from coa_jax.rollout.types import Attempt, Engine
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.types import Tools
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,13 @@ def load_agent(path: str) -> Callable[[dict[str, Any], Client], Any]:
   return found
 
 
+@functools.cache
+def _warn_once(name: str, value: float) -> None:
+  _log.warning(
+    "an agent asks for %s=%g; replies are sampled with the config's", name, value
+  )
+
+
 class AgentRun(Session):
   """One attempt by an agent."""
 
@@ -84,6 +95,10 @@ class AgentRun(Session):
   ) -> concurrent.futures.Future[Sampled]:
     """Samples a reply with the attempt's temperature, not the request's."""
     # The learner computes log-probs at one temperature.
+    for name, usual in (("temperature", self.temperature), ("top_p", None)):
+      value = getattr(sampling, name)
+      if value not in (None, usual):
+        _warn_once(name, value)
     own = dataclasses.replace(
       sampling, temperature=self.temperature, top_p=None, seed=0
     )
