@@ -62,9 +62,11 @@ class ToolCostConfig:
 
   Attributes:
     per_call: penalty per call, at most 0.5; all calls together cost at most 0.5.
+    by_turn: True charges calls made at once only once: the longest chain of calls.
   """
 
   per_call: float
+  by_turn: bool = False
 
   def __post_init__(self):
     _check_weight(self.per_call, "tool_cost", "per_call")
@@ -183,4 +185,5 @@ def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
 
 def tool_cost(config: ToolCostConfig, trajectory: Trajectory) -> float:
   """The tool-cost term; see `ToolCostConfig`."""
-  return -min(config.per_call * len(trajectory.calls), MAX_TOOL_COST)
+  count = trajectory.usage.tool_turns if config.by_turn else len(trajectory.calls)
+  return -min(config.per_call * count, MAX_TOOL_COST)

@@ -74,6 +74,10 @@ def test_tool_cost():
   config = ToolCostConfig(0.2)
   costs = [shaping.tool_cost(config, trajectory_of(calls=["x"] * n)) for n in range(5)]
   assert costs == pytest.approx([0, -0.2, -0.4, -0.5, -0.5])
+  # Two calls at once and one after them: a chain of two.
+  t = trajectory_of(calls=["x"] * 3)
+  t.usage.tool_turns = 2
+  assert shaping.tool_cost(ToolCostConfig(0.1, by_turn=True), t) == -0.2
 
 
 def test_any_terms_together_are_the_sum_of_their_parts():
