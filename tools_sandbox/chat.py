@@ -123,7 +123,7 @@ class ChatModel:
     """Returns the model's answer to one message, without control characters.
 
     Args:
-      system: the system message.
+      system: the system message; "" for none.
       content: the user's message: text, or text and image parts.
       seconds: the time limit, retries included.
 
@@ -131,10 +131,9 @@ class ChatModel:
       ToolFault: the endpoint refuses this request.
       Unavailable: no usable reply.
     """
-    messages = [
-      {"role": "system", "content": system},
-      {"role": "user", "content": content},
-    ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    if system:
+      messages.insert(0, {"role": "system", "content": system})
     return self._service.ask(self._body(messages), seconds, _read_text)
 
   def send(

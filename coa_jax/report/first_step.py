@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Status, Trajectory
-from coa_jax.rewards import written_answer
+from coa_jax.rewards import answer_of
 
 # A text with at least this many words and a full stop is a sentence: names and titles
 # seldom have both.
@@ -37,7 +37,7 @@ def warnings(
   sentences = []
   for t in exact:
     accepted = by_id[t.task_id].answers
-    answer = written_answer(t.text) or ""
+    answer = answer_of(t) or ""
     wrong = t.reward_parts.get("answer", 0.0) == 0
     if all(map(_is_sentence, accepted)) or (wrong and _is_sentence(answer)):
       sentences.append(f"task {t.task_id!r}: {answer!r:.60} for {accepted[0]!r:.60}")

@@ -19,7 +19,7 @@ import numpy as np
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import Author, Status, ToolCall, Trajectory, Usage
-from coa_jax.rewards import written_answer
+from coa_jax.rewards import answer_of
 from coa_jax.rewards.votes import vote_key
 
 RESAMPLES = 2000
@@ -67,7 +67,7 @@ def scored(
   if isinstance(attempt, Scored):
     return attempt
   t = attempt
-  answer = written_answer(t.text)
+  answer = answer_of(t)
   return Scored(
     task_id=t.task_id,
     sample=t.sample,
@@ -274,6 +274,7 @@ def summary(
     attempts if there are any, else sampled), `malformed_rate` (per attempted call) and
     `protocol_ok` (per attempt, greedy and sampled); `ci95`, figure -> [low, high], by
     `interval` for means per task and by `proportion_interval` for all others;
+    `calibration_error`, if a judge read confidences;
     `status`, name -> number of attempts; `tasks`, the number of tasks with graded
     attempts. A figure without data is None.
   """
@@ -328,9 +329,37 @@ def summary(
       out["ci95"][name] = interval(values, under)
     else:
       out["ci95"][name] = proportion_interval(values, under)
+  error = calibration_error(tasks)
+  if error is not None:
+    out["calibration_error"] = error
   out["status"] = {s.value: status[s.value] for s in Status}
   out["tasks"] = len(tasks)
   return out
+
+
+def calibration_error(
+  tasks: Sequence[Sequence[Scored]], size: int = 100
+) -> float | None:
+  """Computes HLE's RMS calibration error; None if no attempt has a confidence.
+
+  Attempts are sorted by confidence and cut into bins of `size`, the rest joining the
+  last bin; the error is the root of the mean of (mean confidence - accuracy)^2,
+  weighted by the bins' sizes (arXiv 2501.14249).
+  """
+  pairs = [
+    (t.reward_parts["confidence"], float(correct(t)))
+    for attempts in tasks
+    for t in attempts
+    if "confidence" in t.reward_parts
+  ]
+  if not pairs:
+    return None
+  ordered = np.array(sorted(pairs, key=lambda pair: pair[0]))
+  bins = np.array_split(
+    ordered, [size * n for n in range(1, max(len(ordered) // size, 1))]
+  )
+  squares = [len(b) * float(b[:, 0].mean() - b[:, 1].mean()) ** 2 for b in bins]
+  return math.sqrt(math.fsum(squares) / len(ordered))
 
 
 def _well_formed(attempt: Scored) -> bool:

@@ -32,7 +32,7 @@ from coa_jax.protocol.trajectory import Author, Segment, Trajectory, iter_trajec
 from coa_jax.report.page import inert_json, page_html, role_kinds, static_text
 from coa_jax.report.plots import to_svg
 from coa_jax.report.tables import Table, html_table
-from coa_jax.rewards import qa, written_answer
+from coa_jax.rewards import answer_of, qa
 from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import parse_object
 
@@ -224,7 +224,7 @@ def _row(
   if not isinstance(golds, list):
     golds = [golds]
   golds = [str(gold) for gold in golds]
-  answer = written_answer(t.text)
+  answer = answer_of(t)
   matched = []
   if answer is not None:
     matched = [gold for gold in golds if qa.every_part(answer, [gold])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol import roles
 from coa_jax.protocol.roles import ANSWER
+from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards import math, qa
 
 
@@ -23,6 +24,16 @@ def written_answer(text: str) -> str | None:
   if closing and opening:
     return content.strip()
   return None
+
+
+AGENT_ANSWER = "agent_answer"  # in `meta`: what an agent's own loop returned
+
+
+def answer_of(trajectory: Trajectory) -> str | None:
+  """Returns a trajectory's answer: its agent's, or else its last `answer` span's."""
+  if AGENT_ANSWER in trajectory.meta:
+    return trajectory.meta[AGENT_ANSWER]
+  return written_answer(trajectory.text)
 
 
 def grade_known(task: Task, prediction: str | None) -> float | None:

@@ -1,8 +1,8 @@
 """Trajectory rewards: the answer graders, and the shaping terms.
 
-A task's source, or otherwise its kind, selects the grader: `qa`, `math`, `math_verify`,
-`code` (hidden tests), `judge` (a language model), or a user's function. All but `qa`
-grade in separate threads: a slow verdict does not delay decoding.
+A task's source, or otherwise its kind, selects the grader: `qa`, `gaia`, `math`,
+`math_verify`, `code` (hidden tests), `judge` (a language model), or a user's function.
+All but `qa` grade in separate threads: a slow verdict does not delay decoding.
 
 budget: the config, the choice of a grader and the use of its verdict are one path.
 """
@@ -26,7 +26,7 @@ import numpy as np
 from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Status, Trajectory
-from coa_jax.rewards import math, qa, shaping, written_answer
+from coa_jax.rewards import gaia, math, qa, shaping, written_answer
 from coa_jax.rewards.code.grader import CodeConfig, CodeGrader
 from coa_jax.rewards.code.tests import read_tests
 from coa_jax.rewards.graded import Graded, Ungradable
@@ -34,7 +34,7 @@ from coa_jax.rewards.judge import Judge, JudgeConfig
 from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.runtime.fields import bounded, check_fields, choice
 
-GRADERS = ("qa", "math", "math_verify", "code", "judge")
+GRADERS = ("qa", "gaia", "math", "math_verify", "code", "judge")
 # Training rules for a `|`-joined answer: which parts must be right, or their F1.
 MATCHES: dict[str, Callable[[str, Sequence[str]], float]] = {
   "every": qa.every_part,
@@ -50,12 +50,12 @@ class RewardConfig:
   """Config section `reward`.
 
   Attributes:
-    graders: a task's source or kind -> qa, math, math_verify (the library's own
-      verdicts), code, judge, or "package.module:function", called with (task, answer or
-      None, trajectory); it returns a number from 0 to 1, or a dict of numbers with
-      "answer" among them (the others are recorded as `part_NAME`), and may raise
-      `graded.Ungradable`. A source takes precedence over a kind; by default each kind
-      has the grader of its name.
+    graders: a task's source or kind -> qa, gaia (the benchmark's quasi-exact match),
+      math, math_verify (the library's own verdicts), code, judge, or
+      "package.module:function", called with (task, answer or None, trajectory); it
+      returns a number from 0 to 1, or a dict of numbers with "answer" among them (the
+      others are recorded as `part_NAME`), and may raise `graded.Ungradable`. A source
+      takes precedence over a kind; by default each kind has the grader of its name.
     match: the qa rule in training: every (each part of a `|`-joined answer must be
       right), first (the first part), or f1 (the mean of the parts' token F1). In
       evaluation the first part counts, and its F1 is recorded.
@@ -103,7 +103,7 @@ class RewardConfig:
 
 VERDICTS = "verdicts.jsonl"  # the judge's, in a workdir
 _Grade = Callable[[Task, str | None, Trajectory], Graded]
-OwnReward = Callable[[], float | None]
+OwnReward = Callable[[], float | Graded | None]
 
 
 class Grader:
@@ -183,7 +183,7 @@ class Grader:
       name = self.grader_of(task)
       if name == "code":
         read_tests(task)  # refuses tests in an unknown form
-      elif task.kind == Kind.CODE and name in ("qa", "math", "math_verify"):
+      elif task.kind == Kind.CODE and name in ("qa", "gaia", "math", "math_verify"):
         raise ValueError(
           f"task {task.id!r}: code tasks need hidden tests; grader {name!r} would "
           "compare their text"
@@ -219,8 +219,8 @@ class Grader:
   ) -> None:
     """Gives a finished trajectory its reward, reward parts, and a record in `meta`.
 
-    `evaluation` grades QA by the first part, and records token F1. `own` is the reward
-    of the trajectory's environment; unless it gives None, it replaces the verdict.
+    `evaluation` grades QA by the first part, and records token F1. `own` is the verdict
+    of the trajectory's environment or agent; unless it gives None, it counts.
 
     Raises:
       ValueError: a user's grader fails or returns nonsense, or _MAX_FAILURES
@@ -236,7 +236,7 @@ class Grader:
         answer = written_answer(trajectory.text)
         graded = self.answer(task, answer, trajectory, evaluation)
       else:
-        graded = Graded(value)
+        graded = value if isinstance(value, Graded) else Graded(value)
     except Ungradable as e:
       # No verdict is not a wrong answer: the trajectory leaves its group, unrewarded.
       trajectory.status = Status.INFRASTRUCTURE
@@ -288,6 +288,8 @@ class Grader:
       return self._open[name]
 
   def _make(self, name: str) -> _Grade:
+    if name == "gaia":
+      return _gaia
     if name == "math":
       return functools.partial(_math, math.equivalent)
     if name == "math_verify":
@@ -312,7 +314,11 @@ class Grader:
     return Graded(float(qa.first_part(answer, task.answers)), parts={"f1": f1})
 
 
-def _own_reward(own: OwnReward) -> float | None:
+def _gaia(task: Task, answer: str | None, _: Trajectory) -> Graded:
+  return Graded(float(gaia.quasi_exact_match(answer or "", task.answers)))
+
+
+def _own_reward(own: OwnReward) -> float | Graded | None:
   try:
     return own()
   except RuntimeError as e:  # the environment's sandbox

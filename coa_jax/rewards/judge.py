@@ -21,9 +21,9 @@ from typing import Any
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
-from coa_jax.rewards import qa
+from coa_jax.rewards import hle, qa
 from coa_jax.rewards.graded import Graded, Ungradable
-from coa_jax.runtime.fields import bounded, check_fields
+from coa_jax.runtime.fields import bounded, check_fields, choice
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.faults import ToolFault, Unavailable
 
@@ -65,6 +65,8 @@ class JudgeConfig:
     chat: the endpoint: base_url, model, key_file, max_tokens.
     seconds: time limit for one reply, retries and pauses included.
     workers: requests at once.
+    style: verdict asks in this project's words; hle in those of HLE and BrowseComp,
+      and records the response's confidence.
     cache: a JSON-lines file for verdicts; with None, a stage stores them in its workdir
       (verdicts.jsonl), any other caller in memory only.
   """
@@ -72,10 +74,32 @@ class JudgeConfig:
   chat: ChatConfig
   seconds: float = bounded(120.0, above=0)
   workers: int = bounded(8, least=1)
+  style: str = choice("verdict", of=("verdict", "hle"))
   cache: str | None = None
 
   def __post_init__(self):
     check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """A verdict, and the response's confidence if the judge's style asks for it."""
+
+  right: bool
+  confidence: float | None = None
+
+  @property
+  def graded(self) -> Graded:
+    """Returns the verdict as a grade."""
+    if self.confidence is None:
+      return Graded(float(self.right))
+    return Graded(float(self.right), parts={"confidence": self.confidence})
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns the fields of a row in the cache."""
+    if self.confidence is None:
+      return {"correct": self.right}
+    return {"correct": self.right, "confidence": self.confidence}
 
 
 def read_verdict(reply: str) -> bool | None:
@@ -168,7 +192,7 @@ class Judge:
     self._chat = ChatModel(config.chat)
     self._turn = threading.Semaphore(config.workers)
     self._lock = threading.Lock()
-    self._verdicts: dict[str, concurrent.futures.Future[bool]] = {}
+    self._verdicts: dict[str, concurrent.futures.Future[Verdict]] = {}
     self._cache: JsonLog | None = None
     for other in others:
       read_rows(other, self._recall)
@@ -181,7 +205,7 @@ class Judge:
     self._chat.close()
 
   def grade(self, task: Task, answer: str | None) -> Graded:
-    """Returns 1.0 if the judge calls the answer correct, else 0.0.
+    """Returns 1.0 if the judge calls the answer correct, else 0.0; see `Verdict`.
 
     Raises:
       Ungradable: the judge is unreachable, refuses, or gives no verdict.
@@ -189,15 +213,23 @@ class Judge:
     # --- Verdicts without the judge.
     if answer is None or not answer.strip():
       return Graded(0.0)
-    if qa.exact_match(answer, task.answers):
+    is_hle = self._config.style == "hle"
+    if not is_hle and qa.exact_match(answer, task.answers):
       return Graded(1.0)
     # --- The request and its key; another model or prompt has another verdict.
-    data = {
-      "question": task.question,
-      "labelled_answers": list(task.answers),
-      "predicted_answer": answer,
-    }
-    ask = _ASK.format(data=json.dumps(data, indent=1))
+    if is_hle:
+      ask = hle.PROMPT.format(
+        question=task.question,
+        response=answer,
+        correct_answer=" or ".join(task.answers),
+      )
+    else:
+      data = {
+        "question": task.question,
+        "labelled_answers": list(task.answers),
+        "predicted_answer": answer,
+      }
+      ask = _ASK.format(data=json.dumps(data, indent=1))
     text = f"{self._config.chat.model}\0{_SYSTEM}\0{ask}"
     key = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
     # --- The first thread with this answer asks; all others wait for its verdict.
@@ -206,13 +238,13 @@ class Judge:
       verdict = self._verdicts.setdefault(key, concurrent.futures.Future())
     if is_first:
       self._settle(key, verdict, ask)
-    return Graded(float(verdict.result()))
+    return verdict.result().graded
 
   def _settle(
-    self, key: str, verdict: concurrent.futures.Future[bool], ask: str
+    self, key: str, verdict: concurrent.futures.Future[Verdict], ask: str
   ) -> None:
     try:
-      right = self._ask(ask)
+      found = self._ask(ask)
     except BaseException as e:
       # A failure is not stored: the next attempt asks again. Threads waiting for this
       # one fail with it.
@@ -220,38 +252,46 @@ class Judge:
         del self._verdicts[key]
       verdict.set_exception(e)
       return
-    verdict.set_result(right)
+    verdict.set_result(found)
     if self._cache is not None:
-      self._cache.append({"key": key, "correct": right})
+      self._cache.append({"key": key, **found.to_json()})
 
-  def _ask(self, ask: str) -> bool:
+  def _ask(self, ask: str) -> Verdict:
     reply = ""
+    system = "" if self._config.style == "hle" else _SYSTEM
     # `ChatModel` retries failed requests; this loop retries replies without a verdict,
     # since the model may use the right format the next time.
     for _ in range(_REPLIES):
       try:
         with self._turn:
-          reply = self._chat.ask(_SYSTEM, ask, self._config.seconds)
+          reply = self._chat.ask(system, ask, self._config.seconds)
       except (Unavailable, ToolFault) as e:
         raise Ungradable(f"reward.judge: {e}") from e
-      right = read_verdict(reply)
-      if right is not None:
-        return right
+      if self._config.style == "hle":
+        read = hle.read_reply(reply)
+        if read is not None:
+          return Verdict(*read)
+      else:
+        right = read_verdict(reply)
+        if right is not None:
+          return Verdict(right)
     raise Ungradable(f"reward.judge: no verdict in a reply that ends {reply[-80:]!r}")
 
   def _recall(self, row: Any, where: str, place: Place) -> None:
     """Takes over a verdict from a cache."""
     try:
       key = row["key"]
-      right = row["correct"]
-      if not isinstance(key, str) or not isinstance(right, bool):
+      found = Verdict(row["correct"], row.get("confidence"))
+      is_number = isinstance(found.confidence, float | None)
+      if not isinstance(key, str) or not isinstance(found.right, bool) or not is_number:
         raise TypeError
     except (TypeError, KeyError):
       raise ValueError(
-        f"{where}: not a verdict; accepted: key (text) and correct (boolean)"
+        f"{where}: not a verdict; accepted: key (text), correct (boolean) and "
+        "confidence (0 to 1)"
       ) from None
-    verdict: concurrent.futures.Future[bool] = concurrent.futures.Future()
-    verdict.set_result(right)
+    verdict: concurrent.futures.Future[Verdict] = concurrent.futures.Future()
+    verdict.set_result(found)
     self._verdicts[key] = verdict
 
 

@@ -18,6 +18,7 @@ from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Status
+from coa_jax.rewards import answer_of, written_answer
 from coa_jax.rollout.agents import worker as agents
 from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.formats import ChatFormat, TeamFormat
@@ -97,6 +98,7 @@ def test_a_teams_agent_plays_our_own_loops_trajectory():
     assert t.reward == ours[n].reward == 1.0
     assert [c.result for c in t.calls] == [c.result for c in ours[n].calls]
     assert t.status == Status.ENDED and t.meta["ambiguous_joins"] == 0
+    assert t.meta["agent_answer"] == answer_of(t) == written_answer(t.text)
   # Sampled ids are trained ids: the learner finds the sampler's log-probs.
   learner = toy.logps_of(toy.MODEL, toy.actor().params, theirs)
   for t, logps in zip(theirs, learner, strict=True):

@@ -137,6 +137,40 @@ def apps(row: Row, where: str, default_id: str) -> Row:
   }
 
 
+def codecontests(row: Row, where: str, default_id: str) -> Row:
+  """Reads a CodeContests row in the hub's format: all of its tests count."""
+  inputs: list[str] = []
+  outputs: list[str] = []
+  for name in ("public_tests", "private_tests", "generated_tests"):
+    tests = row.get(name) or {}
+    if isinstance(tests, str):
+      tests = parse_json(tests, f"{where}: field {name!r}")
+    given = list(tests.get("input", ())), list(tests.get("output", ()))
+    if len(given[0]) != len(given[1]) or not all(map(are_strings, given)):
+      raise ValueError(
+        f"{where}: field {name!r} must have equally many texts in input and output"
+      )
+    inputs += given[0]
+    outputs += given[1]
+  if not inputs:
+    raise ValueError(f"{where}: no test in public_tests, private_tests, ...")
+  for name in ("input_file", "output_file"):
+    if row.get(name):
+      raise ValueError(
+        f"{where}: field {name!r} is {row[name]!r:.80}; programs read standard input "
+        "and write standard output"
+      )
+  return {
+    "id": first_of(row, "name", default=default_id),
+    "question": _text(row, where, "description"),
+    "answers": f"a program that passes {len(inputs)} tests",
+    "kind": Kind.CODE,
+    "source": "codecontests",
+    "family": str(first_of(row, "difficulty")),
+    "meta": {"tests": {"inputs": inputs, "outputs": outputs}},
+  }
+
+
 def _with_starter(question: str, starter: str | None) -> str:
   if not starter or not starter.strip():
     return question

@@ -17,7 +17,13 @@ from typing import Any
 
 from coa_jax.data.tasks.cells import is_unread_list, listed
 from coa_jax.data.tasks.choices import with_options
-from coa_jax.data.tasks.code_schemas import apps, humaneval, livecodebench, mbpp
+from coa_jax.data.tasks.code_schemas import (
+  apps,
+  codecontests,
+  humaneval,
+  livecodebench,
+  mbpp,
+)
 from coa_jax.data.tasks.encrypted import browsecomp, check_in_clear, opened
 from coa_jax.data.tasks.rl_schemas import last_question, released, system_text
 from coa_jax.data.tasks.task import Kind, Row, Task, first_of, is_absent
@@ -443,6 +449,7 @@ _SCHEMAS: tuple[tuple[str, set[str], Callable[[Row, str, str], Row]], ...] = (
   ("MBPP", {"code", "test_list"}, mbpp),
   ("LiveCodeBench", {"question_content", "public_test_cases"}, livecodebench),
   ("APPS", {"question", "input_output", "solutions"}, apps),
+  ("CodeContests", {"description", "public_tests", "private_tests"}, codecontests),
   ("BrowseComp", {"problem", "answer", "canary"}, browsecomp),
   ("PopQA", {"question", "possible_answers", "prop"}, _popqa),
   ("TriviaQA", {"question", "answer", "question_id", "question_source"}, _triviaqa),

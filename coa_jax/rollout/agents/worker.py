@@ -17,7 +17,8 @@ from typing import Any
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory
-from coa_jax.rewards.graded import Ungradable
+from coa_jax.rewards import AGENT_ANSWER
+from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.formats import Format, Message
 from coa_jax.rollout.agents.requests import Sampling
@@ -198,17 +199,19 @@ class AgentWorker(RolloutWorker):
     # --- The verdict: on the answer, or the agent's own.
     where = f"agent {self._config.path} on task {run.task.id!r}"
 
-    def verdict() -> float | None:
+    def verdict() -> float | Graded:
       if error is not None and t.status != Status.TRUNCATED:
         raise Ungradable(f"{where} raised {type(error).__name__}: {error}")
       if not t.segments:
         raise Ungradable(f"{where} got no reply")
       if isinstance(value, bool | int | float):
         if not 0 <= value <= 1:
-          raise ValueError(f"{where} returned {value!r}; a reward is from 0 to 1")
+          raise ValueError(
+            f"{where} returned {value!r}; a reward is from 0 to 1, an answer a text"
+          )
         return float(value)
-      answer = None if value is None else str(value)
-      return self.grader.answer(run.task, answer, t, evaluation).answer
+      answer = t.meta[AGENT_ANSWER] = None if value is None else str(value)
+      return self.grader.answer(run.task, answer, t, evaluation)
 
     try:
       variant = self.episode_config.variant

@@ -1,0 +1,120 @@
+"""The judge in the words of HLE and BrowseComp, and the calibration error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+import pytest
+from chat_server import ChatServer
+
+from coa_jax.data.tasks.task import Task
+from coa_jax.protocol.trajectory import Status, Usage
+from coa_jax.report.scores import Scored, calibration_error
+from coa_jax.rewards.graded import Ungradable
+from coa_jax.rewards.hle import read_reply
+from coa_jax.rewards.judge import Judge, JudgeConfig
+from tools_sandbox.chat import ChatConfig
+
+REPLY = (
+  "extracted_final_answer: {answer}\n\n[correct_answer]: 42\n\nreasoning: They are "
+  "{word}; correct: would be wrong here.\n\ncorrect: {verdict}\n\nconfidence: 80%"
+)
+YES = REPLY.format(answer="42", word="equal", verdict="yes")
+NO = REPLY.format(answer="41", word="different", verdict="no")
+
+# Reply, (is correct, confidence) or None.
+REPLIES = [
+  (YES, (True, 0.8)),
+  (NO, (False, 0.8)),
+  ("**correct:** Yes\n**confidence:** 95", (True, 0.95)),
+  ("correct: 'no'", (False, 1.0)),
+  ("correct: no\nconfidence: 250%", (False, 1.0)),
+  ("<think>correct: yes</think>\ncorrect: no\nconfidence: 3%", (False, 0.03)),
+  ("correct: yes\ncorrect: no", None),
+  ("correct: yes\nand again correct: yes\nCorrect: YES", (True, 1.0)),
+  ("It is correct.", None),
+  ("incorrect: yes", None),
+  ("correct: maybe", None),
+  ("<think>\ncorrect: yes", None),
+  ("", None),
+]
+
+
+@pytest.mark.parametrize(("reply", "read"), REPLIES)
+def test_a_reply(reply, read):
+  assert read_reply(reply) == read
+
+
+class Server(ChatServer):
+  """Says yes to answers with 42."""
+
+  def answer(self, body: dict) -> str:
+    text = body["messages"][-1]["content"]
+    response = text.partition("[response]: ")[2].partition("\n\nYour judgement")[0]
+    return YES if "42" in response else NO
+
+
+@contextlib.contextmanager
+def judge(server: Server, **changes) -> Iterator[Judge]:
+  chat = ChatConfig(server.url, "judge-1")
+  running = Judge(JudgeConfig(chat=chat, style="hle", **changes))
+  yield running
+  running.close()
+
+
+TASK = Task("1", "What is 6 * 7?", ("42",))
+
+
+def test_a_verdict_has_a_confidence_and_is_kept(tmp_path):
+  cache = str(tmp_path / "verdicts.jsonl")
+  with Server() as server:
+    for _ in range(2):  # the second judge has the first one's file
+      with judge(server, cache=cache) as running:
+        right, wrong = running.grade(TASK, "42"), running.grade(TASK, "41 {x}")
+        assert (right.answer, right.parts) == (1.0, {"confidence": 0.8})
+        assert (wrong.answer, wrong.parts) == (0.0, {"confidence": 0.8})
+        assert running.grade(TASK, " ").answer == 0.0
+    assert len(server.requests) == 2
+  rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").open()]
+  assert [row["correct"] for row in rows] == [True, False]
+  (message,) = server.requests[0].json["messages"]
+  assert (
+    message["role"] == "user" and "[question]: What is 6 * 7?" in message["content"]
+  )
+
+
+def test_no_verdict_is_no_wrong_answer():
+  with Server() as server, judge(server) as running:
+    server.faults.extend(["I can not say"] * 3)
+    with pytest.raises(Ungradable, match="no verdict"):
+      running.grade(TASK, "42")
+
+
+def attempt(confidence: float, right: float) -> Scored:
+  parts = {"answer": right, "confidence": confidence}
+  return Scored("1", 0, Status.ENDED, parts, Usage(), "", 0, 0, None, 0.0)
+
+
+def test_the_calibration_error_by_hand():
+  # One bin: mean confidence 0.7, accuracy 0.5.
+  tasks = [[attempt(0.9, 1.0), attempt(0.5, 0.0)]]
+  assert calibration_error(tasks) == pytest.approx(0.2)
+  # Bins of two: errors 0.3 and 0.25; three of five attempts are in the last bin.
+  tasks = [[attempt(c, r)] for c, r in ((0.2, 1), (0.2, 0), (0.5, 1), (0.8, 0), (1, 1))]
+  expected = (2 / 5 * 0.3**2 + 3 / 5 * (2.3 / 3 - 2 / 3) ** 2) ** 0.5
+  assert calibration_error(tasks, size=2) == pytest.approx(expected)
+  assert (
+    calibration_error(
+      [
+        [
+          Scored.from_json(
+            vars(attempt(1, 1))
+            | {"reward_parts": {"answer": 1.0}, "usage": vars(Usage())}
+          )
+        ]
+      ]
+    )
+    is None
+  )
