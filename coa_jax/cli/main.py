@@ -15,6 +15,7 @@ COMMANDS = {
   "sft": "fine-tune a model on trajectories",
   "rl": "train a model on tasks by agentic RL",
   "evaluate": "measure a model on tasks",
+  "benchmark": "measure a model on a suite of benchmarks, in one table",
   "serve": "serve a model behind OpenAI's API",
   "chat": "ask a model in the terminal",
   "browse": "write a page that shows a run's trajectories",

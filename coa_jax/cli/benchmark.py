@@ -1,0 +1,269 @@
+r"""Evaluates a model on a suite of benchmarks, and writes one table.
+
+  coa benchmark --suite=afm --data=DIR --workdir=runs/benchmark \
+    -- --config=configs/evaluate_afm.py:{agent} --config.init=MODEL_FOLDER
+
+Finds the suite's files below --data by their names (--files=gaia=PATH,... names others)
+and says which are missing and where they are published. `coa evaluate` then plays the
+sets of each agent together, with the flags after --; {agent} in them is web, mhqa, code
+or math. Writes benchmark.md, .csv, .html and .json into the workdir: a score with its
+95 % interval, tokens, calls and seconds per task, and the paper's figures. The same
+command resumes; another --limit_per_source needs another workdir.
+
+Suites: afm (the paper's), math, code, mhqa, web, and offline (math and code, without
+any service).
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import dataclasses
+import html
+import io
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import rich
+from absl import flags
+
+from coa_jax.cli.launch import run_program
+from coa_jax.data import suites
+from coa_jax.data.suites import BenchmarkSet
+from coa_jax.data.tasks.sources import TasksConfig, select_tasks
+from coa_jax.data.tasks.task import Task
+from coa_jax.protocol.trajectory import iter_trajectories, write_jsonl
+from coa_jax.report.metrics import say, write_json
+from coa_jax.report.tables import Table, cell, html_table, markdown_table, rich_table
+from coa_jax.runtime.config import ConfigError
+from coa_jax.runtime.disk import atomic_write
+from coa_jax.runtime.json_io import read_object
+from coa_jax.runtime.record import hash_files
+
+_SUITE = flags.DEFINE_enum("suite", "afm", list(suites.SUITES), "The benchmarks.")
+_DATA = flags.DEFINE_string("data", None, "Folder with the benchmarks' files.")
+_FILES = flags.DEFINE_list("files", [], "Files by name: gaia=PATH,nq=PATH.")
+_LIMIT = flags.DEFINE_integer(
+  "limit_per_source", 0, "Tasks of each benchmark; 0 for all.", lower_bound=0
+)
+_SEED = flags.DEFINE_integer("seed", 0, "With a limit: which tasks.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder that the run writes.")
+
+_AGENT = "{agent}"
+_COLUMNS = {
+  "set": "benchmark",
+  "tasks": "tasks",
+  "score": "score %",
+  "interval": "95 %",
+  "metric": "metric",
+  "tokens": "tokens",
+  "calls": "calls",
+  "seconds": "s",
+  "paper_7b": "paper 7B",
+  "paper_32b": "paper 32B",
+}
+
+
+def choose_files(
+  suite: str, data: str | None, files: Sequence[str]
+) -> tuple[dict[str, str], list[BenchmarkSet]]:
+  """Finds a suite's files; returns set name -> path, and the missing sets.
+
+  Raises:
+    ConfigError: `files` names no set or file, or nothing is found.
+  """
+  sets = [s for s in suites.SETS if s.name in suites.SUITES[suite]]
+  found = suites.find_files(data, sets) if data else {}
+  for word in files:
+    name, _, path = word.partition("=")
+    known = [s.name for s in suites.SETS]
+    if name not in known or not path:
+      raise ConfigError(f"--files={word}: write NAME=PATH, NAME of {', '.join(known)}")
+    if not os.path.exists(path):
+      raise ConfigError(f"--files={word}: {path} does not exist")
+    found[name] = path
+  if not found:
+    names = ", ".join(f"{s.name} ({s.hub})" for s in sets)
+    raise ConfigError(f"--data={data}: none of suite {suite} is there: {names}")
+  return found, [s for s in sets if s.name not in found]
+
+
+def write_tasks(
+  found: Mapping[str, str], limit: int, seed: int, workdir: str
+) -> dict[str, str]:
+  """Writes each agent's tasks to one file; returns agent -> path."""
+  tasks: dict[str, list[Task]] = collections.defaultdict(list)
+  for one in suites.SETS:
+    if one.name not in found:
+      continue
+    config = TasksConfig(found[one.name], limit=limit, seed=seed if limit else None)
+    for task in select_tasks(config):
+      # Two sets may share an id.
+      new_id = f"{one.name}-{task.id}"
+      tasks[one.agent].append(dataclasses.replace(task, id=new_id, source=one.name))
+  paths = {}
+  for agent, chosen in tasks.items():
+    paths[agent] = os.path.join(workdir, f"{agent}_tasks.jsonl")
+    write_jsonl(paths[agent], (task.to_json() for task in chosen))
+  return paths
+
+
+def evaluate(
+  agent: str, tasks: str, sets: Iterable[BenchmarkSet], words: Sequence[str], out: str
+) -> None:
+  """Runs `coa evaluate` on an agent's tasks.
+
+  Raises:
+    ConfigError: it failed; its own message is on standard error.
+  """
+  flags_ = [word.replace(_AGENT, agent) for word in words]
+  flags_ += [f"--config.tasks.uri={tasks}", f"--workdir={out}", "--json"]
+  graders = {s.name: s.grader for s in sets if s.grader}
+  if graders and not any("reward.graders" in word for word in words):
+    flags_ += [f"--config.reward.graders.{n}={g}" for n, g in graders.items()]
+  command = [sys.executable, "-m", "coa_jax.cli.main", "evaluate", *flags_]
+  done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+  if done.returncode:
+    raise ConfigError(
+      f"coa evaluate ended with status {done.returncode} on {tasks}; the same command "
+      "resumes"
+    )
+
+
+def rows_of(
+  agent: str, out: str, sets: Iterable[BenchmarkSet]
+) -> Iterable[dict[str, Any]]:
+  """Yields a row of the table for each of an agent's sets, then their average."""
+  results = read_object(os.path.join(out, "results.json"))
+  by_source = results["by_source"]
+  seconds = _seconds(out)
+  rows = []
+  for one in sets:
+    figures = by_source.get(one.name)
+    if figures is None:
+      continue
+    # Several samples are averaged (avg@k); otherwise the greedy answer counts.
+    sampled = figures["pass1_sampled"] is not None
+    name = "pass1_sampled" if sampled else "pass1_greedy"
+    score = figures[name]
+    low, high = figures["ci95"][name] or (None, None)
+    row = {
+      "agent": agent,
+      "set": one.name,
+      "tasks": figures["tasks"],
+      "score": None if score is None else 100 * score,
+      "interval": None if low is None else [100 * low, 100 * high],
+      "metric": f"avg@{_samples(out)}" if sampled else "greedy",
+      "tokens": figures["tokens_per_task"],
+      "calls": figures["tool_calls_per_task"],
+      "seconds": seconds.get(one.name),
+      "paper_7b": one.paper.get("7b"),
+      "paper_32b": one.paper.get("32b"),
+    }
+    rows.append(row)
+  yield from rows
+  if len(rows) > 1:
+    average: dict[str, Any] = {"agent": agent, "set": f"{agent}, average"}
+    average["tasks"] = sum(row["tasks"] for row in rows)
+    for name in ("score", "tokens", "calls", "seconds", "paper_7b", "paper_32b"):
+      values = [row[name] for row in rows]
+      if None not in values:
+        average[name] = statistics.fmean(values)
+    yield average
+
+
+def _samples(out: str) -> int:
+  return read_object(os.path.join(out, "config.json"))["config"]["eval"]["samples"]
+
+
+def _seconds(out: str) -> dict[str, float]:
+  """Returns each source's mean seconds per attempt."""
+  spent: dict[str, list[float]] = collections.defaultdict(list)
+  for name in ("greedy.jsonl", "sampled.jsonl"):
+    path = os.path.join(out, name)
+    if os.path.exists(path):
+      for t in iter_trajectories(path):
+        spent[t.meta.get("source", "")].append(t.usage.seconds)
+  return {source: statistics.fmean(values) for source, values in spent.items()}
+
+
+def write_table(workdir: str, table: Table, card: Mapping[str, Any]) -> None:
+  """Writes the table as Markdown, CSV and HTML, and the run's card as JSON."""
+  texts = {
+    "benchmark.md": f"# {table.title}\n\n"
+    f"{markdown_table(table.rows, table.columns)}\n{table.note}\n",
+    "benchmark.csv": _csv(table),
+    "benchmark.html": "<!doctype html><meta charset='utf-8'>"
+    f"<title>{html.escape(table.title)}</title>{html_table(table)}",
+  }
+  for name, text in texts.items():
+    with atomic_write(os.path.join(workdir, name)) as f:
+      f.write(text)
+  write_json(os.path.join(workdir, "benchmark.json"), dict(card))
+
+
+def _csv(table: Table) -> str:
+  out = io.StringIO()
+  writer = csv.writer(out, lineterminator="\n")
+  writer.writerow(table.columns)
+  for row in table.rows:
+    writer.writerow([cell(row.get(key)) for key in table.columns])
+  return out.getvalue()
+
+
+def main(words: list[str]) -> None:
+  """Runs the benchmarks with the words after --."""
+  if not _WORKDIR.value:
+    raise ConfigError("--workdir is missing; name the folder that the run writes")
+  if not any(word.startswith("--config=") for word in words):
+    raise ConfigError(
+      "no config for the evaluations; give it after --: "
+      "-- --config=configs/evaluate_afm.py:{agent} --config.init=MODEL_FOLDER"
+    )
+  workdir = _WORKDIR.value
+  os.makedirs(workdir, exist_ok=True)
+
+  # --- The sets at hand.
+  found, missing = choose_files(_SUITE.value, _DATA.value, _FILES.value)
+  for one in missing:
+    say(f"missing: {one.name}; published as {one.hub}")
+  tasks = write_tasks(found, _LIMIT.value, _SEED.value, workdir)
+
+  # --- Each agent's sets, in one evaluation.
+  rows: list[dict[str, Any]] = []
+  for agent, path in tasks.items():
+    sets = [s for s in suites.SETS if s.agent == agent and s.name in found]
+    say(f"{agent}: {', '.join(s.name for s in sets)}")
+    out = os.path.join(workdir, agent)
+    evaluate(agent, path, sets, words, out)
+    rows += rows_of(agent, out, sets)
+
+  # --- The table.
+  note = (
+    "Score: percent of tasks answered rightly; avg@k: the mean of k samples. tokens, "
+    "calls, s: per attempt. paper: Chain-of-Agents after RL (arXiv 2508.13167), whose "
+    "7B code and math models are Coder models."
+  )
+  if missing:
+    note += f" Missing: {', '.join(one.name for one in missing)}."
+  table = Table(f"Benchmarks: {_SUITE.value}", rows, _COLUMNS, note)
+  card = {
+    "suite": _SUITE.value,
+    "limit_per_source": _LIMIT.value,
+    "seed": _SEED.value,
+    "evaluate": words,
+    "files": {name: hash_files(path) for name, path in sorted(found.items())},
+    "missing": [one.name for one in missing],
+    "rows": rows,
+  }
+  write_table(workdir, table, card)
+  rich.print(rich_table(table))
+
+
+def command() -> None:
+  """Runs the command line."""
+  run_program(main, takes_words=True)

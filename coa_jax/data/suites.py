@@ -1,0 +1,139 @@
+"""Benchmark suites, as data: each set's files, agent and published figures.
+
+A new set is a row of `SETS`. The paper's figures are those of arXiv 2508.13167
+after RL, in percent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkSet:
+  """One benchmark.
+
+  Attributes:
+    name: its source in results.
+    agent: the paper's agent that plays it: web, mhqa, code or math.
+    hub: its public name, to download it.
+    patterns: file names, in lower case; the first file that matches one is the set.
+    grader: its own grader; "" for the one of its tasks' kind.
+    paper: model size -> the paper's figure after RL, in percent.
+  """
+
+  name: str
+  agent: str
+  hub: str
+  patterns: tuple[str, ...]
+  grader: str = ""
+  paper: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def _set(
+  agent: str,
+  name: str,
+  hub: str,
+  patterns: str,
+  paper: tuple[float, ...] = (),
+  grader: str = "",
+) -> BenchmarkSet:
+  figures = dict(zip(("7b", "32b"), paper, strict=False))
+  return BenchmarkSet(name, agent, hub, tuple(patterns.split()), grader, figures)
+
+
+_FLASH = "RUC-NLPIR/FlashRAG_datasets"
+
+SETS = (
+  _set("math", "aime24", "HuggingFaceH4/aime_2024", "*aime*24*", (51.9, 66.7)),
+  _set("math", "aime25", "yentinglin/aime_2025", "*aime*25*", (37.8, 59.8)),
+  _set("math", "amc23", "math-ai/amc23", "*amc*23*", (81.6, 96.6)),
+  _set("math", "math500", "HuggingFaceH4/MATH-500", "*math*500*", (89.4, 94.6)),
+  _set("math", "olympiadbench", "Hothan/OlympiadBench", "*olympiad*", (60.6, 72.1)),
+  _set(
+    "code",
+    "livecodebench_v4",
+    "livecodebench/code_generation_lite",
+    "*livecodebench*v4* *lcb*v4*",
+    (29.0, 43.0),
+  ),
+  _set(
+    "code",
+    "livecodebench_v5",
+    "livecodebench/code_generation_lite",
+    "*livecodebench*v5* *lcb*v5*",
+    (28.7, 47.9),
+  ),
+  _set(
+    "code", "codecontests", "deepmind/code_contests", "*code*contests*", (18.8, 32.7)
+  ),
+  _set("code", "humaneval", "openai/openai_humaneval", "*humaneval*"),
+  _set("code", "mbppplus", "evalplus/mbppplus", "*mbpp*"),
+  _set("mhqa", "nq", f"{_FLASH}, nq", "nq*", (43.9,)),
+  _set("mhqa", "triviaqa", f"{_FLASH}, triviaqa", "*trivia*", (63.3,)),
+  _set("mhqa", "popqa", f"{_FLASH}, popqa", "*popqa*", (46.5,)),
+  _set("mhqa", "hotpotqa", f"{_FLASH}, hotpotqa", "*hotpotqa*", (43.9,)),
+  _set("mhqa", "2wikimultihopqa", f"{_FLASH}, 2wikimultihopqa", "*2wiki*", (49.2,)),
+  _set("mhqa", "musique", f"{_FLASH}, musique", "*musique*", (22.3,)),
+  _set("mhqa", "bamboogle", f"{_FLASH}, bamboogle", "*bamboogle*", (49.6,)),
+  _set("web", "gaia", "gaia-benchmark/GAIA", "*gaia*", (40.8, 55.3), "gaia"),
+  _set("web", "webwalkerqa", "callanwu/WebWalkerQA", "*webwalker*", (55.6, 63.0)),
+  _set(
+    "web",
+    "browsecomp",
+    "openai/simple-evals, browse_comp_test_set",
+    "browsecomp* browse_comp*",
+    (5.8, 11.1),
+  ),
+  _set("web", "hle", "cais/hle", "*hle*", (15.6, 18.0)),
+  _set("math", "gsm8k", "openai/gsm8k", "*gsm8k*"),
+)
+# Sets without figures in the paper are in no suite of the paper's.
+_PAPERS = tuple(s.name for s in SETS if s.paper)
+
+
+def _of(*agents: str) -> tuple[str, ...]:
+  return tuple(s.name for s in SETS if s.agent in agents and s.paper)
+
+
+SUITES: Mapping[str, tuple[str, ...]] = {
+  "afm": _PAPERS,
+  "math": _of("math"),
+  "code": _of("code"),
+  "mhqa": _of("mhqa"),
+  "web": _of("web"),
+  # No service is needed: the programs run here.
+  "offline": tuple(s.name for s in SETS if s.agent in ("math", "code")),
+}
+_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".array_record")
+
+
+def find_files(folder: str, sets: Sequence[BenchmarkSet]) -> dict[str, str]:
+  """Finds sets' files below a folder; returns set name -> path.
+
+  A set's file is the first one, by path, whose name matches a pattern, or whose
+  folder's does (gsm8k/test.jsonl). Corpora are passed over, training files come last.
+
+  Raises:
+    FileNotFoundError: the folder does not exist.
+  """
+  if not os.path.isdir(folder):
+    raise FileNotFoundError(f"{folder}: no folder there")
+  paths = []
+  for place, _, names in os.walk(folder):
+    for name in names:
+      if name.endswith(_ENDINGS) and "corpus" not in name.lower():
+        paths.append(os.path.join(place, name))
+  paths.sort(key=lambda path: ("train" in os.path.basename(path).lower(), path))
+  found = {}
+  for one in sets:
+    for path in paths:
+      parent, name = os.path.split(os.path.relpath(path, folder).lower())
+      texts = (name, os.path.basename(parent))
+      if any(fnmatch.fnmatch(t, p) for p in one.patterns for t in texts):
+        found[one.name] = path
+        break
+  return found

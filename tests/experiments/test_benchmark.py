@@ -1,0 +1,122 @@
+"""`coa benchmark`: a suite's files, one evaluation per agent, one table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import toy
+
+from coa_jax.cli import benchmark
+from coa_jax.data import suites
+from coa_jax.runtime.config import ConfigError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def write(path: pathlib.Path, *rows: dict) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def data(tmp_path) -> pathlib.Path:
+  """Questions that the toy policy answers: 2 of 2 rightly, and 0 of 1."""
+  folder = tmp_path / "data"
+  right = [
+    {"problem": q, "answer": a} for q, a in (("2 + 3", "5"), ("4 * 4 + 1", "17"))
+  ]
+  write(folder / "AIME24.jsonl", *right)
+  write(folder / "math-500" / "test.jsonl", {"problem": "2 + 3", "answer": "6"})
+  write(folder / "math-500" / "train.jsonl", {"problem": "x", "answer": "1"})
+  write(folder / "nq_corpus.jsonl", {"id": "1", "text": "no question"})
+  gaia = {"Question": "capital of Ur", "Final answer": "uruk.", "Level": 1}
+  write(folder / "gaia.jsonl", gaia)
+  return folder
+
+
+def test_files_are_found_by_their_names(data):
+  found, missing = benchmark.choose_files("afm", str(data), [])
+  names = {name: str(pathlib.Path(p).relative_to(data)) for name, p in found.items()}
+  assert names == {
+    "aime24": "AIME24.jsonl",
+    "math500": "math-500/test.jsonl",
+    "gaia": "gaia.jsonl",
+  }
+  assert {"aime25", "nq", "hle"} <= {one.name for one in missing}
+  own = str(data / "gaia.jsonl")
+  found, _ = benchmark.choose_files("math", str(data), [f"amc23={own}"])
+  assert found["amc23"] == own and "gaia" not in found
+
+
+@pytest.mark.parametrize(
+  ("files", "words"),
+  [
+    (["aim24=x"], "--files=aim24=x: write NAME=PATH"),
+    (["aime24=nowhere"], "nowhere does not exist"),
+    ([], r"none of suite mhqa is there: nq .RUC-NLPIR"),
+  ],
+)
+def test_files_that_are_not_there_are_refused(data, files, words):
+  with pytest.raises(ConfigError, match=words):
+    benchmark.choose_files("mhqa", str(data), files)
+
+
+def test_every_suite_names_known_sets():
+  known = {s.name: s for s in suites.SETS}
+  assert len(known) == len(suites.SETS)
+  for names in suites.SUITES.values():
+    assert names and set(names) <= set(known)
+  assert all(0 < v < 100 for s in suites.SETS for v in s.paper.values())
+
+
+CONFIG = """
+import ml_collections
+
+def get_config(arg):
+  config = ml_collections.ConfigDict()
+  config.init = {init!r}
+  config.model = dict(remat="none")
+  config.rollout = dict(style="brief", slots=4, max_len=128, seed=1)
+  config.tools = dict(
+    tools=("wiki_search", "code") if arg == "web" else ("code",), corpus={corpus!r}
+  )
+  config.eval = dict(greedy=True, samples=0)
+  return config
+"""
+
+
+@pytest.mark.slow
+def test_a_suite_in_one_table(data, tmp_path):
+  toy.save_policy(str(tmp_path / "model"), toy.actor().params)
+  pages = tmp_path / "pages.jsonl"
+  write(pages, {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."})
+  config = tmp_path / "bench.py"
+  config.write_text(CONFIG.format(init=str(tmp_path / "model"), corpus=str(pages)))
+  out = tmp_path / "out"
+  command = [sys.executable, "-m", "experiments.benchmark", f"--data={data}"]
+  command += [f"--workdir={out}", "--", f"--config={config}:{{agent}}"]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  assert "missing: aime25; published as yentinglin/aime_2025" in done.stderr
+  rows = json.loads((out / "benchmark.json").read_text())["rows"]
+  scores = {row["set"]: (row.get("score"), row["tasks"]) for row in rows}
+  assert scores == {
+    "aime24": (100.0, 2),
+    "math500": (0.0, 1),
+    "math, average": (50.0, 3),
+    "gaia": (100.0, 1),
+  }
+  assert rows[0]["paper_7b"] == 51.9 and rows[0]["metric"] == "greedy"
+  with (out / "benchmark.csv").open() as f:
+    assert len(list(csv.reader(f))) == 5
+  assert "| aime24 | 2 | 100.0 |" in (out / "benchmark.md").read_text()
+  assert "<td>aime24</td>" in (out / "benchmark.html").read_text()
+  # The same command finds everything done, and writes the same card.
+  card = (out / "benchmark.json").read_bytes()
+  again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert again.returncode == 0 and (out / "benchmark.json").read_bytes() == card
