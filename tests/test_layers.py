@@ -38,6 +38,7 @@ BELOW = {
   "model": {"bucket", "protocol"},
   "tools": {"protocol"},
   "tasks": {"protocol"},
+  "suites": set(),
   "rewards": {"protocol", "tasks"},
   "rollout": {"model", "rewards", "tasks", "tools", "protocol"},
   "learner": {"bucket", "manifest", "model", "tasks", "protocol"},

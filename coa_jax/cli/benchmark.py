@@ -54,6 +54,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "With a limit: which tasks.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder that the run writes.")
 
 _AGENT = "{agent}"
+_KINDS = {"math": "math", "mhqa": "qa", "web": "qa"}  # of rows without a kind
 _COLUMNS = {
   "set": "benchmark",
   "tasks": "tasks",
@@ -100,7 +101,12 @@ def write_tasks(
   for one in suites.SETS:
     if one.name not in found:
       continue
-    config = TasksConfig(found[one.name], limit=limit, seed=seed if limit else None)
+    config = TasksConfig(
+      found[one.name],
+      limit=limit,
+      seed=seed if limit else None,
+      kind=_KINDS.get(one.agent, ""),
+    )
     for task in select_tasks(config):
       # Two sets may share an id.
       new_id = f"{one.name}-{task.id}"

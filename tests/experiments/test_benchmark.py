@@ -34,7 +34,8 @@ def data(tmp_path) -> pathlib.Path:
   write(folder / "math-500" / "test.jsonl", {"problem": "2 + 3", "answer": "6"})
   write(folder / "math-500" / "train.jsonl", {"problem": "x", "answer": "1"})
   write(folder / "nq_corpus.jsonl", {"id": "1", "text": "no question"})
-  gaia = {"Question": "capital of Ur", "Final answer": "uruk.", "Level": 1}
+  # Equal by GAIA's rule for numbers, not as text.
+  gaia = {"Question": "2 + 3", "Final answer": "5.0", "Level": 1}
   write(folder / "gaia.jsonl", gaia)
   return folder
 
@@ -78,13 +79,12 @@ CONFIG = """
 import ml_collections
 
 def get_config(arg):
+  assert arg in ("math", "web")
   config = ml_collections.ConfigDict()
   config.init = {init!r}
   config.model = dict(remat="none")
   config.rollout = dict(style="brief", slots=4, max_len=128, seed=1)
-  config.tools = dict(
-    tools=("wiki_search", "code") if arg == "web" else ("code",), corpus={corpus!r}
-  )
+  config.tools = dict(tools=("code",))
   config.eval = dict(greedy=True, samples=0)
   return config
 """
@@ -93,10 +93,8 @@ def get_config(arg):
 @pytest.mark.slow
 def test_a_suite_in_one_table(data, tmp_path):
   toy.save_policy(str(tmp_path / "model"), toy.actor().params)
-  pages = tmp_path / "pages.jsonl"
-  write(pages, {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."})
   config = tmp_path / "bench.py"
-  config.write_text(CONFIG.format(init=str(tmp_path / "model"), corpus=str(pages)))
+  config.write_text(CONFIG.format(init=str(tmp_path / "model")))
   out = tmp_path / "out"
   command = [sys.executable, "-m", "experiments.benchmark", f"--data={data}"]
   command += [f"--workdir={out}", "--", f"--config={config}:{{agent}}"]
