@@ -21,7 +21,11 @@ from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.chat_template import Renderer
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.protocol.tool_bodies import FunctionCall, parse_function_calls
+from coa_jax.protocol.tool_bodies import (
+  FunctionCall,
+  parse_function_calls,
+  render_function_call,
+)
 from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import Author, Segment
 
@@ -82,6 +86,9 @@ class Format(Protocol):
 
   def parse(self, text: str, tools: Sequence[Any]) -> Reply:
     """Reads a reply's text; what is no call is content."""
+
+  def written(self, call: FunctionCall) -> str:
+    """Returns a call's arguments for the record, as the policy writes them."""
 
   def close(self) -> None:
     """Ends the format's processes."""
@@ -175,6 +182,10 @@ class ChatFormat:
     return Reply(
       content.strip(), thoughts.removeprefix("<think>").strip(), tuple(calls)
     )
+
+  def written(self, call: FunctionCall) -> str:
+    """Returns the arguments as JSON. See `Format`."""
+    return json.dumps(dict(call.arguments))
 
   @functools.cached_property
   def _control(self) -> re.Pattern[str]:
@@ -305,6 +316,12 @@ class TeamFormat:
       return Reply(reasoning=before, calls=tuple(calls))
     argument = _only_argument(name, tools)
     return Reply(reasoning=before, calls=(FunctionCall(name, {argument: body}),))
+
+  def written(self, call: FunctionCall) -> str:
+    """Returns the span's content. See `Format`."""
+    if call.name in self._variant.tools:
+      return str(*call.arguments.values())
+    return render_function_call(call.name, call.arguments)
 
 
 # One call; a text of several is read call by call.

@@ -344,7 +344,7 @@ class Session:
       text = text.partition(stop)[0]
     reply = self._form.parse(text, tools)
     key = _hash([asked, _canonical(message_of(reply))])
-    calls = [ToolCall(c.name, json.dumps(dict(c.arguments))) for c in reply.calls]
+    calls = [ToolCall(c.name, self._form.written(c)) for c in reply.calls]
     with self._lock:
       self.trajectory.calls += calls
       self._turns += bool(calls)
