@@ -44,15 +44,6 @@ from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.record import hash_files
 
-_SUITE = flags.DEFINE_enum("suite", "afm", list(suites.SUITES), "The benchmarks.")
-_DATA = flags.DEFINE_string("data", None, "Folder with the benchmarks' files.")
-_FILES = flags.DEFINE_list("files", [], "Files by name: gaia=PATH,nq=PATH.")
-_LIMIT = flags.DEFINE_integer(
-  "limit_per_source", 0, "Tasks of each benchmark; 0 for all.", lower_bound=0
-)
-_SEED = flags.DEFINE_integer("seed", 0, "With a limit: which tasks.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The folder that the run writes.")
-
 _AGENT = "{agent}"
 _KINDS = {"math": "math", "mhqa": "qa", "web": "qa"}  # of rows without a kind
 _COLUMNS = {
@@ -87,6 +78,8 @@ def choose_files(
     if not os.path.exists(path):
       raise ConfigError(f"--files={word}: {path} does not exist")
     found[name] = path
+  if not found and data is None:
+    raise ConfigError("--data is missing; name the folder with the benchmarks' files")
   if not found:
     names = ", ".join(f"{s.name} ({s.hub})" for s in sets)
     raise ConfigError(f"--data={data}: none of suite {suite} is there: {names}")
@@ -223,21 +216,20 @@ def _csv(table: Table) -> str:
 
 def main(words: list[str]) -> None:
   """Runs the benchmarks with the words after --."""
-  if not _WORKDIR.value:
-    raise ConfigError("--workdir is missing; name the folder that the run writes")
+  values = flags.FLAGS
   if not any(word.startswith("--config=") for word in words):
     raise ConfigError(
       "no config for the evaluations; give it after --: "
       "-- --config=configs/evaluate_afm.py:{agent} --config.init=MODEL_FOLDER"
     )
-  workdir = _WORKDIR.value
+  workdir = values.workdir
   os.makedirs(workdir, exist_ok=True)
 
   # --- The sets at hand.
-  found, missing = choose_files(_SUITE.value, _DATA.value, _FILES.value)
+  found, missing = choose_files(values.suite, values.data, values.files)
   for one in missing:
     say(f"missing: {one.name}; published as {one.hub}")
-  tasks = write_tasks(found, _LIMIT.value, _SEED.value, workdir)
+  tasks = write_tasks(found, values.limit_per_source, values.seed, workdir)
 
   # --- Each agent's sets, in one evaluation.
   rows: list[dict[str, Any]] = []
@@ -256,11 +248,11 @@ def main(words: list[str]) -> None:
   )
   if missing:
     note += f" Missing: {', '.join(one.name for one in missing)}."
-  table = Table(f"Benchmarks: {_SUITE.value}", rows, _COLUMNS, note)
+  table = Table(f"Benchmarks: {values.suite}", rows, _COLUMNS, note)
   card = {
-    "suite": _SUITE.value,
-    "limit_per_source": _LIMIT.value,
-    "seed": _SEED.value,
+    "suite": values.suite,
+    "limit_per_source": values.limit_per_source,
+    "seed": values.seed,
     "evaluate": words,
     "files": {name: hash_files(path) for name, path in sorted(found.items())},
     "missing": [one.name for one in missing],
@@ -270,6 +262,20 @@ def main(words: list[str]) -> None:
   rich.print(rich_table(table))
 
 
+def _define_flags() -> None:
+  flags.DEFINE_enum("suite", "afm", list(suites.SUITES), "The benchmarks.")
+  flags.DEFINE_string("data", None, "Folder with the benchmarks' files.")
+  flags.DEFINE_list("files", [], "Files by name: gaia=PATH,nq=PATH.")
+  flags.DEFINE_integer(
+    "limit_per_source", 0, "Tasks of each benchmark; 0 for all.", lower_bound=0
+  )
+  flags.DEFINE_integer("seed", 0, "With a limit: which tasks.")
+  flags.DEFINE_string(
+    "workdir", None, "The folder that the run writes, and resumes from.", required=True
+  )
+
+
 def command() -> None:
   """Runs the command line."""
+  _define_flags()
   run_program(main, takes_words=True)

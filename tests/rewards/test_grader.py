@@ -161,7 +161,7 @@ def test_a_task_without_answers_and_a_failed_trajectory_stay_as_they_are():
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"graders": {"qa": "exact"}}, r"graders\['qa'\] is 'exact'; accepted: qa, math"),
+    ({"graders": {"qa": "exact"}}, r"graders\['qa'\] is 'exact'; accepted: qa, gaia"),
     ({"graders": {"qa": "judge"}}, "'qa' needs reward.judge, an endpoint"),
     (
       {"judge": {"chat": {"base_url": "http://x", "model": "m"}}},
