@@ -12,6 +12,8 @@ import pytest
 from coa_jax import evaluate, rl
 from coa_jax.protocol.trajectory import read_trajectories
 
+pytestmark = pytest.mark.slow
+
 LONG = {"id": "long", "question": "sky sea " * 40, "answers": ["blue"]}
 
 
@@ -46,7 +48,6 @@ def of_evaluation(config) -> ml_collections.ConfigDict:
   return out
 
 
-@pytest.mark.slow
 def test_evaluation_counts_what_it_drops(config, tmp_path, capfd):
   config = of_evaluation(config)
   without = evaluate.run(config, str(tmp_path / "a"))

@@ -17,6 +17,8 @@ from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.report.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
@@ -33,7 +35,6 @@ def ahead(config) -> ml_collections.ConfigDict:
   return out
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once(
   ahead, tmp_path
 ):
@@ -67,7 +68,6 @@ def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once
       n += 1
 
 
-@pytest.mark.slow
 def test_answers_to_groups_that_may_be_begun_again_are_kept(
   ahead, tmp_path, monkeypatch
 ):
