@@ -257,6 +257,10 @@ def test_a_branch_repeats_the_reply_untrained(chat):
     Author.POLICY,
   ]
   assert other.segments[1].ids == first.ids
+  # Each context is a row in which the learner finds the sampler's log-probs.
+  learner = toy.logps_of(toy.MODEL, toy.params(), [one, other])
+  for context, logps in zip((one, other), learner, strict=True):
+    np.testing.assert_allclose(toy.sampled_logps(context), logps, atol=2e-5)
 
 
 def test_equal_replies_join_ambiguously_and_stay_untrained(chat):

@@ -133,7 +133,7 @@ class ChatFormat:
 
   def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[Segment]:
     """Renders a conversation. See `Format`."""
-    text = self._render(self._guarded(messages), self._guarded(tools) or None)
+    text = self._render(self._shown(messages), self._guarded(tools) or None)
     return [self._segment(Author.PROMPT, "question", text)]
 
   def continuation(
@@ -144,7 +144,7 @@ class ChatFormat:
     reply: Sequence[int],
   ) -> list[Segment]:
     """Renders the messages after a reply. See `Format`."""
-    shown = self._guarded(messages)
+    shown = self._shown(messages)
     shown[replied] = {"role": "assistant", "content": _REPLY}
     after = self._after_reply(shown, self._guarded(tools) or None)
     # The policy has usually written the end itself.
@@ -199,6 +199,11 @@ class ChatFormat:
     tokens = sorted(self._tokenizer.added.values(), key=len, reverse=True)
     split = [re.escape(t[0] + _GUARD + t[1:]) for t in tokens]
     return re.compile("(" + "|".join(split) + ")")
+
+  def _shown(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns the messages as a template reads them."""
+    plain = [{k: v for k, v in m.items() if k != "calls"} for m in messages]
+    return self._guarded(plain)
 
   def _guarded(self, value: Any) -> Any:
     """Splits every control token in a JSON value's texts."""

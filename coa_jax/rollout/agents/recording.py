@@ -6,7 +6,6 @@ import collections
 import json
 import os
 import threading
-from types import TracebackType
 
 from starlette.requests import Request
 
@@ -36,12 +35,7 @@ class Recorder:
   def __enter__(self) -> Recorder:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *unused: object) -> None:
     """Ends all trajectories, without rewards."""
     for name in list(self._open):
       self.end(name, None)
