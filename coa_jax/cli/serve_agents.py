@@ -42,8 +42,8 @@ def serve(
     open_recorder(config, FORMAT.value, _RECORD.value) as recorder,
   ):
     hosts = http_server.open_hosts(host, allowed_hosts, "use the model")
-    raw = recorder.worker.tokenizer.raw
-    app = server.make_app(recorder.find, raw, list(hosts), name, recorder.end)
+    tokenizer = recorder.worker.tokenizer
+    app = server.make_app(recorder.find, tokenizer, list(hosts), name, recorder.end)
     url = http_server.listen(sock, host)
     print(f"serving {config.init} as {name!r} to agents at {url}/v1", flush=True)
     http_server.Server(app, _GRACE_S).run(sockets=[sock])

@@ -22,8 +22,8 @@ from coa_jax.rewards import answer_of, written_answer
 from coa_jax.rollout.agents import worker as agents
 from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.formats import ChatFormat, TeamFormat
-from coa_jax.rollout.agents.requests import Sampling
 from coa_jax.rollout.agents.sessions import Session
+from coa_jax.rollout.agents.types import Sampling
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.types import Attempt
 

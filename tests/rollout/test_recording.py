@@ -14,7 +14,7 @@ import toy
 from coa_jax.protocol.trajectory import Author, read_trajectories
 from coa_jax.rollout.agents import server
 from coa_jax.rollout.agents.recording import FILE, Recorder
-from coa_jax.rollout.agents.requests import Sampling
+from coa_jax.rollout.agents.types import Sampling
 from tools_sandbox import http_server
 
 
@@ -28,8 +28,7 @@ def service(tmp_path):
     Recorder(worker, str(tmp_path)) as recorder,
   ):
     worker.engine.set_policy(toy.actor().params, 0)
-    raw = worker.tokenizer.raw
-    app = server.make_app(recorder.find, raw, ["*"], "coa", recorder.end)
+    app = server.make_app(recorder.find, worker.tokenizer, ["*"], "coa", recorder.end)
     http = http_server.Server(app, 3)
     url = http_server.listen(sock, "127.0.0.1")
     thread = threading.Thread(target=http.run, kwargs={"sockets": [sock]})
@@ -89,6 +88,39 @@ def test_a_stream_has_the_same_reply(service):
   (delta,) = [c.choices[0].delta for c in chunks if c.choices]
   assert delta.tool_calls[0].function.arguments == call.function.arguments
   assert chunks[-1].usage == whole.usage
+
+
+def test_text_completions_of_ids_are_one_context(service):
+  url, folder = service
+  headers = {"X-Trajectory": "ids"}
+  llm = openai.OpenAI(base_url=url, api_key="none", default_headers=headers)
+  tokenizer = toy.tokenizer()
+  before, after = tokenizer.chat_frame
+  prompt = [*before, *tokenizer.encode("2 + 3"), *after]
+
+  def complete(ids: list[int] | str, **fields):
+    return llm.completions.create(
+      model="coa", prompt=ids, temperature=0, logprobs=0, **fields
+    )
+
+  first = complete(prompt)
+  (choice,) = first.choices
+  assert choice.text.endswith("</code>") and choice.finish_reason == "stop"
+  result = tokenizer.encode_observation("5").ids
+  second = complete([*prompt, *choice.token_ids, *result])
+  assert second.choices[0].text.endswith("<answer> 5</answer>")
+  # The same prompt as text, with its control tokens, is another context.
+  assert complete(tokenizer.decode(prompt)).choices[0].text == choice.text
+  httpx.post(f"{url}/trajectories/ids", json={})
+  (t,) = read_trajectories(folder / FILE)
+  one, other = t.split()
+  assert [s.author for s in one.segments[:2]] == [Author.PROMPT, Author.POLICY]
+  assert Author.TOOL in [s.author for s in one.segments]
+  sampled = [i for s in one.segments if s.author == Author.POLICY for i in s.ids]
+  assert sampled == [*choice.token_ids, *second.choices[0].token_ids]
+  assert [p for s in other.segments for p in s.logps] == choice.logprobs.token_logprobs
+  with pytest.raises(openai.BadRequestError, match="prompt must be ids from 0 to"):
+    complete([10**6])
 
 
 def test_a_seed_gives_its_reply_again(service):

@@ -10,7 +10,6 @@ messages never becomes a control token.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -28,28 +27,12 @@ from coa_jax.protocol.tool_bodies import (
 )
 from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import Author, Segment
-
-Message = Mapping[str, Any]
+from coa_jax.rollout.agents.types import Message, Reply
 
 # Noncharacters, which no text should contain: they split control tokens in messages,
 # and stand for a reply.
 _GUARD = "\ufdd0"
 _REPLY = "\ufdd1reply\ufdd1"
-
-
-@dataclasses.dataclass(frozen=True)
-class Reply:
-  """A reply's parts.
-
-  Attributes:
-    content: text for the user.
-    reasoning: text before it.
-    calls: tool calls.
-  """
-
-  content: str = ""
-  reasoning: str = ""
-  calls: tuple[FunctionCall, ...] = ()
 
 
 class Format(Protocol):

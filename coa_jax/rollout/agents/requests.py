@@ -1,15 +1,17 @@
-"""Chat completion requests in OpenAI's format."""
+"""Completion requests in OpenAI's format."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import secrets
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
 
 import pydantic
 
 from coa_jax.protocol.tool_bodies import FunctionCall
+from coa_jax.rollout.agents.types import Sampling
 from tools_sandbox import http_server
 
 # Accepted only with these values: the sampler has nothing like them.
@@ -61,23 +63,17 @@ class _Tool(pydantic.BaseModel):
 
 
 class _Body(http_server.Body):
-  """A request; the last fields have no effect on a reply."""
+  """The common fields; the last ones have no effect on a reply."""
 
-  messages: list[_Message] = pydantic.Field(min_length=1)
   model: str
-  tools: list[_Tool] | None = None
   temperature: float | None = pydantic.Field(None, ge=0, le=2)
   top_p: float | None = pydantic.Field(None, gt=0, le=1)
   max_tokens: int | None = pydantic.Field(None, ge=1)
-  max_completion_tokens: int | None = pydantic.Field(None, ge=1)
   stop: str | list[str] | None = None
   n: int | None = pydantic.Field(None, ge=1, le=64)
   seed: int | None = None
   stream: bool | None = None
   stream_options: Any = None
-  logprobs: bool | None = None
-  top_logprobs: Literal[0] | None = None
-  parallel_tool_calls: bool | None = None
   metadata: Any = None
   prompt_cache_key: Any = None
   reasoning_effort: Any = None
@@ -87,48 +83,76 @@ class _Body(http_server.Body):
   user: Any = None
 
 
+class _ChatBody(_Body):
+  messages: list[_Message] = pydantic.Field(min_length=1)
+  tools: list[_Tool] | None = None
+  max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+  logprobs: bool | None = None
+  top_logprobs: Literal[0] | None = None
+  parallel_tool_calls: bool | None = None
+
+
+class _TextBody(_Body):
+  prompt: str | list[int]
+  logprobs: Literal[0] | None = None
+  echo: Literal[False] | None = None
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
 @dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How one reply is sampled.
+class CompletionRequest:
+  """A request for replies.
 
   Attributes:
-    temperature: 0 is greedy; None for 1.
-    top_p: None for the config's.
-    most: maximum tokens; None for all that fit.
-    stop: texts that end the reply, besides the format's.
-    seed: an integer for the random numbers, besides the session's.
-  """
-
-  temperature: float | None = None
-  top_p: float | None = None
-  most: int | None = None
-  stop: tuple[str, ...] = ()
-  seed: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatRequest:
-  """A request, as `Session.complete` reads it.
-
-  Attributes:
-    messages, tools: the conversation.
     samplings: one per choice.
     stream, logprobs: the form of the response.
+    messages, tools: the conversation; none for a text completion.
+    prompt: a text completion's text or ids.
   """
 
-  messages: list[dict[str, Any]]
-  tools: list[dict[str, Any]]
   samplings: list[Sampling]
   stream: bool
   logprobs: bool
+  messages: Sequence[dict[str, Any]] = ()
+  tools: Sequence[dict[str, Any]] = ()
+  prompt: str | list[int] = ""
 
 
-def read_request(data: bytes) -> ChatRequest:
+def read_chat(data: bytes) -> CompletionRequest:
   """Reads a body of /v1/chat/completions.
 
   Raises:
     Refused: naming the field.
   """
+  body = _read(data, _ChatBody)
+  return CompletionRequest(
+    samplings=_samplings(body, body.max_completion_tokens or body.max_tokens),
+    stream=bool(body.stream),
+    logprobs=bool(body.logprobs),
+    messages=[_message(m, n) for n, m in enumerate(body.messages)],
+    tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+  )
+
+
+def read_text(data: bytes) -> CompletionRequest:
+  """Reads a body of /v1/completions; its prompt is one text, or one list of ids.
+
+  Raises:
+    Refused: naming the field.
+  """
+  body = _read(data, _TextBody)
+  return CompletionRequest(
+    samplings=_samplings(body, body.max_tokens),
+    stream=bool(body.stream),
+    logprobs=body.logprobs is not None,
+    prompt=body.prompt,
+  )
+
+
+def _read(data: bytes, kind: type[_B]) -> _B:
+  """Reads a body; the fields in `_NEUTRAL` must have their values."""
   try:
     value = json.loads(data)
   except (ValueError, RecursionError) as e:
@@ -141,9 +165,13 @@ def read_request(data: bytes) -> ChatRequest:
       texts = " or ".join(map(json.dumps, accepted))
       raise Refused(f"{name} is not supported; leave it out, or send {texts}")
   try:
-    body = http_server.read_fields(_Body, value)
+    return http_server.read_fields(kind, value)
   except http_server.BadField as e:
     raise Refused(str(e)) from None
+
+
+def _samplings(body: _Body, most: int | None) -> list[Sampling]:
+  """Returns how each choice is sampled."""
   seed = secrets.randbits(31) if body.seed is None else body.seed
   stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
   samplings = []
@@ -152,18 +180,12 @@ def read_request(data: bytes) -> ChatRequest:
       Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
-        most=body.max_completion_tokens or body.max_tokens,
+        most=most,
         stop=tuple(filter(None, stop)),
         seed=seed + n,
       )
     )
-  return ChatRequest(
-    messages=[_message(m, n) for n, m in enumerate(body.messages)],
-    tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
-    samplings=samplings,
-    stream=bool(body.stream),
-    logprobs=bool(body.logprobs),
-  )
+  return samplings
 
 
 def _message(message: _Message, n: int) -> dict[str, Any]:

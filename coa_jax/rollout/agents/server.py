@@ -1,20 +1,16 @@
-"""OpenAI's API for agents: chat completions, recorded in sessions.
+"""OpenAI's API for agents: completions, recorded in sessions.
 
-POST /v1/chat/completions, GET /v1/models[/NAME], and POST /v1/trajectories/NAME to end
-a recorded trajectory. With `"stream": true` a reply is sent in one piece when it is
-complete.
+POST /v1/chat/completions and /v1/completions, GET /v1/models[/NAME], and POST
+/v1/trajectories/NAME to end a recorded trajectory. With `"stream": true` a reply is
+sent in one piece when it is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import json
-import secrets
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pydantic
 from starlette.applications import Starlette
@@ -23,9 +19,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.rollout.agents.requests import ChatRequest, Refused, read_request
-from coa_jax.rollout.agents.sessions import Closed, NoRoom, Sampled, Session
+from coa_jax.rollout.agents import responses
+from coa_jax.rollout.agents.requests import (
+  CompletionRequest,
+  Refused,
+  read_chat,
+  read_text,
+)
+from coa_jax.rollout.agents.sessions import Closed, NoRoom, Session
+from coa_jax.rollout.agents.types import Sampled
 from tools_sandbox import http_server
 
 MAX_BODY = 1 << 24  # bytes; a conversation may be long
@@ -39,15 +43,13 @@ class _End(http_server.Body):
 class AgentServer:
   """Serves sessions over HTTP on loopback, in its own thread."""
 
-  def __init__(
-    self, find: Callable[[str], Session | None], raw: Callable[[list[int]], bytes]
-  ):
+  def __init__(self, find: Callable[[str], Session | None], tokenizer: Tokenizer):
     """Listens at once, at a free port.
 
     Args:
       find: API key -> its session; None refuses the request. Every OpenAI client sends
         its key with each request, so it names the trajectory.
-      raw: decodes tokens to bytes.
+      tokenizer: the model's.
     """
 
     def by_key(request: Request) -> Session:
@@ -60,7 +62,7 @@ class AgentServer:
 
     sock = http_server.bind("127.0.0.1", 0)
     self.url = http_server.listen(sock, "127.0.0.1") + "/v1"
-    app = make_app(by_key, raw, list(http_server.LOOPBACK))
+    app = make_app(by_key, tokenizer, list(http_server.LOOPBACK))
     self._server = http_server.Server(app, grace_s=3)
     self._thread = threading.Thread(
       target=self._server.run, args=([sock],), name="agents", daemon=True
@@ -75,7 +77,7 @@ class AgentServer:
 
 def make_app(
   find: Callable[[Request], Session],
-  raw: Callable[[list[int]], bytes],
+  tokenizer: Tokenizer,
   hosts: list[str],
   name: str = MODEL,
   end: Callable[[str, float | None], Trajectory | None] = lambda name, reward: None,
@@ -84,7 +86,7 @@ def make_app(
 
   Args:
     find: returns a request's session, or raises `Refused`.
-    raw: decodes tokens to bytes.
+    tokenizer: the model's.
     hosts: accepted values of the header Host.
     name: the model's name.
     end: ends the trajectory of this name with a reward; None if there is no such
@@ -93,28 +95,20 @@ def make_app(
   model = {"id": name, "object": "model", "created": 0, "owned_by": "coa-jax"}
 
   async def chat(request: Request) -> Response:
-    session = find(request)
-    parsed = read_request(await http_server.read_body(request, MAX_BODY))
-    sampled = await _complete(session, parsed)
-    made = [_choice(n, s, parsed.logprobs, raw) for n, s in enumerate(sampled)]
-    completion = sum(len(s.ids) for s in sampled)
-    usage = {
-      "prompt_tokens": sampled[0].prompt,
-      "completion_tokens": completion,
-      "total_tokens": sampled[0].prompt + completion,
-    }
-    head = {
-      "id": f"chatcmpl-{secrets.token_hex(12)}",
-      "created": int(time.time()),
-      "model": name,
-    }
+    parsed = read_chat(await http_server.read_body(request, MAX_BODY))
+    return await answer(request, parsed, responses.CHAT)
+
+  async def complete(request: Request) -> Response:
+    parsed = read_text(await http_server.read_body(request, MAX_BODY))
+    return await answer(request, parsed, responses.TEXT)
+
+  async def answer(request: Request, parsed: CompletionRequest, kind: str) -> Response:
+    sampled = await _complete(find(request), parsed, tokenizer)
+    body = responses.body(kind, name, sampled, parsed.logprobs, tokenizer.raw)
     if parsed.stream:
-      return StreamingResponse(
-        _events(head, made, usage), media_type="text/event-stream"
-      )
-    return JSONResponse(
-      {"object": "chat.completion", **head, "choices": made, "usage": usage}
-    )
+      events = responses.events(body)
+      return StreamingResponse(events, media_type="text/event-stream")
+    return JSONResponse(body)
 
   async def models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [model]})
@@ -149,6 +143,7 @@ def make_app(
   return Starlette(
     routes=[
       Route("/v1/chat/completions", chat, methods=["POST"]),
+      Route("/v1/completions", complete, methods=["POST"]),
       Route("/v1/trajectories/{trajectory:path}", end_trajectory, methods=["POST"]),
       Route("/v1/models", models),
       Route("/v1/models/{model:path}", one_model),
@@ -158,13 +153,20 @@ def make_app(
   )
 
 
-async def _complete(session: Session, parsed: ChatRequest) -> list[Sampled]:
+async def _complete(
+  session: Session, parsed: CompletionRequest, tokenizer: Tokenizer
+) -> list[Sampled]:
   """Samples a request's replies."""
 
   def submit() -> list[concurrent.futures.Future[Sampled]]:
-    return [
-      session.complete(parsed.messages, parsed.tools, each) for each in parsed.samplings
-    ]
+    if parsed.messages:
+      messages, tools = parsed.messages, parsed.tools
+      return [session.complete(messages, tools, each) for each in parsed.samplings]
+    # A text is a whole prompt, not a message: its control tokens count, as in vLLM.
+    ids = parsed.prompt
+    if isinstance(ids, str):
+      ids = tokenizer.encode(ids)
+    return [session.complete_ids(ids, each) for each in parsed.samplings]
 
   try:
     # Rendering a template may take long: not in the event loop.
@@ -178,63 +180,3 @@ async def _complete(session: Session, parsed: ChatRequest) -> list[Sampled]:
     raise Refused(str(e)) from None
   except Exception as e:  # the engine failed
     raise Refused(f"{type(e).__name__}: {e}", 503) from None
-
-
-def _choice(
-  index: int, sampled: Sampled, logprobs: bool, raw: Callable[[list[int]], bytes]
-) -> dict[str, Any]:
-  """Returns a choice of a response."""
-  reply = sampled.reply
-  message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
-  if reply.reasoning:
-    message["reasoning_content"] = reply.reasoning
-  reason = "stop" if sampled.is_whole else "length"
-  if reply.calls:
-    reason = "tool_calls"
-    message["tool_calls"] = [
-      {
-        "id": f"call_{secrets.token_hex(8)}",
-        "type": "function",
-        "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))},
-      }
-      for c in reply.calls
-    ]
-  out = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
-  if logprobs:
-    out["logprobs"] = {"content": _log_probs(sampled, raw), "refusal": None}
-  return out
-
-
-def _log_probs(
-  sampled: Sampled, raw: Callable[[list[int]], bytes]
-) -> list[dict[str, Any]]:
-  """Returns every sampled token's log-prob, thoughts and tags included."""
-  out = []
-  for i, logp in zip(sampled.ids, sampled.logps, strict=True):
-    text = raw([i])
-    out.append(
-      {
-        "token": text.decode("utf-8", "replace"),
-        "bytes": list(text),
-        "logprob": logp,
-        "top_logprobs": [],
-      }
-    )
-  return out
-
-
-async def _events(
-  head: dict[str, Any], choices: Sequence[dict[str, Any]], usage: dict[str, int]
-) -> AsyncIterator[str]:
-  """Yields a response as server-sent events, each choice in one piece."""
-  shared = {"object": "chat.completion.chunk", **head}
-  for choice in choices:
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-      calls = enumerate(delta["tool_calls"])
-      delta["tool_calls"] = [{"index": n, **call} for n, call in calls]
-    one = {**choice, "delta": delta}
-    del one["message"]
-    yield f"data: {json.dumps({**shared, 'choices': [one]})}\n\n"
-  yield f"data: {json.dumps({**shared, 'choices': [], 'usage': usage})}\n\n"
-  yield "data: [DONE]\n\n"

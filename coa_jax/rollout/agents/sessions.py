@@ -32,8 +32,8 @@ from coa_jax.protocol.trajectory import (
   Usage,
   grammar_parts,
 )
-from coa_jax.rollout.agents.formats import Format, Message, Reply
-from coa_jax.rollout.agents.requests import Sampling
+from coa_jax.rollout.agents.formats import Format
+from coa_jax.rollout.agents.types import Message, Reply, Sampled, Sampling
 from coa_jax.rollout.types import Engine, Episode
 
 
@@ -43,24 +43,6 @@ class NoRoom(ValueError):
 
 class Closed(RuntimeError):
   """The session is over."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-  """A sampled reply.
-
-  Attributes:
-    reply: its parts.
-    ids, logps: its tokens and their log-probs, a stop text's tokens included.
-    is_whole: False if it was cut off at the token limit.
-    prompt: the number of tokens before it.
-  """
-
-  reply: Reply
-  ids: list[int]
-  logps: list[float]
-  is_whole: bool
-  prompt: int
 
 
 class _ReplyEpisode(Episode):
@@ -243,6 +225,57 @@ class Session:
         call.result = text
     with self._lock:
       context = self._context_for(before, new)
+    return self._sample(context, keys[-1], tools, sampling)
+
+  def complete_ids(
+    self, ids: Sequence[int], sampling: Sampling
+  ) -> concurrent.futures.Future[Sampled]:
+    """Samples a continuation of a prompt's ids; otherwise as `complete`.
+
+    A prompt that begins with all ids of a context continues the context.
+
+    Raises:
+      ValueError: there is no id, or the tokenizer has no such id.
+    """
+    most = self._tokenizer.vocab_size - 1
+    if not ids or not all(0 <= i <= most for i in ids):
+      raise ValueError(f"prompt must be ids from 0 to {most}, at least one")
+    with self._lock:
+      if self._closed:
+        raise Closed("this trajectory is over")
+      context = self._continued_by(list(ids))
+    return self._sample(context, _hash(list(ids)), (), sampling)
+
+  def _continued_by(self, ids: list[int]) -> _Context:
+    """Returns the context that a prompt continues, or a new one."""
+    for context in self._contexts:
+      known = [i for s in context.segments for i in s.ids]
+      if context.is_busy or ids[: len(known)] != known:
+        continue
+      rest = ids[len(known) :]
+      if rest:
+        text = self._tokenizer.decode(rest)
+        context.segments.append(Segment(Author.TOOL, "", text, rest))
+      context.is_busy = True
+      return context
+    text = self._tokenizer.decode(ids)
+    return self._begin([Segment(Author.PROMPT, "question", text, ids)])
+
+  def _sample(
+    self,
+    context: _Context,
+    asked: str,
+    tools: Sequence[Any],
+    sampling: Sampling,
+  ) -> concurrent.futures.Future[Sampled]:
+    """Samples a context's next reply.
+
+    Args:
+      context: ends with the prompt, and is busy.
+      asked: the conversation's hash.
+      tools: OpenAI's tools.
+      sampling: how to sample.
+    """
     try:
       prompt = sum(len(s.ids) for s in context.segments)
       limit = self._engine.config.max_len
@@ -270,7 +303,7 @@ class Session:
       raise
     out: concurrent.futures.Future[Sampled] = concurrent.futures.Future()
     ended = functools.partial(
-      self._ended, episode, context, keys[-1], tools, sampling, prompt, out
+      self._ended, episode, context, asked, tools, sampling, prompt, out
     )
     future.add_done_callback(ended)
     return out
@@ -353,7 +386,8 @@ class Session:
       else:
         length = len(context.segments)
         self._replied[key] = _Replied(context, length, episode.ids, calls)
-    out.set_result(Sampled(reply, episode.ids, episode.logps, episode.is_whole, prompt))
+    ids, logps = episode.ids, episode.logps
+    out.set_result(Sampled(reply, text, ids, logps, episode.is_whole, prompt))
 
   def close(self) -> Trajectory:
     """Ends the session: drops running replies, and returns the trajectory.

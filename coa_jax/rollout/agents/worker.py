@@ -20,10 +20,10 @@ from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import AGENT_ANSWER
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.rollout.agents.config import AgentConfig
-from coa_jax.rollout.agents.formats import Format, Message
-from coa_jax.rollout.agents.requests import Sampling
+from coa_jax.rollout.agents.formats import Format
 from coa_jax.rollout.agents.server import MODEL, AgentServer
-from coa_jax.rollout.agents.sessions import Sampled, Session
+from coa_jax.rollout.agents.sessions import Session
+from coa_jax.rollout.agents.types import Message, Sampled, Sampling
 from coa_jax.rollout.types import Attempt, Engine
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.types import Tools
@@ -132,7 +132,7 @@ class AgentWorker(RolloutWorker):
     self._agent = load_agent(config.path)
     self._places = threading.Semaphore(config.workers)
     self._runs: dict[str, AgentRun] = {}
-    self._server = AgentServer(self._runs.get, worker.tokenizer.raw)
+    self._server = AgentServer(self._runs.get, worker.tokenizer)
 
   def close(self) -> None:
     """Ends all attempts, the server and the engine."""
