@@ -11,7 +11,7 @@ import openai
 import pytest
 import toy
 
-from coa_jax import rl
+from coa_jax import evaluate, rl
 from coa_jax.protocol.tokens import IM_END
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory, read_trajectories
 from coa_jax.report.metrics import read_metrics
@@ -99,6 +99,19 @@ def test_killed_and_resumed_it_is_the_same_run(team, tmp_path):
     rl.run(config, parts)
   rl.run(config, parts)
   assert weights(parts) == weights(whole)
+
+
+def test_an_evaluation_plays_by_the_agent(team, tmp_path):
+  config = ml_collections.ConfigDict(
+    {name: team[name] for name in ("init", "model", "rollout", "tools", "tasks")}
+  )
+  config.agent = team.agent
+  config.eval = dict(samples=3)
+  results = evaluate.run(config, str(tmp_path))
+  assert results["tasks"] == 2 and results["best_of_3"] is not None
+  played = read_trajectories(tmp_path / "sampled.jsonl")
+  assert [t.meta["agent_answer"] in ("red", "blue") for t in played] == [True] * 6
+  assert {t.reward_parts["answer"] for t in played} <= {0.0, 1.0}
 
 
 REFUSED = [
