@@ -298,6 +298,7 @@ def test_programs_exist(page: pathlib.Path):
   assert gone == []
 
 
+@pytest.mark.slow
 @NO_JOURNAL
 def test_flags_are_known(page: pathlib.Path):
   assert unknown_flags(page.read_text()) == []
