@@ -44,6 +44,13 @@ PROGRAMS = [
   (f"browse --trajectories={WORLD}/eval", f"{WORLD}/eval/browse.html"),
   (f"export --workdir={WORLD}/rl --out=runs/exported", "runs/exported/model"),
   (
+    "benchmark --suite=offline --files=gsm8k=runs/world/test_tasks.jsonl "
+    "--limit_per_source=4 --workdir=runs/benchmark -- "
+    "--config=configs/evaluate_world.py:tiny --config.init=runs/exported/model "
+    f"{SANDBOX}",
+    "Benchmarks: offline",
+  ),
+  (
     f"tasks --config=configs/select_world.py:tiny --workdir={WORLD}/select "
     f"--config.select.all_wrong=True {SANDBOX}",
     "Tasks by pass rate",
