@@ -12,6 +12,7 @@ import ml_collections
 import pytest
 import toy
 
+from coa_jax import rl
 from coa_jax.model.config import ModelConfig
 from coa_jax.report.metrics import Metrics
 from tests.backend import BACKEND
@@ -57,6 +58,21 @@ def rl_config(
       checkpoint=dict(every=STEPS),
     )
   )
+
+
+def check_resume(config: ml_collections.ConfigDict, folder: pathlib.Path) -> None:
+  """A run killed in its second step and resumed writes the whole run's model."""
+  config = config.copy_and_resolve_references()
+  config.algo.steps = 3
+  config.dev.every = 3
+  config.checkpoint.every = 1
+  whole, parts = folder / "whole", folder / "parts"
+  rl.run(config, str(whole))
+  with killed_before_log_of(2):
+    rl.run(config, str(parts))
+  rl.run(config, str(parts))
+  file = "model/model.safetensors"
+  assert (parts / file).read_bytes() == (whole / file).read_bytes()
 
 
 @contextlib.contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import guessing
 import ml_collections
 import numpy as np
@@ -84,21 +82,7 @@ def test_it_learns_the_answers(name, request, tmp_path):
 
 
 def test_killed_and_resumed_it_is_the_same_run(team, tmp_path):
-  config = team.copy_and_resolve_references()
-  config.algo.steps = 3
-  config.dev.every = 3
-  config.checkpoint.every = 1
-
-  def weights(workdir: str) -> bytes:
-    with open(os.path.join(workdir, "model", "model.safetensors"), "rb") as f:
-      return f.read()
-
-  whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-  rl.run(config, whole)
-  with guessing.killed_before_log_of(2):
-    rl.run(config, parts)
-  rl.run(config, parts)
-  assert weights(parts) == weights(whole)
+  guessing.check_resume(team, tmp_path)
 
 
 def test_an_evaluation_plays_by_the_agent(team, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import guessing
 import ml_collections
@@ -74,18 +73,4 @@ def test_it_learns_the_way(config, tmp_path):
 
 
 def test_killed_and_resumed_it_is_the_same_run(config, tmp_path):
-  config = ml_collections.ConfigDict(config)
-  config.algo.steps = 3
-  config.dev.every = 3
-  config.checkpoint.every = 1
-
-  def weights(workdir: str) -> bytes:
-    with open(os.path.join(workdir, "model", "model.safetensors"), "rb") as f:
-      return f.read()
-
-  whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-  rl.run(config, whole)
-  with guessing.killed_before_log_of(2):
-    rl.run(config, parts)
-  rl.run(config, parts)
-  assert weights(parts) == weights(whole)
+  guessing.check_resume(config, tmp_path)

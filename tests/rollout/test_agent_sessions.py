@@ -1,4 +1,7 @@
-"""Agents with their own loop: their trajectories, in both formats."""
+"""Agents with their own loop: their trajectories, in both formats.
+
+budget: sessions and whole agents share helpers.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +108,28 @@ def test_a_teams_agent_plays_our_own_loops_trajectory():
   learner = toy.logps_of(toy.MODEL, toy.actor().params, theirs)
   for t, logps in zip(theirs, learner, strict=True):
     np.testing.assert_allclose(toy.sampled_logps(t), logps, atol=2e-5)
+
+
+def completer(task: dict, client: agents.Client) -> float:
+  """Asks by text completion, at a temperature of its own."""
+  llm = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0)
+  tok = toy.tokenizer()
+  before, after = tok.chat_frame
+  ids = [*before, *tok.encode(task["question"]), *after]
+  llm.completions.create(model=client.model, prompt=ids, temperature=2, seed=7)
+  return 1.0
+
+
+def test_every_request_has_the_attempts_temperature():
+  """The learner computes log-probs at one temperature, whatever a request says."""
+  ours = playing.play(
+    toy.actor().params, [0], on=playing.engine(toy.MODEL), temperature=0.0
+  )
+  with worker("completer") as on:
+    (t,) = played(on, attempt(toy.TASKS[0]))
+  sampled = [i for s in t.segments if s.author == Author.POLICY for i in s.ids]
+  greedy = [i for s in ours[0].segments if s.author == Author.POLICY for i in s.ids]
+  assert sampled == greedy[: len(sampled)]
 
 
 def test_equal_attempts_are_equal_and_others_differ():

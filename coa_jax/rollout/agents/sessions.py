@@ -33,7 +33,7 @@ from coa_jax.protocol.trajectory import (
   grammar_parts,
 )
 from coa_jax.rollout.agents.formats import Format
-from coa_jax.rollout.agents.types import Message, Reply, Sampled, Sampling
+from coa_jax.rollout.agents.types import Message, Sampled, Sampling
 from coa_jax.rollout.types import Engine, Episode
 
 
@@ -224,6 +224,8 @@ class Session:
       for call, text in zip(before.calls, results, strict=False):
         call.result = text
     with self._lock:
+      if self._closed:
+        raise Closed("this trajectory is over")
       context = self._context_for(before, new)
     return self._sample(context, keys[-1], tools, sampling)
 
@@ -286,6 +288,7 @@ class Session:
           "(rollout.max_len)"
         )
       # --- The reply.
+      sampling = self.adapted(sampling)
       seed = (context.seed + sampling.seed) % 2**32
       episode = _ReplyEpisode(
         context.segments, sampling, seed, self._sequence, self._tokenizer
@@ -307,6 +310,10 @@ class Session:
     )
     future.add_done_callback(ended)
     return out
+
+  def adapted(self, sampling: Sampling) -> Sampling:
+    """Returns how a request is sampled; a subclass may decide."""
+    return sampling
 
   def _find(
     self, messages: Sequence[Message], keys: Sequence[str]
@@ -376,11 +383,13 @@ class Session:
     for stop in sampling.stop:
       text = text.partition(stop)[0]
     reply = self._form.parse(text, tools)
-    key = _hash([asked, _canonical(message_of(reply))])
+    message = {"role": "assistant", "content": reply.content, "calls": reply.calls}
+    key = _hash([asked, _canonical(message)])
     calls = [ToolCall(c.name, self._form.written(c)) for c in reply.calls]
     with self._lock:
-      self.trajectory.calls += calls
-      self._turns += bool(calls)
+      if not self._closed:
+        self.trajectory.calls += calls
+        self._turns += bool(calls)
       if key in self._replied:
         self._replied[key].is_ambiguous = True
       else:
@@ -400,7 +409,7 @@ class Session:
     for episode in running:
       episode.cancelled = True
       self._engine.cancel(episode)
-    # --- All contexts with a reply.
+    # --- All contexts with a reply. No thread changes them now.
     t = self.trajectory
     t.segments = []
     for context in self._contexts:
@@ -424,11 +433,6 @@ class Session:
     usage.tool_turns = self._turns
     usage.seconds = time.monotonic() - self._began
     return t
-
-
-def message_of(reply: Reply) -> dict[str, Any]:
-  """Returns a reply as an assistant's message."""
-  return {"role": "assistant", "content": reply.content, "calls": list(reply.calls)}
 
 
 def _keys(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:

@@ -23,7 +23,7 @@ from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.formats import Format
 from coa_jax.rollout.agents.server import MODEL, AgentServer
 from coa_jax.rollout.agents.sessions import Session
-from coa_jax.rollout.agents.types import Message, Sampled, Sampling
+from coa_jax.rollout.agents.types import Sampling
 from coa_jax.rollout.types import Attempt, Engine
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.types import Tools
@@ -91,19 +91,15 @@ class AgentRun(Session):
       "source": task.source,
     }
 
-  def complete(
-    self, messages: Sequence[Message], tools: Sequence[Any], sampling: Sampling
-  ) -> concurrent.futures.Future[Sampled]:
-    """Samples a reply with the attempt's temperature, not the request's."""
-    # The learner computes log-probs at one temperature.
+  def adapted(self, sampling: Sampling) -> Sampling:
+    """Takes the attempt's temperature, at which the learner computes log-probs."""
     for name, usual in (("temperature", self.temperature), ("top_p", None)):
       value = getattr(sampling, name)
       if value not in (None, usual):
         _warn_once(name, value)
-    own = dataclasses.replace(
+    return dataclasses.replace(
       sampling, temperature=self.temperature, top_p=None, seed=0
     )
-    return super().complete(messages, tools, own)
 
 
 class AgentWorker(RolloutWorker):
