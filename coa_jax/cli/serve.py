@@ -369,7 +369,14 @@ def main(config: ml_collections.ConfigDict) -> None:
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
   host = _HOST.value
   if serve_agents.FORMAT.value:
-    serve_agents.serve(config, host, _PORT.value, _NAME.value, _ALLOWED_HOSTS.value)
+    serve_agents.serve(
+      config,
+      host,
+      _PORT.value,
+      _NAME.value,
+      _ALLOWED_HOSTS.value,
+      _MAX_WAITING.value,
+    )
     return
   # Bind the port first: a used port is reported before loading a model.
   with (

@@ -34,6 +34,7 @@ def serve(
   port: int,
   name: str,
   allowed_hosts: list[str],
+  max_waiting: int,
 ) -> None:
   """Serves until stopped; the arguments are the flags of `coa serve`."""
   with (
@@ -42,8 +43,15 @@ def serve(
     open_recorder(config, FORMAT.value, _RECORD.value) as recorder,
   ):
     hosts = http_server.open_hosts(host, allowed_hosts, "use the model")
-    tokenizer = recorder.worker.tokenizer
-    app = server.make_app(recorder.find, tokenizer, list(hosts), name, recorder.end)
+    worker = recorder.worker
+    app = server.make_app(
+      recorder.find,
+      worker.tokenizer,
+      list(hosts),
+      name,
+      recorder.end,
+      most=worker.engine.capacity + max_waiting,
+    )
     url = http_server.listen(sock, host)
     print(f"serving {config.init} as {name!r} to agents at {url}/v1", flush=True)
     http_server.Server(app, _GRACE_S).run(sockets=[sock])

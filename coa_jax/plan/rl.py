@@ -221,6 +221,11 @@ class RLConfig:
         "algo.sampling.filter_groups=True leaves out groups with equal rewards, which "
         "a teacher scores like others; with section distillation take False"
       )
+    if distillation.hint and self.agent:
+      raise ValueError(
+        "distillation.hint is added to our own loop's prompts, not to an agent's "
+        "(section agent): take a teacher without a hint"
+      )
     servers = [name for name in distillation.sources if is_address(name)]
     if servers and (self.rollout.constrain or sampling.temperature != 1):
       raise ValueError(

@@ -28,7 +28,9 @@ def service(tmp_path):
     Recorder(worker, str(tmp_path)) as recorder,
   ):
     worker.engine.set_policy(toy.actor().params, 0)
-    app = server.make_app(recorder.find, worker.tokenizer, ["*"], "coa", recorder.end)
+    app = server.make_app(
+      recorder.find, worker.tokenizer, ["*"], "coa", recorder.end, most=4
+    )
     http = http_server.Server(app, 3)
     url = http_server.listen(sock, "127.0.0.1")
     thread = threading.Thread(target=http.run, kwargs={"sockets": [sock]})
@@ -53,6 +55,15 @@ def play(url: str, question: str, **headers: str) -> openai.OpenAI:
       (argument,) = json.loads(call.function.arguments).values()
       result = toy.TableToolbox().reply(call.function.name, argument)
       messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def test_more_replies_than_the_server_holds_are_refused(service):
+  llm = openai.OpenAI(base_url=service[0], api_key="none", max_retries=0)
+  prompt = "<think>"
+  with pytest.raises(openai.RateLimitError, match="0 of 4 replies are sampled or wait"):
+    llm.completions.create(model="coa", prompt=prompt, n=5, max_tokens=1)
+  reply = llm.completions.create(model="coa", prompt=prompt, n=4, max_tokens=1)
+  assert len(reply.choices) == 4
 
 
 def test_a_named_trajectory_is_recorded(service):

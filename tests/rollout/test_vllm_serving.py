@@ -20,6 +20,8 @@ import toy
 
 from coa_jax import rl
 from coa_jax.data.tasks.task import Task
+from coa_jax.learner.algorithms import BatchConfig
+from coa_jax.learner.teachers import ModelTeacher
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.decode_params import decoding_views
@@ -31,6 +33,7 @@ from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import VllmConfig, VllmError
+from coa_jax.rollout.vllm.teacher import ServerTeacher
 from coa_jax.rollout.worker import RolloutWorker
 
 pytestmark = real_vllm.NEEDED
@@ -134,6 +137,17 @@ def test_sampled_log_probs_are_the_learners(url, tmp_path, truncated: bool):
     assert sum(len(s.ids) for s in policy_ids) == t.usage.generated > 0
   other = [t.text for g in groups(on, params, 4, 0.8, seed=1) for t in g]
   assert other != [t.text for t in played]
+
+
+def test_a_server_scores_as_the_folder_that_it_serves(url, tmp_path):
+  """A teacher on a real server."""
+  over_vllm(url, tmp_path).engine.server.refresh(policy(20))
+  trajectories = toy.trajectories()
+  by_server = ServerTeacher(url, toy.MAX_LEN, CFG.vocab_size)(trajectories, None)
+  batch = BatchConfig(rows=2, length=toy.MAX_LEN)
+  by_model = ModelTeacher(CFG, policy(20), batch, ONE_DEVICE)(trajectories, None)
+  for theirs, ours in zip(by_server, by_model, strict=True):
+    np.testing.assert_allclose(theirs, ours, atol=1e-4)
 
 
 def leaf_names() -> list[str]:

@@ -81,6 +81,7 @@ def make_app(
   hosts: list[str],
   name: str = MODEL,
   end: Callable[[str, float | None], Trajectory | None] = lambda name, reward: None,
+  most: int | None = None,
 ) -> Starlette:
   """Makes the application. budget: its handlers.
 
@@ -91,7 +92,9 @@ def make_app(
     name: the model's name.
     end: ends the trajectory of this name with a reward; None if there is no such
       trajectory.
+    most: maximum replies sampled or waiting at once; None for no limit.
   """
+  running = 0
   model = {"id": name, "object": "model", "created": 0, "owned_by": "coa-jax"}
 
   async def chat(request: Request) -> Response:
@@ -103,7 +106,17 @@ def make_app(
     return await answer(request, parsed, responses.TEXT)
 
   async def answer(request: Request, parsed: CompletionRequest, kind: str) -> Response:
-    sampled = await _complete(find(request), parsed, tokenizer)
+    nonlocal running
+    session = find(request)
+    replies = len(parsed.samplings)
+    if most is not None and running + replies > most:
+      message = f"{running} of {most} replies are sampled or wait; ask again later"
+      raise Refused(message, 429, "queue_full")
+    running += replies
+    try:
+      sampled = await _complete(session, parsed, tokenizer)
+    finally:
+      running -= replies
     body = responses.body(kind, name, sampled, parsed.logprobs, tokenizer.raw)
     if parsed.stream:
       events = responses.events(body)
@@ -134,6 +147,7 @@ def make_app(
 
   async def refused(request: Request, e: Refused) -> Response:
     kind = "server_error" if e.status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if e.status == 429 else kind
     error = {"message": str(e), "type": kind, "param": None, "code": e.code}
     return JSONResponse({"error": error}, e.status)
 
