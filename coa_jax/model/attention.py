@@ -3,8 +3,6 @@
 Four kernels: plain XLA products, cuDNN's flash attention, a Triton kernel, and the
 TPU's splash attention. Devices may split a row (context parallelism). Decoding attends
 over a cache instead; see `cache.py`.
-
-budget: four kernels, and their selection.
 """
 
 from __future__ import annotations
@@ -18,11 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels import blockwise, splash, triton
+from coa_jax.model.kernels.blockwise import OUT
 from coa_jax.model.moving import straight
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 
-# The attention output's name for checkpoint policies.
-OUT = "attention_out"
 # Maximum row length, in tokens, for which `auto` takes cuDNN. cuDNN reads a queries x
 # keys mask and writes two more such arrays in bfloat16: 84 MB per row at this length.
 _CUDNN_UP_TO = 4096
@@ -217,18 +214,6 @@ def _fault(
   return ""
 
 
-def _xla(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  segment_BS: jax.Array,
-) -> jax.Array:
-  """Attends block by block in plain XLA; see `kernels.blockwise`."""
-  # Small blocks stay in a CPU's cache.
-  block = 64 if jax.default_backend() == "cpu" else 512
-  return blockwise.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT, block)
-
-
 def _visible(segment_BS: jax.Array, T: int) -> jax.Array:
   """Returns mask_BTS for queries at the last T of S places: True if t reads s."""
   S = segment_BS.shape[1]
@@ -253,24 +238,9 @@ def _cudnn(
   return checkpoint_name(out_BTNH, OUT)
 
 
-def _triton(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  segment_BS: jax.Array,
-) -> jax.Array:
-  """Attends with the GPU kernel for long rows; see `kernels.triton`."""
-  return triton.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
-
-
-def _splash(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  segment_BS: jax.Array,
-) -> jax.Array:
-  """Attends with the TPU kernel; see `kernels.splash`."""
-  return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
-
-
-_KERNELS = {"xla": _xla, "cudnn": _cudnn, "triton": _triton, "splash": _splash}
+_KERNELS = {
+  "xla": blockwise.attend_segments,
+  "cudnn": _cudnn,
+  "triton": triton.attend_segments,
+  "splash": splash.attend_segments,
+}

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as library
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from coa_jax.model.kernels import blockwise
+from coa_jax.model.kernels.blockwise import OUT, starts
 
 # Maximum places per query or key block: a core's kernel memory limits them, unless a
 # flag raises it.
@@ -38,7 +38,6 @@ def attend_segments(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  name: str,
   interpret: bool = False,
 ) -> jax.Array:
   """Attends causally inside segments; the queries are the last T of S places.
@@ -48,7 +47,6 @@ def attend_segments(
     k_BSKH: keys.
     v_BSKH: values.
     segment_BS: int segment number per place; a segment's places are contiguous.
-    name: names the backward pass's inputs for checkpoint policies.
     interpret: runs the kernels without a TPU, slowly.
 
   Returns:
@@ -71,7 +69,7 @@ def attend_segments(
   v_BKSH = v_BSKH.swapaxes(1, 2)
   sizes = block_sizes(T, S, H)
   kernel = _kernel(T, S, N // K, sizes, interpret)
-  start_BS = blockwise.starts(segment_BS)
+  start_BS = starts(segment_BS)
 
   def row(q_KGTH, k_KSH, v_KSH, segment_S, start_S):
     ids = library.SegmentIds(q=segment_S[S - T :], kv=segment_S)
@@ -80,7 +78,7 @@ def attend_segments(
       visited(start_S, T, sizes.block_q, sizes.block_kv),
       visited(start_S, T, sizes.block_q_dkv, sizes.block_kv_dkv),
     )
-    attend = jax.vmap(_attention(kernel, name), in_axes=(None, 0, 0, 0, None))
+    attend = jax.vmap(_attention(kernel), in_axes=(None, 0, 0, 0, None))
     return attend(blocks, q_KGTH, k_KSH, v_KSH, ids)
 
   out_BKGTH = jax.vmap(row)(q_BKGTH, k_BKSH, v_BKSH, segment_BS, start_BS)
@@ -103,16 +101,8 @@ def _kernel(
   )
 
 
-def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
-  """Makes the kernel a differentiable function.
-
-  Args:
-    kernel: the library's kernel.
-    name: names the backward pass's inputs for checkpoint policies.
-
-  Returns:
-    A function (blocks, q_GTH, k_SH, v_SH, ids) -> out_GTH, with gradients in q, k, v.
-  """
+def _attention(kernel: Any) -> Callable[..., jax.Array]:
+  """Returns the library's kernel with gradients in q, k and v."""
 
   @jax.custom_vjp
   def attend(blocks, q_GTH, k_SH, v_SH, ids):
@@ -123,8 +113,8 @@ def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
     out_GTH, (lse_GT,) = type(kernel)(*blocks, **settings)(q_GTH, k_SH, v_SH, ids)
     # Named inside the gradient: only there can a checkpoint policy keep the backward
     # kernels' inputs, so that the forward kernel does not run again.
-    out_GTH = checkpoint_name(out_GTH, name)
-    lse_GT = checkpoint_name(lse_GT, name)
+    out_GTH = checkpoint_name(out_GTH, OUT)
+    lse_GT = checkpoint_name(lse_GT, OUT)
     return out_GTH, (blocks, q_GTH, k_SH, v_SH, ids, out_GTH, lse_GT)
 
   def backward(saved, d_out_GTH):

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
+from coa_jax.model.kernels.blockwise import OUT
+
 # Places per read in the paged kernels: a core's memory is the limit.
 _PLACES = 64
 # Maximum parallel parts of a one-token row; their sums are added in the queries' dtype.
@@ -31,7 +33,6 @@ def attend_segments(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  name: str,
   interpret: bool = False,
 ) -> jax.Array:
   """Attends causally inside segments; the queries are the last T of S places.
@@ -41,7 +42,6 @@ def attend_segments(
     k_BSKH: keys; S is a multiple of 128.
     v_BSKH: values.
     segment_BS: int segment number per place.
-    name: names the backward pass's inputs for checkpoint policies.
     interpret: runs the kernel without a GPU, slowly.
 
   Returns:
@@ -68,10 +68,10 @@ def attend_segments(
   q_BSNH = jnp.pad(q_BTNH, ((0, 0), (S - T, 0), (0, 0), (0, 0)))
   k_BSNH = jnp.repeat(k_BSKH, N // K, axis=2)
   v_BSNH = jnp.repeat(v_BSKH, N // K, axis=2)
-  return _named(kernel, name)(q_BSNH, k_BSNH, v_BSNH)[:, S - T :]
+  return _named(kernel)(q_BSNH, k_BSNH, v_BSNH)[:, S - T :]
 
 
-def _named(kernel: Any, name: str) -> Any:
+def _named(kernel: Any) -> Any:
   """Returns the kernel with names on its gradient's inputs: its output and its sums.
 
   With a name on the output alone, only the output would be kept, and the kernel would
@@ -84,7 +84,7 @@ def _named(kernel: Any, name: str) -> Any:
     known = {id(x): x for x in inputs}
 
     def named(x: jax.Array) -> jax.Array:
-      return known.setdefault(id(x), checkpoint_name(x, name))
+      return known.setdefault(id(x), checkpoint_name(x, OUT))
 
     return named(out), jax.tree.map(named, backward)
 
@@ -206,8 +206,6 @@ def _attend_block(
   queries: int,
 ) -> None:
   """Attends from one query block in one row and kv head; see `attend_tokens`.
-
-  budget: the kernel, with its arguments.
 
   Args:
     q_ref: [R, H].
