@@ -19,8 +19,8 @@ import ml_collections
 from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.data.tasks.task import Task
 from coa_jax.model.config import LoadConfig
-from coa_jax.model.hf.folder import open_folder
-from coa_jax.model.hf.io import load_model
+from coa_jax.model.hf.folder import load_tokenizer
+from coa_jax.model.hf.io import load_config, load_params
 from coa_jax.model.sharding import (
   MeshConfig,
   is_first_process,
@@ -175,7 +175,8 @@ def run(
   held = samples * len(tasks) * capacity.TRAJECTORY
   capacity.check_host({fields: held // jax.process_count()})
   partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
-  cfg, tokenizer = open_folder(settings.init, settings.model)  # no weights yet
+  cfg = load_config(settings.init, settings.model)
+  tokenizer = load_tokenizer(settings.init, cfg)
   check_positions(settings.rollout, cfg, settings.init)
   workdir = process_dir(workdir)
   worker = make_worker(
@@ -183,7 +184,7 @@ def run(
     tokenizer,
     settings.rollout,
     settings.tools.tool_descriptions,
-    partitioner=partitioner,
+    partitioner=partitioner.decoding(settings.rollout.tensor),
     vllm=settings.vllm,
     grader=Grader(settings.reward.kept_in(workdir)),
     parallel_calls=settings.tools.parallel,
@@ -211,7 +212,7 @@ def run(
   look = functools.partial(_first_warnings, settings, tasks, tags, worker.grader)
 
   # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
-  _, params = load_model(settings.init, settings.model, partitioner)
+  params = load_params(settings.init, cfg, partitioner)
   # An unplayed stage has no attempts.
   played: dict[str, list[Trajectory]] = {"greedy": [], "sampled": []}
   with worker.grader, Toolbox(settings.tools) as toolbox, worker:

@@ -34,9 +34,8 @@ from coa_jax.learner.state import TrainState
 from coa_jax.learner.teachers import Teachers, load_teachers, make_hinted
 from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.model import flops
-from coa_jax.model.distribution import TokenMask
-from coa_jax.model.hf.folder import open_folder, save_run
-from coa_jax.model.hf.io import load_model
+from coa_jax.model.hf.folder import load_tokenizer, save_run
+from coa_jax.model.hf.io import load_params
 from coa_jax.model.sharding import (
   count_devices,
   is_first_process,
@@ -148,7 +147,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   algo = settings.algo
   tasks = _Tasks.read(settings)
   plan = plan_rl(settings)
-  _, tokenizer = open_folder(settings.init, settings.model)
+  tokenizer = load_tokenizer(settings.init, plan.cfg)
   worker = _make_worker(plan, tokenizer, workdir)
   tasks = tasks.admitted(worker)
   monitor = HealthMonitor(settings.watch)
@@ -313,11 +312,9 @@ def _open(
   own_dir = process_dir(workdir)
 
   # --- The model, and the learner.
-  _, params = load_model(settings.init, settings.model, plan.learner)
+  params = load_params(settings.init, plan.cfg, plan.learner)
   teachers = _load_teachers(plan, worker)
-  learner = plan.make_update(
-    worker.constraint, TokenMask.of(worker.constraint), teachers
-  )
+  learner = plan.make_update(worker.constraint, teachers)
   state, frozen = learner.init(params, seed)
   del params  # their memory is needed
   if line := plan.budget_line((state, frozen, teachers and teachers.params)):

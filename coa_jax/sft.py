@@ -35,8 +35,8 @@ from coa_jax.learner.sources import (
 )
 from coa_jax.model import flops, lora
 from coa_jax.model.config import LoadConfig
-from coa_jax.model.hf.folder import open_folder, save_run
-from coa_jax.model.hf.io import load_model
+from coa_jax.model.hf.folder import load_tokenizer, save_run
+from coa_jax.model.hf.io import load_params
 from coa_jax.model.sharding import (
   Partitioner,
   count_devices,
@@ -109,7 +109,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   plan = plan_sft(settings)
   tokenizer = None
   if isinstance(settings.model, LoadConfig):
-    _, tokenizer = open_folder(init, settings.model)
+    tokenizer = load_tokenizer(init, plan.cfg)
     plan = plan.fitted(tokenizer)
   sources = read_sources(data.trajectories)
   num_rows = check_sources(sources)
@@ -134,7 +134,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   # --- Load the model, or make a fresh one.
   if isinstance(settings.model, LoadConfig):
-    _, params = load_model(init, settings.model, plan.partitioner)
+    params = load_params(init, cfg, plan.partitioner)
   else:
     params = init_params(cfg, data.seed, plan.partitioner)
 

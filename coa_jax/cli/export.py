@@ -36,7 +36,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.model import lora
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.folder import save_run
-  from coa_jax.model.hf.io import load_config, load_model
+  from coa_jax.model.hf.io import load_config, load_params
   from coa_jax.model.transformer import init_params
   from coa_jax.plan.sft import DataConfig, read_model, with_vocabulary
   from coa_jax.protocol.origin import Origin
@@ -85,7 +85,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     load = dataclasses.replace(load, attention="auto")
     cfg = load_config(init, load)
     if lora_config:
-      _, base = load_model(init, load)
+      base = load_params(init, cfg)
   origin = Origin.of_run(read_origin_of(workdir), step)
   save_run(out, cfg, trained, base, lora_config, tokenizer, init, origin)
   write_model_cards(out, workdir, init, step)

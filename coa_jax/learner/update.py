@@ -55,12 +55,9 @@ class PolicyUpdate:
     temperature: float = 1.0,
     max_logp_diff: float = 0.1,
     constraint: Constraint | None = None,
-    allowed: TokenMask | None = None,
     teachers: Teachers | None = None,
   ):
     """Builds the optimizer, and compiles nothing yet.
-
-    budget: every argument is documented; the rest is assignments.
 
     Args:
       cfg: the architecture.
@@ -76,7 +73,6 @@ class PolicyUpdate:
       temperature: the rollouts' temperature.
       max_logp_diff: nats; see `GuardConfig`.
       constraint: the rollouts' grammar.
-      allowed: the grammar's tables on the device.
       teachers: score the policy's tokens; None for none.
     """
     self._cfg = cfg
@@ -88,7 +84,7 @@ class PolicyUpdate:
     self._temperature = temperature
     self._truncation = truncation
     self._constraint = constraint
-    self._allowed = allowed
+    self._allowed = TokenMask.of(constraint)
     self._teachers = teachers
 
     # --- One optimizer per network. The schedule counts updates; a step makes several.

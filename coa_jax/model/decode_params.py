@@ -59,12 +59,11 @@ def decoding_views(
 
   Layers are unstacked. Arrays are rounded to `weight_dtype` or the compute dtype
   (otherwise the model would round them at every step), and resharded to
-  `partitioner.decoding()`, from any devices. With a `product_dtype`, matrices have this
+  the decoding mesh, from any devices. With a `product_dtype`, matrices have this
   dtype and their outputs first. Every process must call this function. Trees are in the
-  order of `partitioner.decoding().replicas()`.
+  order of `partitioner.replicas()`.
   """
   # --- One device: nothing to do if the arrays already suit the sampler.
-  partitioner = partitioner.decoding()
   outputs_first = bool(cfg.product_dtype)
   one_device = partitioner.mesh.size == 1
   elsewhere = _elsewhere(params, partitioner)
@@ -100,13 +99,11 @@ def decoding_views(
   return list(map(of_replica, partitioner.replicas()))
 
 
-def decoding_shapes(
-  cfg: ModelConfig, partitioner: Partitioner = ONE_DEVICE
-) -> dict[str, Any]:
+def decoding_shapes(cfg: ModelConfig, partitioner: Partitioner) -> dict[str, Any]:
   """Returns `decoding_views`' shapes, with shardings."""
   convert = converter(cfg, partitioner.platform)
   shapes = jax.eval_shape(convert, transformer.param_shapes(cfg))
-  shardings = partitioner.decoding().tree(shapes, bool(cfg.product_dtype))
+  shardings = partitioner.tree(shapes, bool(cfg.product_dtype))
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
   )

@@ -34,7 +34,6 @@ class CacheConfig(Protocol):
   window: int
   max_len: int
   memory: float
-  tensor: int
 
 
 def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
@@ -48,18 +47,6 @@ def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
     ValueError: too little memory; the message names the largest needs.
   """
   capacity.check(needs, _bytes_of(partitioner.devices), "the devices have")
-
-
-def check_model(cfg: ModelConfig, file: str) -> None:
-  """Refuses an architecture too large for all devices together.
-
-  Raises:
-    ValueError: too little memory; the message names `file`.
-  """
-  try:
-    capacity.check(parameter_needs(cfg), _bytes_of(jax.devices()), "the devices have")
-  except ValueError as e:
-    raise ValueError(f"{file}: {e}") from None
 
 
 def _bytes_of(devices: list[jax.Device]) -> float:
@@ -139,19 +126,24 @@ def rollout_needs(
 
 
 def check_rollouts(
-  model: ModelConfig, config: CacheConfig, partitioner: Partitioner
+  model: ModelConfig, config: CacheConfig, mesh: Partitioner, is_served: bool
 ) -> None:
   """Refuses a model that does not fit beside its slots.
+
+  Args:
+    model: the architecture.
+    config: section `rollout`.
+    mesh: the decoding mesh.
+    is_served: whether the slots are a server's; then only the model counts.
 
   Raises:
     ValueError: too little memory; the message names the largest needs.
   """
-  mesh = partitioner.decoding(config.tensor).mesh
-  replicas = mesh.size // mesh.shape["tensor"]
-  needs = rollout_needs(
-    model, config.slots, config.max_len, config.window, replicas=replicas
-  )
-  check_device(parameter_needs(model) | needs, partitioner)
+  needs = parameter_needs(model)
+  if not is_served:
+    replicas = mesh.mesh.size // mesh.mesh.shape["tensor"]
+    needs |= rollout_needs(model, config.slots, config.max_len, config.window, replicas)
+  check_device(needs, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +151,19 @@ class CacheBudget:
   """A decoding device's bytes, by use.
 
   Attributes:
+    config: section `rollout`.
+    policies: decode-parameter copies at once: 2 if a newer policy comes while the older
+      one decodes.
     total: the whole device.
     state: the learner's state.
-    weights: decode parameters; two policies' if rollouts continue during updates.
+    weights: all copies of the decode parameters.
     logits: one token's logits per slot, in float32.
     token: one token's keys and values in all layers.
     states: linear attention's states, for slots and snapshots.
   """
 
+  config: CacheConfig
+  policies: int
   total: int
   state: int
   weights: int
@@ -185,15 +182,18 @@ class CacheBudget:
     """Capacity of a replica's cache, in tokens."""
     return self.caches // self.token
 
-  def pages(self, config: CacheConfig) -> int:
+  @property
+  def pages(self) -> int:
     """Counts a replica's cache pages, limited by memory and the slots' need."""
+    config = self.config
     blocks = cache.num_blocks(config.max_len, config.max_len)
     room = int(config.memory * 1e9) or self.caches
     page = self.token * cache.page_size(config.max_len)
     return min(room // page, config.slots * blocks)
 
-  def describe(self, config: CacheConfig) -> str:
+  def describe(self) -> str:
     """Formats the memory's uses and the slots' maximum need in one line."""
+    config = self.config
     asked = config.slots * config.max_len
     states = f"states {_gb(self.states)}, " if self.states else ""
     return (
@@ -204,11 +204,33 @@ class CacheBudget:
       f"{config.slots} of rollout.max_len={config.max_len} may take {asked:,})"
     )
 
+  def check(self) -> None:
+    """Refuses a section `rollout` that leaves the learner, or itself, no room.
+
+    Raises:
+      ValueError: `rollout.memory` is more than the free memory, or takes all free
+        memory although the learner's step needs room too.
+    """
+    asked = self.config.memory
+    if asked * 1e9 > self.caches:
+      raise ValueError(
+        f"rollout.memory={asked:g} GB is more than the {_gb(self.caches)} of a device "
+        "that are left; take that at most, or 0 for all"
+      )
+    if self.policies > 1 and self.state and not asked:
+      raise ValueError(
+        "rollout.memory=0 takes all that is left when rollouts begin, and with "
+        "algo.sampling.staleness the learner's step runs beside them: of "
+        f"{_gb(self.caches)} take what the step leaves (its temporaries: python -m "
+        "experiments.bench.compile_check), or give rollouts devices of their own "
+        "(mesh.rollout)"
+      )
+
 
 def cache_budget(
   decoder: ModelConfig,
   config: CacheConfig,
-  partitioner: Partitioner,
+  mesh: Partitioner,
   weights: Any,
   state: Any,
   policies: int,
@@ -219,45 +241,24 @@ def cache_budget(
   Args:
     decoder: the decoder's architecture.
     config: section `rollout`.
-    partitioner: the decoding devices'.
+    mesh: the decoding mesh.
     weights: decode parameters: arrays, or shapes with shardings.
-    state: arrays or shapes kept during rollouts; those on other devices do not count.
-    policies: decode-parameter copies at once: 2 if a newer policy comes while the older
-      one decodes.
+    state: arrays, or shapes with shardings, kept during rollouts; those on other
+      devices do not count.
+    policies: as in `CacheBudget`.
     total: the device's bytes.
   """
-  partitioner = partitioner.decoding(config.tensor)
   page_size = cache.page_size(config.max_len)
   return CacheBudget(
+    config=config,
+    policies=policies,
     total=total,
-    state=_bytes_on_device(state, partitioner),
-    weights=policies * _bytes_on_device(weights, partitioner),
-    logits=4 * config.slots * decoder.vocab_size // partitioner.ways("V"),
-    token=math.ceil(cache.page_bytes(decoder, page_size, partitioner) / page_size),
-    states=cache.state_bytes(decoder, config.slots, partitioner),
+    state=_bytes_on_device(state, mesh),
+    weights=policies * _bytes_on_device(weights, mesh),
+    logits=4 * config.slots * decoder.vocab_size // mesh.ways("V"),
+    token=math.ceil(cache.page_bytes(decoder, page_size, mesh) / page_size),
+    states=cache.state_bytes(decoder, config.slots, mesh),
   )
-
-
-def check_budget(budget: CacheBudget, config: CacheConfig, policies: int) -> None:
-  """Refuses a section `rollout` that leaves the learner, or itself, no room.
-
-  Raises:
-    ValueError: `rollout.memory` is more than the free memory, or takes all free memory
-      although the learner's step needs room too.
-  """
-  if config.memory * 1e9 > budget.caches:
-    raise ValueError(
-      f"rollout.memory={config.memory:g} GB is more than the {_gb(budget.caches)} of a "
-      "device that are left; take that at most, or 0 for all"
-    )
-  if policies > 1 and budget.state and not config.memory:
-    raise ValueError(
-      "rollout.memory=0 takes all that is left when rollouts begin, and with "
-      "algo.sampling.staleness the learner's step runs beside them: of "
-      f"{_gb(budget.caches)} take what the step leaves (its temporaries: python -m "
-      "experiments.bench.compile_check), or give rollouts devices of their own "
-      "(mesh.rollout)"
-    )
 
 
 def cache_room(
@@ -299,15 +300,11 @@ def _bytes_on_device(tree: Any, partitioner: Partitioner) -> int:
     if sharding is not None:
       if sharding.memory_kind == "pinned_host":
         continue
-      if not _shares_a_device(sharding, partitioner):
+      if sharding.device_set.isdisjoint(partitioner.devices):
         continue
       shape = sharding.shard_shape(shape)
     count += math.prod(shape) * x.dtype.itemsize
   return count
-
-
-def _shares_a_device(sharding: Any, partitioner: Partitioner) -> bool:
-  return not sharding.device_set.isdisjoint(partitioner.devices)
 
 
 def _gb(size: float) -> str:

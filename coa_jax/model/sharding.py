@@ -459,9 +459,9 @@ def make_partitioners(
   devices: list[jax.Device] | None = None,
   rollout_tensor: int = 0,
 ) -> tuple[Partitioner, Partitioner]:
-  """Builds the learner's partitioner, like `make_partitioner`, and its rollouts'.
+  """Builds the learner's partitioner, like `make_partitioner`, and its sampler's.
 
-  Both are the same if `config.rollout` is 0. Otherwise they share no device: each
+  Both have the same devices if `config.rollout` is 0. Otherwise they share none: each
   process's last devices roll out.
 
   Raises:
@@ -473,7 +473,7 @@ def make_partitioners(
   count = config.rollout
   if not count:
     both = _over(config, devices, rollout_tensor)
-    return both, both
+    return both, both.decoding(rollout_tensor)
 
   # --- Refuse indivisible numbers.
   processes: dict[int, list[jax.Device]] = {}
@@ -502,7 +502,7 @@ def make_partitioners(
     grids.append(placement.device_grid((own // tensor, 1, 1, tensor), local[-own:], 1))
   learner = _over(config, learning)
   rollouts = Partitioner(mesh_over(np.concatenate(grids), AXES))
-  return learner, rollouts.replacing(_rules_of(config))
+  return learner, rollouts.replacing(_rules_of(config)).decoding()
 
 
 def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Device]:

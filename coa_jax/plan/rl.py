@@ -29,7 +29,6 @@ from coa_jax.learner.teachers import (
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model import attention, decode_params, lora, memory
 from coa_jax.model.config import LoadConfig, ModelConfig
-from coa_jax.model.distribution import TokenMask
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioners
@@ -239,7 +238,7 @@ class RLPlan:
     cfg: the learner's architecture.
     decoder: the decoder's architecture.
     learner: the learner's mesh.
-    rollouts: the mesh of the rollouts' devices, the learner's or dedicated ones.
+    rollouts: the decoding mesh, over the learner's devices or dedicated ones.
   """
 
   settings: RLConfig
@@ -249,12 +248,9 @@ class RLPlan:
   rollouts: Partitioner
 
   def make_update(
-    self,
-    constraint: Constraint | None = None,
-    allowed: TokenMask | None = None,
-    teachers: Teachers | None = None,
+    self, constraint: Constraint | None, teachers: Teachers | None = None
   ) -> PolicyUpdate:
-    """Builds the learner; `constraint` is the grammar, `allowed` its device tables."""
+    """Builds the learner; `constraint` is the rollouts' grammar."""
     settings = self.settings
     algo = settings.algo
     return PolicyUpdate(
@@ -271,7 +267,6 @@ class RLPlan:
       temperature=algo.sampling.temperature,
       max_logp_diff=algo.guards.max_logp_diff,
       constraint=constraint,
-      allowed=allowed,
       teachers=teachers,
     )
 
@@ -282,31 +277,28 @@ class RLPlan:
       state: arrays, or shapes with shardings, kept during rollouts.
       total: the device's bytes.
     """
-    rollout = self.settings.rollout
-    on = self.rollouts.decoding(rollout.tensor)
-    weights = decode_params.decoding_shapes(self.decoder, on)
     return memory.cache_budget(
-      self.decoder, rollout, on, weights, state, self._policies, total
+      self.decoder,
+      self.settings.rollout,
+      self.rollouts,
+      decode_params.decoding_shapes(self.decoder, self.rollouts),
+      state,
+      policies=2 if self.settings.algo.sampling.staleness else 1,
+      total=total,
     )
 
   def budget_line(self, state: Any) -> str:
     """Describes the devices' memory; "" if unknown, or if a server samples.
 
     Raises:
-      ValueError: as `memory.check_budget`.
+      ValueError: as `memory.CacheBudget.check`.
     """
     total = memory.device_bytes(self.rollouts)
     if self.settings.vllm or not total:
       return ""
-    rollout = self.settings.rollout
     budget = self.cache_budget(state, total)
-    memory.check_budget(budget, rollout, self._policies)
-    return budget.describe(rollout)
-
-  @property
-  def _policies(self) -> int:
-    """Counts the sets of decode parameters held at once."""
-    return 2 if self.settings.algo.sampling.staleness else 1
+    budget.check()
+    return budget.describe()
 
 
 def plan_rl(
@@ -327,8 +319,7 @@ def plan_rl(
   """
   batch = settings.algo.batch
   sampling = settings.algo.sampling
-  tensor = settings.rollout.tensor
-  learner, rollouts = make_partitioners(settings.mesh, devices, tensor)
+  learner, rollouts = make_partitioners(settings.mesh, devices, settings.rollout.tensor)
   if cfg is None:
     cfg = load_config(settings.init, settings.model)
     check_positions(settings.rollout, cfg, settings.init)
@@ -352,7 +343,7 @@ def plan_rl(
   attention.check(cfg, learner, batch.length)
   decoder = decode_params.architecture(cfg, rollouts)
   if settings.vllm is None:
-    for replica in rollouts.decoding(tensor).replicas():
+    for replica in rollouts.replicas():
       replica.check(decoder.axes)
 
   # --- The teachers, which must read the policy's ids.

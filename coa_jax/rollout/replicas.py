@@ -45,8 +45,8 @@ class ReplicaPool(ReplicaThreads):
       model: the architecture; `decode_params.architecture` makes the decoder's.
       automaton: the stop conditions.
       config: slots per replica, window and limits.
-      partitioner: the decoding devices', which may be the learner's. Each process
-        decodes on its own devices.
+      partitioner: a decoding mesh (`Partitioner.decoding`); each process decodes on
+        its own devices.
       constraint: the allowed tokens; all if None.
       own_top_p: whether episodes may have their own top_p.
 
@@ -55,8 +55,8 @@ class ReplicaPool(ReplicaThreads):
     """
     self.own_top_p = own_top_p
     self.model = decode_params.architecture(model, partitioner)
-    self._partitioner = partitioner.decoding(config.tensor)
-    replicas = self._partitioner.replicas()
+    self._partitioner = partitioner
+    replicas = partitioner.replicas()
     # All are checked before the first is made.
     for replica in replicas:
       replica.check(model.axes)

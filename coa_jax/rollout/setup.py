@@ -9,10 +9,7 @@ from coa_jax.model import memory
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol import prompts, roles
-from coa_jax.protocol.grammar.automaton import (
-  compile_constraint,
-  compile_stops,
-)
+from coa_jax.protocol.grammar.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.agents.formats import ChatFormat, Format, TeamFormat
@@ -48,7 +45,7 @@ def make_worker(
     tokenizer: the model's.
     config: section `rollout`.
     tools: the dialect's tags, and function tools with their descriptions.
-    partitioner: the decoding devices'.
+    partitioner: the decoding mesh (`Partitioner.decoding`).
     vllm: the sampling server; None for our own engine.
     grader: see `RolloutWorker`.
     journal: see `RolloutWorker`.
@@ -69,13 +66,12 @@ def make_worker(
     variant, summaries=config.context.summarises, parallel=parallel_calls
   )
   # Checked before anything large is allocated, also by compiling.
-  if vllm is None:
-    memory.check_rollouts(model, config, partitioner)
-  elif config.tensor:
+  memory.check_rollouts(model, config, partitioner, is_served=vllm is not None)
+  if vllm and config.tensor:
     raise ValueError(
       f"rollout.tensor={config.tensor} is of our own sampler; with section vllm take 0"
     )
-  elif variant.summaries:
+  if vllm and variant.summaries:
     raise ValueError(
       "rollout.context.keep=0 begins summaries for the policy, which only our own "
       "sampler can; with section vllm keep at least 1 observation"

@@ -70,8 +70,6 @@ def save_model(
 ) -> None:
   """Writes a model folder for transformers and vLLM: weights, config, tokenizer.
 
-  budget: one order of writes, which leaves no half-written folder.
-
   All processes call this function; the first one writes.
 
   Args:
@@ -298,27 +296,28 @@ def load_model(
   load: LoadConfig | None = None,
   partitioner: Partitioner = ONE_DEVICE,
 ) -> tuple[ModelConfig, dict[str, Any]]:
-  """Reads a model folder: a single safetensors file, or several with an index.
+  """Reads a model folder; see `load_config` and `load_params`."""
+  cfg = load_config(path, load)
+  return cfg, load_params(path, cfg, partitioner)
 
-  Args:
-    path: the folder.
-    load: options that the folder does not decide; None for the defaults.
-    partitioner: the parameters' mesh.
 
-  Returns:
-    The architecture and its parameters, with layers stacked if `scan`.
+def load_params(
+  path: str | os.PathLike[str],
+  cfg: ModelConfig,
+  partitioner: Partitioner = ONE_DEVICE,
+) -> dict[str, Any]:
+  """Reads a folder's parameters onto a mesh, with layers stacked if `cfg.scan`.
 
   Raises:
-    FileNotFoundError: config.json or a shard is missing.
+    FileNotFoundError: a weight file is missing.
     ValueError: an array is missing, left over, of the wrong shape or an unsupported
-      dtype (the message lists them), a file is damaged, config.json is not supported,
-      the mesh does not divide the model, or the devices lack the attention kernel; no
-      array is read before these checks, except to compare a tied output matrix with the
-      embedding. Or an array holds NaN or infinity.
+      dtype (the message lists them), a file is damaged, the mesh does not divide the
+      model, or the devices lack the attention kernel; no array is read before these
+      checks, except to compare a tied output matrix with the embedding. Or an array
+      holds NaN or infinity.
   """
   # --- Refuse mismatches before any array is read.
   path = os.fspath(path)
-  cfg = load_config(path, load)
   partitioner.check(cfg.axes)
   attention.check(cfg, partitioner)
   shapes = param_shapes(cfg)
@@ -341,7 +340,7 @@ def load_model(
 
     # --- Each device reads its own part of each array.
     where = partitioner.tree(shapes)
-    return cfg, jax.tree_util.tree_map_with_path(leaf, shapes, where)
+    return jax.tree_util.tree_map_with_path(leaf, shapes, where)
 
 
 def _reader(

@@ -100,7 +100,7 @@ class VllmReplica:
       config: slots, limits and the sampling distribution.
       probe: ids for comparing log-probs at every refresh; two or more.
       tokenizer: exported with the policy.
-      partitioner: the policy's.
+      partitioner: a decoding mesh.
       constraint: the allowed tokens; None for all.
       policy_changes: whether newer policies arrive during episodes; requests are short
         then (`vllm.request_tokens`).
@@ -112,7 +112,7 @@ class VllmReplica:
     # --- The model and its limits.
     self.model = dataclasses.replace(model, scan=False, remat="none")
     self._whole = partitioner
-    self.partitioner = partitioner.decoding().replicas()[0]
+    self.partitioner = partitioner.replicas()[0]
     self.config = config
     self.slots = config.slots
     self.counters = Counters()
