@@ -51,7 +51,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   for path in (config_file, folder):
     if not os.path.exists(path):
       raise FileNotFoundError(f"{path}: not there; {workdir} holds no SFT or RL run")
-  config, _ = read_run(config_file)
+  config = read_run(config_file)
   steps = whole_steps(folder)
   if not steps or (step is not None and step not in steps):
     choice = ", ".join(map(str, steps)) or "none"
