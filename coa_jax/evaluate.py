@@ -266,11 +266,6 @@ def gather_scored(
 
   After a start with fewer processes, two may have the same attempt: the first process's
   counts.
-
-  Args:
-    own: this process's attempts.
-    tasks: in output order.
-    tools: as for `scores.malformed`.
   """
   rows = [dataclasses.asdict(scores.scored(t, tools)) for t in own]
   places = {task.id: place for place, task in enumerate(tasks)}
@@ -347,11 +342,9 @@ class AttemptLog:
   """
 
   def __init__(self, path: str, mine: Shard):
-    """Reads the file; a line cut short by a kill is removed.
+    """Reads the file: the attempts that `mine` owns; others stay in place.
 
-    Args:
-      path: the file's path.
-      mine: this process's tasks; other attempts are left in place.
+    A line cut short by a kill is removed.
     """
     self.ended: Attempts = {}
     self._mine = mine

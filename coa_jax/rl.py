@@ -436,12 +436,7 @@ def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.nda
 
 
 def drop_trajectories(folders: Sequence[str], step: int) -> None:
-  """Deletes the trajectory files of steps that a resumed run repeats.
-
-  Args:
-    folders: all processes' folders, including former ones'.
-    step: the checkpoint's step, the first one repeated.
-  """
+  """Deletes the trajectories of steps that a run resumed at `step` repeats."""
   for folder in folders:
     for path in glob.glob(os.path.join(glob.escape(folder), "trajectories", "step_*")):
       match = re.fullmatch(r"step_(\d+)\.jsonl", os.path.basename(path))

@@ -37,10 +37,6 @@ def read_rollout(
   These are variant, style and max_len, if the model folder records them (see
   `protocol.origin`). With several dialects the first one counts.
 
-  Args:
-    rollout: the section.
-    config: the whole config, for its `init`.
-
   Raises:
     ConfigError, ValueError: the section can not be used, or the record is damaged.
   """
@@ -112,10 +108,6 @@ def open_server(
 ) -> Iterator[InferenceServer]:
   """Serves an evaluation's model and tools inside a `with` block.
 
-  Args:
-    config: as `ServeConfig` says.
-    max_waiting: maximum questions waiting for a slot.
-
   Yields:
     The server; its threads, its tools' threads and their processes end with the block.
 
@@ -142,7 +134,6 @@ def open_recorder(
   """Serves an evaluation's model to agents inside a `with` block.
 
   Args:
-    config: as `ServeConfig` says; the agents have their own tools.
     conversations: `chat` or `team`, see `AgentConfig.format`.
     folder: where ended trajectories are written; None for nowhere.
 

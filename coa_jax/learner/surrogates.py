@@ -74,10 +74,6 @@ def clip(
   arXiv 1707.06347, eq. 7, with DAPO's separate upper bound (arXiv 2503.14476, eq. 10).
 
   Args:
-    ratio_BT: p / p_old.
-    advantage_BT: each token's advantage.
-    clip_low: the ratio's lower bound is 1 - clip_low.
-    clip_high: the ratio's upper bound is 1 + clip_high.
     dual_clip: c; if A < 0 the term is at least c A (arXiv 1912.09729, eq. 5); 0 for no
       bound. verl always has one, 3 by default; TRL (delta) and tunix (epsilon_c) have
       none by default.

@@ -60,20 +60,11 @@ class PolicyUpdate:
     """Builds the optimizer, and compiles nothing yet.
 
     Args:
-      cfg: the architecture.
-      loss: section `algo.loss`.
-      batch: a micro-batch's rows and tokens, and updates per batch of rollouts.
       optim: the policy's; the critic has its own learning rate.
-      lora_config: None trains the whole model.
-      partitioner: the mesh.
-      truncation: the rollouts' truncation.
       steps: the run's batches of rollouts.
       prompts: maximum groups per batch.
       samples: maximum contexts per group.
-      temperature: the rollouts' temperature.
       max_logp_diff: nats; see `GuardConfig`.
-      constraint: the rollouts' grammar.
-      teachers: score the policy's tokens; None for none.
     """
     self._cfg = cfg
     self._loss = loss
@@ -411,11 +402,9 @@ def rewards_of(
   groups: Sequence[Group],
   value: Callable[[Trajectory], float] = lambda t: t.reward,
 ) -> np.ndarray:
-  """Puts group rewards into reward_GK; NaN if a sample or its reward is missing.
+  """Puts each trajectory's `value`, by default its reward, into reward_GK.
 
-  Args:
-    groups: trajectories of one task each.
-    value: returns a trajectory's number, by default the reward.
+  NaN if a sample or its reward is missing.
   """
   most = max(map(len, groups), default=0)
   reward_GK = np.full((len(groups), most), np.nan)

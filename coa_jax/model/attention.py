@@ -36,9 +36,6 @@ def attend_packed(
   """Computes causal attention within each segment of packed rows.
 
   Args:
-    q_BTNH: queries.
-    k_BTKH: keys.
-    v_BTKH: values.
     segment_BT: int segment number per token; 0 is padding, which reads padding. A
       segment's tokens are contiguous.
     kernel: a kernel name; see `RunOptions.attention`.
@@ -95,11 +92,7 @@ def _attend_part(
   Args:
     attend_last: the kernel; its T queries are at the last T of S places.
     context: mesh axes splitting a row.
-    row_devices: the number of devices on these axes.
     q_BTNH: this device's queries, in `moving.zigzag` order.
-    k_BTKH: this device's keys.
-    v_BTKH: this device's values.
-    segment_BT: this device's segment numbers.
   """
 
   # --- Gather the whole row's keys and values in token order; queries do not move.
@@ -136,9 +129,6 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
   """Chooses the kernel for `auto`.
 
   Args:
-    device: one of the computing devices.
-    dtype: the dtype of queries, keys and values.
-    head_dim: H.
     length: queries per kernel call; see `_queries`.
   """
   on_gpu = "cudnn" if length <= _CUDNN_UP_TO else "triton"
@@ -154,8 +144,6 @@ def check(
   """Refuses an attention kernel that cannot run on the current devices.
 
   Args:
-    cfg: the architecture.
-    partitioner: the mesh.
     length: tokens per row; 0 if not known yet.
 
   Raises:

@@ -214,10 +214,7 @@ class KVCache:
     """Attends with a call's tokens over one layer, after `append`.
 
     Args:
-      layer: the layer's number.
       q_BTNH: queries; a token reads its row's places up to its own.
-      write: the call's places.
-      partitioner: the sampler's.
 
     Returns:
       out_BTNH in q's dtype.
@@ -298,7 +295,6 @@ class KVCache:
     Args:
       from_X: rows to read, all before any is written.
       to_X: rows to write; those past the last row are dropped.
-      partitioner: the sampler's.
     """
     states = _copy_states(self.states, from_X, to_X, partitioner)
     return self.replace(states=states)
@@ -311,7 +307,6 @@ class KVCache:
     Args:
       from_X: pages to read, all before any is written.
       to_X: pages to write; those past the last page are dropped.
-      partitioner: the sampler's.
     """
     layers = _copy(self.layers, from_X, to_X, self.layout, partitioner)
     return self.replace(layers=layers)

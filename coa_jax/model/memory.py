@@ -41,7 +41,6 @@ def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
 
   Args:
     needs: fields with their values -> minimum bytes over all devices.
-    partitioner: the devices.
 
   Raises:
     ValueError: too little memory; the message names the largest needs.
@@ -94,12 +93,8 @@ def check_training(
   """Refuses a model and a micro-batch too large to train on the devices.
 
   Args:
-    cfg: the architecture.
     section: config section with `rows` and `length`.
-    rows: rows per micro-batch.
-    length: tokens per row.
     frozen: whether only adapters are trained.
-    partitioner: the devices.
 
   Raises:
     ValueError: too little memory; the message names the largest needs.
@@ -131,9 +126,6 @@ def check_rollouts(
   """Refuses a model that does not fit beside its slots.
 
   Args:
-    model: the architecture.
-    config: section `rollout`.
-    mesh: the decoding mesh.
     is_served: whether the slots are a server's; then only the model counts.
 
   Raises:
@@ -239,14 +231,9 @@ def cache_budget(
   """Counts a decoding device's bytes besides caches; allocates nothing.
 
   Args:
-    decoder: the decoder's architecture.
-    config: section `rollout`.
-    mesh: the decoding mesh.
     weights: decode parameters: arrays, or shapes with shardings.
     state: arrays, or shapes with shardings, kept during rollouts; those on other
       devices do not count.
-    policies: as in `CacheBudget`.
-    total: the device's bytes.
   """
   page_size = cache.page_size(config.max_len)
   return CacheBudget(
@@ -267,10 +254,7 @@ def cache_room(
   """Returns a device's bytes for pages; infinite if unknown.
 
   Args:
-    model: the decoder's architecture.
-    slots: trajectories at once.
     gigabytes: the config's limit; 0 takes the device's free memory.
-    partitioner: the replica's.
   """
   if gigabytes:
     return gigabytes * 1e9

@@ -34,11 +34,6 @@ def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Arra
   array split over several mesh axes is gathered axis by axis, and over a long axis in
   two steps: in one step a TPU's compiler would all-reduce the whole array, forward and
   backward.
-
-  Args:
-    x: an array, or unreduced parts of one.
-    before: its split.
-    after: its new split.
   """
   if before.num_devices == 1:
     return x

@@ -207,7 +207,6 @@ class Partitioner:
 
     Args:
       w: the parameter in its dtype for products, which the gather keeps.
-      name: a key in `PARAMETERS`, or an adapter's name such as `q_a`.
     """
     kept = letters_of_name(name)
     # Constrained before the gather too: a conversion may not move behind it.
@@ -437,7 +436,6 @@ def make_partitioner(
   """Builds a config's partitioner.
 
   Args:
-    config: mesh axis sizes and table lines.
     devices: None for all devices of all processes.
     rollout_tensor: devices decoding together; 0 for `config.tensor`.
 

@@ -69,8 +69,6 @@ class Layer(nn.Module):
     """Runs the layer.
 
     Args:
-      x_BTD: the layer's input.
-      rope: rotary cosines and sines for the tokens' positions.
       segment_BT: for packed rows: each token's segment.
       cache_write: with a cache: the call's token places.
       cache: all layers' cache; this layer's part is updated.

@@ -309,7 +309,6 @@ def plan_rl(
   """Plans a run, and refuses one that can not work.
 
   Args:
-    settings: the run's config.
     cfg: an architecture in place of the folder's.
     devices: absent devices, known only to the compiler; None for this machine's.
 

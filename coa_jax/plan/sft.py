@@ -75,10 +75,6 @@ def read_model(
   An architecture may begin with a published one: `variant` is a name in
   `variants.VARIANTS`. Its vocabulary is the tokenizer's, which comes later.
 
-  Args:
-    model: the section.
-    config: the whole config, for its `init`.
-
   Raises:
     ConfigError, ValueError: the section can not be used, or its model not be written.
   """

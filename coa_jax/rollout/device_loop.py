@@ -71,10 +71,7 @@ class DeviceLoop:
 
     Args:
       model: the decoding architecture, with unrolled layers.
-      automaton: the stop conditions.
-      config: slots, window and limits.
       partitioner: the replica's; one of `Partitioner.replicas`.
-      constraint: the allowed tokens; all if None.
       own_top_p: whether episodes may have their own top_p, which needs other programs.
     """
     self.model = model
@@ -321,8 +318,7 @@ class DeviceLoop:
   def is_due(self, sampling: bool) -> bool:
     """Whether to deliver the oldest window to its episodes now.
 
-    Args:
-      sampling: whether this round dispatched a window.
+    `sampling` tells whether this round dispatched a window.
     """
     if not self.windows:
       return False

@@ -84,14 +84,7 @@ class CoAEpisode(Episode):
     toolbox: Tools,
     config: EpisodeConfig,
   ):
-    """Renders the prompt.
-
-    Args:
-      attempt: the task and its sampling key.
-      tokenizer: the model's.
-      toolbox: answers tool calls.
-      config: the episodes' common settings.
-    """
+    """Renders the prompt."""
     self.task = task = attempt.task
     self.seed = attempt.seed
     self.sequence = attempt.sequence

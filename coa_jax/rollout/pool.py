@@ -99,13 +99,7 @@ class ReplicaThreads:
   """Replicas' queues and threads; subclasses complete `types.Engine`."""
 
   def __init__(self, config: RolloutConfig, replicas: Sequence[Replica], name: str):
-    """Starts no thread yet.
-
-    Args:
-      config: slots, limits and the sampling distribution.
-      replicas: one per thread.
-      name: the threads' name.
-    """
+    """Starts no thread yet."""
     self.config = config
     self._lanes = [_Lane(replica) for replica in replicas]
     self._name = name

@@ -43,12 +43,8 @@ class ReplicaPool(ReplicaThreads):
 
     Args:
       model: the architecture; `decode_params.architecture` makes the decoder's.
-      automaton: the stop conditions.
-      config: slots per replica, window and limits.
       partitioner: a decoding mesh (`Partitioner.decoding`); each process decodes on
         its own devices.
-      constraint: the allowed tokens; all if None.
-      own_top_p: whether episodes may have their own top_p.
 
     Raises:
       ValueError: the mesh does not divide the model, or splits it over processes.

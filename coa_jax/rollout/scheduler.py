@@ -69,11 +69,8 @@ class Scheduler:
     """Prepares the slots; the cache is allocated when the first episode starts.
 
     Args:
-      config: slots, window and limits.
       device: the replica's `device_loop.DeviceLoop`, made with the same config,
         automaton and constraint; untyped, so that this file does not import JAX.
-      automaton: the stop conditions.
-      constraint: the allowed tokens; all if None.
     """
     self.config = config
     self.device = device
@@ -116,8 +113,6 @@ class Scheduler:
       policy: one of `decoding_views`. Running episodes switch to a newer policy with
         this window and keep their cache, as in PipelineRL's in-flight updates (arXiv
         2509.19128).
-      version: the policy's version.
-      new: episodes for free slots.
 
     Returns:
       The episodes that ended.

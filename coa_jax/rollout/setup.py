@@ -41,14 +41,9 @@ def make_worker(
   budget: every argument is documented; the rest is three steps.
 
   Args:
-    model: the architecture.
-    tokenizer: the model's.
-    config: section `rollout`.
     tools: the dialect's tags, and function tools with their descriptions.
     partitioner: the decoding mesh (`Partitioner.decoding`).
     vllm: the sampling server; None for our own engine.
-    grader: see `RolloutWorker`.
-    journal: see `RolloutWorker`.
     policy_changes: whether newer policies arrive while episodes run (for vLLM).
     parallel_calls: maximum calls in one `tool` span (`tools.parallel`).
     own_top_p: whether episodes may have their own top_p, with our own engine.

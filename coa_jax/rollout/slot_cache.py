@@ -82,11 +82,7 @@ class SlotCache:
     """Allocates the minimum number of pages.
 
     Args:
-      model: the architecture as it decodes.
-      slots: concurrent trajectories.
-      max_len: maximum tokens per trajectory.
       page_counts: the cache's possible numbers of pages, ascending.
-      partitioner: the replica's.
     """
     self._max_len = max_len
     self._partitioner = partitioner
@@ -112,10 +108,6 @@ class SlotCache:
 
   def place(self, slot: int, given: list[int]) -> int | None:
     """Gives an empty slot pages for a prompt; equal prefixes share pages.
-
-    Args:
-      slot: a slot without pages.
-      given: the prompt's tokens to prefill.
 
     Returns:
       The number of leading tokens that need no prefill, once other slots are prefilled
@@ -270,11 +262,7 @@ def page_counts(
   """Lists a replica cache's possible numbers of pages: one if fixed.
 
   Args:
-    model: the architecture as it decodes.
-    slots: concurrent trajectories.
-    max_len: maximum tokens per trajectory.
     gigabytes: maximum GB per device for pages; see `RolloutConfig.memory`.
-    partitioner: the replica's.
 
   Raises:
     ValueError: there is no room for one trajectory of `rollout.max_len`.

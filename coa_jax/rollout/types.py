@@ -1,7 +1,4 @@
-"""Rollout types: configs, the engine and episode contracts, batches, counters.
-
-budget: the contracts of engines, workers and episodes are read together.
-"""
+"""Rollout types: configs, the engine and episode contracts, batches, counters."""
 
 from __future__ import annotations
 
@@ -133,8 +130,6 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
   """Refuses trajectories that may exceed the model's positions.
 
   Args:
-    config: the length limits.
-    model: the architecture in the folder.
     folder: a model folder; one whose config.json names no positions sets no limit.
 
   Raises:

@@ -34,8 +34,6 @@ def compile_all(
   recompiled at every start.
 
   Args:
-    of: the programs' owner, for messages.
-    lowered: functions, each tracing one program.
     replica_on: the replica's backend; "" if the programs belong to no replica.
   """
   in_turn = replica_on not in ("", "tpu") and jax.config.jax_compilation_cache_dir

@@ -53,8 +53,6 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   section from the section's values and the whole config.
 
   Args:
-    config: the values; None is an empty config.
-    cls: the dataclass to build.
     section: the section's name for messages, e.g. "algo.loss"; "" for a whole config.
 
   Raises:
@@ -123,8 +121,6 @@ def fill_defaults(
   knows better defaults.
 
   Args:
-    config: a whole stage's config, or a section; changed in place.
-    cls: the config's dataclass.
     types_only: make every missing field a typed placeholder.
   """
   hints = typing.get_type_hints(cls)

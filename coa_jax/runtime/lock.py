@@ -41,11 +41,7 @@ class InUseError(ValueError):
 def exclusive(
   folder_of: Callable[[str], str] = lambda workdir: workdir,
 ) -> Callable[[Journey], Journey]:
-  """Decorates `run(config, workdir)` to hold the workdir's lock while running.
-
-  Args:
-    folder_of: returns the folder to lock in a workdir shared by several processes.
-  """
+  """Decorates `run(config, workdir)` to hold the workdir's lock while running."""
 
   def decorate(run: Journey) -> Journey:
     @functools.wraps(run)
@@ -67,7 +63,6 @@ def hold(workdir: str, file: str = FILE) -> Iterator[None]:
   the log names the folder, and other processes are not excluded.
 
   Args:
-    workdir: a folder.
     file: the lock file's name: a folder may have several locks, for its parts.
 
   Raises:

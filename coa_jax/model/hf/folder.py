@@ -53,12 +53,8 @@ def save_run(
   All processes call this function; the first one writes.
 
   Args:
-    workdir: the run's folder.
-    cfg: the architecture.
     trained: `lora.split`'s first half, after training.
     frozen: the other half.
-    config: the adapters' config; None if all parameters were trained.
-    tokenizer: saved in the model folder.
     like: the initial model folder; "" for none.
     origin: how the model was trained, for `coa.json` in both folders; None if unknown.
 
@@ -87,10 +83,7 @@ def save_adapter(
   All processes call this function; the first one writes.
 
   Args:
-    path: the folder, created if missing.
-    cfg: the architecture.
     adapters: a tree as from `init_adapters`.
-    config: the adapters' config.
     base: the base model's name or folder.
   """
   # Gathering is a collective, so every process takes part.

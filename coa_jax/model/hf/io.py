@@ -73,8 +73,6 @@ def save_model(
   All processes call this function; the first one writes.
 
   Args:
-    path: the folder, created if missing.
-    cfg: the architecture.
     params: the parameters, layers stacked or not, on any devices.
     tokenizer: saved beside the weights; the config gets its end and padding ids, with
       `end_id` first, so that other engines stop after the answer.
@@ -257,7 +255,6 @@ def load_config(
   """Reads a model folder's architecture.
 
   Args:
-    path: the folder.
     load: options that the folder does not decide; None for the defaults.
 
   Raises:

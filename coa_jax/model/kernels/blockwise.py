@@ -61,9 +61,6 @@ def attend_segments(
   """Attends causally inside segments; the queries are the last T of S places.
 
   Args:
-    q_BTNH: queries.
-    k_BSKH: keys.
-    v_BSKH: values.
     segment_BS: int segment number per place; a segment's places are contiguous.
     block: U, queries and keys per block; 0 for 64 on a CPU, where small blocks stay in
       its cache, else 512.
@@ -121,11 +118,7 @@ def _near(before: int, U: int) -> int:
 
 
 def starts(segment_BS: jax.Array) -> jax.Array:
-  """Returns each place's first visible place, int [B, S].
-
-  Args:
-    segment_BS: segment number per place; a segment's places are contiguous.
-  """
+  """Returns each place's first visible place, int [B, S]; segments are contiguous."""
   place_S = jnp.arange(segment_BS.shape[1])
   new_BS = segment_BS != jnp.roll(segment_BS, 1, axis=1)
   # The last segment start at or before each place.
@@ -174,8 +167,6 @@ def _score(
   """Returns the masked score_CKRU in float32.
 
   Args:
-    q_CKRH: queries.
-    k_CKHU: keys.
     same_CUU: whether query and key share a segment.
     apart: places from a block's first key to its first query.
   """

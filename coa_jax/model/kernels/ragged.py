@@ -40,7 +40,6 @@ def attend(
   """Attends causally from each row's tokens to the row's pages.
 
   Args:
-    q_BTNH: queries.
     pool_JPKH: 2 K heads, each head's keys before its values; zeros after H of each.
     table_BC: int page per block of a row; -1 if it has none.
     position_BT: each query's position, consecutive within a row.

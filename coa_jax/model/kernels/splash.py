@@ -43,9 +43,6 @@ def attend_segments(
   """Attends causally inside segments; the queries are the last T of S places.
 
   Args:
-    q_BTNH: queries.
-    k_BSKH: keys.
-    v_BSKH: values.
     segment_BS: int segment number per place; a segment's places are contiguous.
     interpret: runs the kernels without a TPU, slowly.
 
@@ -231,7 +228,6 @@ def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
   """Makes the kernel's lists of these blocks, in place of its static mask's lists.
 
   Args:
-    kernel: the library's kernel.
     seen_ij: `visited` for the blocks of the out and dq kernels.
     back_ij: likewise for the dk and dv kernel.
   """

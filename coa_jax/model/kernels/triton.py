@@ -38,9 +38,7 @@ def attend_segments(
   """Attends causally inside segments; the queries are the last T of S places.
 
   Args:
-    q_BTNH: queries.
     k_BSKH: keys; S is a multiple of 128.
-    v_BSKH: values.
     segment_BS: int segment number per place.
     interpret: runs the kernel without a GPU, slowly.
 
@@ -110,11 +108,9 @@ def attend_pages(
   """Attends from one token per row to the row's pages, up to the token's position.
 
   Args:
-    q_B1NH: queries.
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
     table_BC: int page per block of a row; -1 if it has none.
-    position_B1: each query's position.
     interpret: runs the kernel without a GPU, slowly.
 
   Returns:
@@ -152,7 +148,6 @@ def attend_tokens(
   (FlashAttention-2).
 
   Args:
-    q_BTNH: queries.
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
     table_BC: int page per block of a row; -1 if it has none.

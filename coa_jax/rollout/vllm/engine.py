@@ -94,14 +94,8 @@ class VllmReplica:
     """Connects to a running server; our own server starts with the first refresh.
 
     Args:
-      vllm: the server's address and limits.
-      model: the served architecture.
-      automaton: finds the tags that stop decoding.
-      config: slots, limits and the sampling distribution.
       probe: ids for comparing log-probs at every refresh; two or more.
-      tokenizer: exported with the policy.
       partitioner: a decoding mesh.
-      constraint: the allowed tokens; None for all.
       policy_changes: whether newer policies arrive during episodes; requests are short
         then (`vllm.request_tokens`).
 

@@ -153,8 +153,6 @@ class Bucket:
     """Writes a file's current contents to an object.
 
     Args:
-      path: the file's path.
-      name: the object's name.
       seen: the object's required state: None for a missing object, True for any.
 
     Raises:
