@@ -21,14 +21,19 @@ from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 from coa_jax.runtime import heartbeat
 
 
-class Replica(Protocol):
-  """A replica driven by one thread, its only caller.
+def prompt_ids(episode: Episode, max_len: int) -> list[int]:
+  """Starts an episode; refuses a prompt that leaves no room in `rollout.max_len`."""
+  ids = episode.start()
+  if len(ids) >= max_len:
+    raise ValueError(
+      f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len={max_len}; "
+      "raise it or drop the task"
+    )
+  return ids
 
-  Attributes:
-    slots: episodes played at once.
-    counters: work so far.
-    timings: seconds by phase.
-  """
+
+class Replica(Protocol):
+  """A replica with `slots` episodes at once, driven by one thread, its only caller."""
 
   slots: int
   counters: Counters
@@ -37,15 +42,12 @@ class Replica(Protocol):
   def round(
     self, policy: Any, version: int, new: Sequence[Episode]
   ) -> Sequence[Episode]:
-    """Starts new episodes, samples once for all running ones, and handles stops.
+    """Starts new episodes, samples once for all, handles stops; returns the ended ones.
 
     Args:
       policy: this replica's entry from `ReplicaThreads.publish`.
       version: the policy's version.
       new: new episodes, at most one per free slot.
-
-    Returns:
-      The ended episodes.
     """
 
   def drop(self, episode: Episode) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
 from coa_jax.rollout import pages as paging
+from coa_jax.rollout.types import RolloutConfig
 
 # Maximum prefill tokens per call over all rows, unless a single row has more. On a GPU,
 # a call for a 7B model then stays under half a gigabyte.
@@ -47,17 +47,8 @@ class DeviceCall:
     return f"{shape}, {self.blocks} of {self.pages} pages"
 
 
-class Sizes(Protocol):
-  """The `RolloutConfig` fields that determine the shapes."""
-
-  slots: int
-  prefill_rows: int
-  window: int
-  max_len: int
-
-
 def device_calls(
-  config: Sizes, on: str, page_counts: Sequence[int]
+  config: RolloutConfig, on: str, page_counts: Sequence[int]
 ) -> list[DeviceCall]:
   """Lists every decoding program, the smallest cache's first.
 
@@ -91,10 +82,7 @@ def device_calls(
 
 def token_bucket(length: int) -> int:
   """Rounds a prefill's length up to a power of two, at least 16."""
-  bucket = 16
-  while bucket < length:
-    bucket *= 2
-  return bucket
+  return max(16, 1 << (length - 1).bit_length())
 
 
 def block_bucket(places: int, max_len: int, on: str) -> int:
@@ -105,10 +93,7 @@ def block_bucket(places: int, max_len: int, on: str) -> int:
   blocks = num_blocks(max_len, max_len)
   if on != "cpu" or max_len > SHORT:
     return blocks
-  bucket = 1
-  while bucket < num_blocks(places, max_len):
-    bucket *= 2
-  return min(bucket, blocks)
+  return min(1 << (num_blocks(places, max_len) - 1).bit_length(), blocks)
 
 
 def most_rows(tokens: int, prefill_rows: int, on: str) -> int:

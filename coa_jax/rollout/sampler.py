@@ -153,9 +153,6 @@ def window(
     cache: all slots' cache; donated.
     table_BC: each slot's pages, for all its possible samples; -1 for none.
     forced_BW: ids taken instead of draws; -1 draws.
-
-  Returns:
-    The cache, the slots' state and the samples.
   """
   model = Transformer(cfg, partitioner, decode=True)
   B, steps = forced_BW.shape

@@ -19,6 +19,7 @@ import numpy as np
 
 from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.rollout import pages as paging
+from coa_jax.rollout.pool import prompt_ids
 from coa_jax.rollout.slot_cache import OnHost, Prefill
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 
@@ -123,7 +124,7 @@ class Scheduler:
     """
     self.device.set_policy(policy, version)
     for episode in new:
-      self._waiting.append((episode, self._prompt(episode)))
+      self._waiting.append((episode, prompt_ids(episode, self.config.max_len)))
     self._resume()
     self._start()
     self._wait_for_tools()
@@ -134,15 +135,6 @@ class Scheduler:
     while self.device.is_due(sampling):
       ended += self._hand_out()
     return ended
-
-  def _prompt(self, episode: Episode) -> list[int]:
-    ids = episode.start()
-    if len(ids) >= self.config.max_len:
-      raise ValueError(
-        f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
-        f"{self.config.max_len}; raise it or drop the task"
-      )
-    return ids
 
   def _taken(self) -> list[_Slot]:
     """Lists slots with an episode, by index."""
@@ -325,11 +317,7 @@ class Scheduler:
     self.device.dispatch(active, forced_BW)
 
   def _hand_out(self) -> list[Episode]:
-    """Delivers the oldest window's tokens to the episodes, which handle stops.
-
-    Returns:
-      The episodes that ended.
-    """
+    """Delivers the oldest window's tokens to the episodes; returns those that ended."""
     window = self.device.take()
     out = window.out
     self.counters.windows += 1

@@ -281,10 +281,7 @@ class InferenceServer:
       return running, len(self._open) - running
 
   def submit(self, request: InferenceRequest, on_event: OnEvent) -> StreamingEpisode:
-    """Sends a question; returns at once.
-
-    Returns:
-      A handle for `cancel`.
+    """Sends a question; returns a handle for `cancel` at once.
 
     Raises:
       ValueError: the question leaves no room to answer, or the worker has one top_p

@@ -175,9 +175,6 @@ class Engine(Protocol):
 
   Attributes:
     config: slots, limits and the sampling distribution.
-    capacity: episodes that can run at once.
-    counters: work so far.
-    timings: seconds by phase.
     takes_tokens: whether `Episode.forced` works: taking tokens instead of sampling.
   """
 

@@ -39,7 +39,7 @@ from coa_jax.model.hf.io import save_model
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.rollout.pool import ReplicaThreads
+from coa_jax.rollout.pool import ReplicaThreads, prompt_ids
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import (
@@ -275,12 +275,7 @@ class VllmReplica:
     return weights.score(self.model, self.partitioner, view, self._probe)
 
   def _begin(self, episode: Episode) -> _Live:
-    ids = episode.start()
-    if len(ids) >= self.config.max_len:
-      raise ValueError(
-        f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
-        f"{self.config.max_len}; raise it or drop the task"
-      )
+    ids = prompt_ids(episode, self.config.max_len)
     if GREEDY_BELOW <= episode.temperature < _COLDEST:
       raise ValueError(
         f"temperature {episode.temperature:g}: vLLM would sample at {_COLDEST} in its "
