@@ -208,13 +208,12 @@ def run(
   # Attempts can be scored with any k.
   prepare_workdir(settings, workdir, may_change=("eval.k",), inputs=inputs)
 
+  # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
   tags = settings.tools.tags
   look = functools.partial(_first_warnings, settings, tasks, tags, worker.grader)
-
-  # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
   params = load_params(settings.init, cfg, partitioner)
-  # An unplayed stage has no attempts.
-  played: dict[str, list[Trajectory]] = {"greedy": [], "sampled": []}
+  own_greedy: list[Trajectory] = []
+  own_sampled: list[Trajectory] = []
   with worker.grader, Toolbox(settings.tools) as toolbox, worker:
     play = functools.partial(
       _play,
@@ -227,29 +226,25 @@ def run(
       shard=shard,
     )
     if settings.eval.greedy:
-      played["greedy"] = play("greedy", samples=1, temperature=0.0, look=look)
+      own_greedy = play("greedy", samples=1, temperature=0.0, look=look)
       look = None  # the first stage's warnings are reported once
     if samples:
       temperature = settings.eval.temperature
-      played["sampled"] = play(
-        "sampled", samples=samples, temperature=temperature, look=look
-      )
+      own_sampled = play("sampled", samples=samples, temperature=temperature, look=look)
 
   if shard:
-    return {stage: len(attempts) for stage, attempts in played.items()}
+    return {"greedy": len(own_greedy), "sampled": len(own_sampled)}
 
   # --- Score all processes' attempts.
-  greedy = gather_scored(played["greedy"], tasks, tags)
-  sampled = gather_scored(played["sampled"], tasks, tags)
-  ks = settings.eval.k
+  greedy = gather_scored(own_greedy, tasks, tags)
+  sampled = gather_scored(own_sampled, tasks, tags)
+  by_group = functools.partial(
+    scores.by_group, greedy, sampled, tools=tags, ks=settings.eval.k
+  )
   sources = {task.id: task.source for task in tasks}
-  groups: dict[str, Callable[[scores.Scored], str]] = {
-    "by_source": lambda t: sources[t.task_id],
-    "by_family": lambda t: t.family,
-  }
-  results = scores.summary(greedy, sampled, tags, ks)
-  for name, group in groups.items():
-    results[name] = scores.by_group(greedy, sampled, group, tags, ks)
+  results = scores.summary(greedy, sampled, tags, settings.eval.k)
+  results["by_source"] = by_group(lambda t: sources[t.task_id])
+  results["by_family"] = by_group(lambda t: t.family)
   results["reward_parts"] = _parts([*greedy, *sampled])
   results["dropped_tasks"] = all_tasks - len(tasks)
   results["usage"] = _usage([*greedy, *sampled])

@@ -287,12 +287,20 @@ def _claim(
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
+  inputs = {
+    "tasks": hash_json(map(Task.to_json, [*tasks.train, *tasks.dev])),
+    "tools.corpus": hash_files(settings.tools.corpus),
+    "dev.corpus": hash_files(settings.dev.corpus),
+    "init": hash_files(settings.init, samples=16),
+  }
+  for folder in settings.distillation.folders if settings.distillation else ():
+    inputs[f"teacher {folder}"] = hash_files(folder, samples=16)
   prepare_workdir(
     settings,
     own_dir,
     may_change=_MAY_CHANGE,
-    inputs=_inputs(settings, [*tasks.train, *tasks.dev]),
-    may_grow={"algo.steps": _extension_fault(settings)},
+    inputs=inputs,
+    may_grow={"algo.steps": settings.extension_fault},
     origin={
       "dialects": [dataclasses.asdict(Dialect.of(dialect.variant, dialect.style))],
       "max_len": settings.rollout.max_len,
@@ -396,31 +404,6 @@ def _load_teachers(plan: RLPlan, worker: RolloutWorker) -> Teachers | None:
     ),
     lambda url: ServerTeacher(url, length, plan.cfg.vocab_size),
   )
-
-
-def _extension_fault(settings: RLConfig) -> str:
-  """Explains why more steps would change the run from its start; "" if not."""
-  sampling = settings.algo.sampling
-  if sampling.task_sampler == "curriculum" and sampling.curriculum:
-    return (
-      "algo.sampling.task_sampler='curriculum' spreads the tasks over the steps; "
-      "only runs with algo.sampling.curriculum=0 or another sampler can be extended"
-    )
-  return settings.optim.extension_fault
-
-
-def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
-  """Returns the run's inputs, for `prepare_workdir`."""
-  teachers = {}
-  for folder in settings.distillation.folders if settings.distillation else ():
-    teachers[f"teacher {folder}"] = hash_files(folder, samples=16)
-  return {
-    "tasks": hash_json(map(Task.to_json, tasks)),
-    "tools.corpus": hash_files(settings.tools.corpus),
-    "dev.corpus": hash_files(settings.dev.corpus),
-    "init": hash_files(settings.init, samples=16),
-    **teachers,
-  }
 
 
 def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.ndarray:

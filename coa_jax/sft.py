@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +56,7 @@ from coa_jax.report.metrics import (
   Metrics,
   read_metrics,
   resume_log,
+  say,
   write_json,
 )
 from coa_jax.report.profiling import traced
@@ -147,9 +147,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # --- Resume an interrupted run.
   folder = os.path.join(workdir, "checkpoints")
   with Checkpoints(folder, settings.checkpoint) as checkpoints:
-    restored = checkpoints.restore(state)
-    if restored:
-      state, _ = restored
+    state, _ = checkpoints.restore(state) or (state, {})
     first = int(state.step)
     devices = count_devices(plan.partitioner)
     log = resume_log(own_dir, "sft", first, workdir)
@@ -279,11 +277,9 @@ def _dataset(
 def _tell(by_source: Mapping[str, Mapping[str, Any]]) -> None:
   """Prints each file's contribution."""
   for path, row in by_source.items():
-    print(
+    say(
       f"{path}: {row['trajectories']} trajectories, {row['to_train_on']} to train on, "
-      f"weight {row['weight']:g}: {row['in_an_epoch']} in an epoch",
-      file=sys.stderr,
-      flush=True,
+      f"weight {row['weight']:g}: {row['in_an_epoch']} in an epoch"
     )
 
 

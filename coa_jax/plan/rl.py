@@ -213,6 +213,17 @@ class RLConfig:
         )
       )
 
+  @property
+  def extension_fault(self) -> str:
+    """Explains why more steps would change the run from its start; "" if not."""
+    sampling = self.algo.sampling
+    if sampling.task_sampler == "curriculum" and sampling.curriculum:
+      return (
+        "algo.sampling.task_sampler='curriculum' spreads the tasks over the steps; "
+        "only runs with algo.sampling.curriculum=0 or another sampler can be extended"
+      )
+    return self.optim.extension_fault
+
   def _check_teachers(self, distillation: DistillationConfig) -> None:
     sampling = self.algo.sampling
     if sampling.filter_groups:
