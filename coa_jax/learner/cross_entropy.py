@@ -29,7 +29,7 @@ from coa_jax.model.transformer import Transformer
 def cross_entropy(
   cfg: ModelConfig, params: Any, batch: Batch, partitioner: Partitioner = ONE_DEVICE
 ) -> jax.Array:
-  """Sums weighted negative log-likelihoods over tokens.
+  """Sums weighted negative log-likelihoods over tokens, in nats.
 
   Equals `nll` of `token_logps`, and is computed that way on a mesh that splits
   parameters or a row's tokens. On one device, or if devices split only rows, logits are
@@ -42,9 +42,6 @@ def cross_entropy(
     cfg: the model. A chunk is `cfg.logit_chunk` tokens per row; if 0, a quarter of a
       device's tokens, or half a gigabyte of logits if less.
     batch: packed rows; a token's weight is its `loss_mask_BT`.
-
-  Returns:
-    The sum, in nats.
   """
   # --- If devices split more than rows, the head works as in token_logps.
   if max(map(partitioner.ways, "DTV")) > 1:

@@ -33,7 +33,7 @@ def attend_packed(
   kernel: str = "auto",
   partitioner: Partitioner = ONE_DEVICE,
 ) -> jax.Array:
-  """Computes causal attention within each segment of packed rows.
+  """Computes causal attention inside the segments of packed rows, in q's dtype.
 
   Args:
     segment_BT: int segment number per token; 0 is padding, which reads padding. A
@@ -42,9 +42,6 @@ def attend_packed(
     partitioner: the arrays' mesh. If the mesh splits rows, tokens are in
       `moving.zigzag` order, and each device's queries read all earlier keys and values,
       gathered once (Llama 3, arXiv 2407.21783, section 3.3.2).
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   # --- The kernel.
   row_devices = partitioner.ways("T")

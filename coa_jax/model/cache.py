@@ -215,9 +215,6 @@ class KVCache:
 
     Args:
       q_BTNH: queries; a token reads its row's places up to its own.
-
-    Returns:
-      out_BTNH in q's dtype.
     """
     rows = write.rows
     position_BT = write.position_BT

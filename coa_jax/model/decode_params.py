@@ -7,10 +7,10 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.moving import gatherer
 from coa_jax.model.ops import rounded
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner, inputs_of, name_of
 
@@ -133,13 +133,6 @@ def _sent(
       shardings = replica.tree({name: part}, outputs_first)
       of_replica |= jax.device_put({name: part}, shardings)
   return views
-
-
-@functools.lru_cache(maxsize=8)
-def gatherer(mesh: Mesh) -> Any:
-  """Returns a jitted function to replicate arrays on every mesh device."""
-  whole = NamedSharding(mesh, PartitionSpec())
-  return jax.jit(lambda arrays: arrays, out_shardings=whole)
 
 
 @functools.lru_cache(maxsize=8)

@@ -116,9 +116,6 @@ def _convolved(
     before_BWYE: the W - 1 inputs before them.
     taps_YEW: weights; the last tap is for the token itself.
     segment_BT: the tokens' segments; None if each row has one segment.
-
-  Returns:
-    Outputs in x's dtype.
   """
   T, W = x_BTYE.shape[1], taps_YEW.shape[-1]
   all_BSYE = jnp.concatenate([before_BWYE, x_BTYE], axis=1)

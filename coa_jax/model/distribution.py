@@ -250,11 +250,7 @@ def _most_likely(
 def removed_mass(
   logits: jax.Array, temperature: jax.Array | float, allowed: jax.Array | None
 ) -> jax.Array:
-  """Sums the probability outside the grammar, in float32.
-
-  Returns:
-    [...], without a gradient.
-  """
+  """Sums the probability outside the grammar, in float32 and without a gradient."""
   if allowed is None:
     return jnp.zeros(logits.shape[:-1], jnp.float32)
   logp = log_probs(jax.lax.stop_gradient(logits), temperature)

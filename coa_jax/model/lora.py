@@ -195,14 +195,10 @@ def _merged(
   # Sorted, so that every process compiles the same program.
   for name in sorted({k[:-2] for k, x in adapters.items() if not isinstance(x, dict)}):
     w = params[name]
-    outer = _outer
+    outer = functools.partial(jnp.tensordot, axes=1)
     if w.ndim > _rank(name):  # stacked layers
-      outer = jax.vmap(_outer)
+      outer = jax.vmap(outer)
     # In float32, so that only the sum is rounded.
     change = outer(joined[f"{name}_a"], joined[f"{name}_b"])
     out[name] = (w.astype(jnp.float32) + change).astype(w.dtype)
   return out
-
-
-def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.tensordot(a, b, axes=1)

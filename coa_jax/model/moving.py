@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +27,13 @@ def mesh_over(grid: np.ndarray, axes: tuple[str, ...]) -> Mesh:
   """Makes a mesh from a device grid; XLA infers unstated shardings."""
   kinds = (jax.sharding.AxisType.Auto,) * len(axes)
   return Mesh(grid, axes, axis_types=kinds)
+
+
+@functools.lru_cache(maxsize=8)
+def gatherer(mesh: Mesh) -> Any:
+  """Returns a jitted function to replicate arrays on every mesh device."""
+  whole = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(lambda arrays: arrays, out_shardings=whole)
 
 
 def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:

@@ -500,7 +500,7 @@ def make_partitioners(
     grids.append(placement.device_grid((own // tensor, 1, 1, tensor), local[-own:], 1))
   learner = _over(config, learning)
   rollouts = Partitioner(mesh_over(np.concatenate(grids), AXES))
-  return learner, rollouts.replacing(_rules_of(config)).decoding()
+  return learner, rollouts.replacing(config.rules).decoding()
 
 
 def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Device]:
@@ -549,12 +549,7 @@ def _over(
   # --- The device grid, and the axis table with the config's lines.
   team = rollout_tensor or config.tensor
   grid = placement.device_grid(sizes, devices, team)
-  return Partitioner(mesh_over(grid, AXES)).replacing(_rules_of(config))
-
-
-def _rules_of(config: MeshConfig) -> dict[str, tuple[str, ...]]:
-  """Returns the config's table lines as tuples; the config may hold lists."""
-  return {letter: tuple(axes) for letter, axes in config.rules.items()}
+  return Partitioner(mesh_over(grid, AXES)).replacing(config.rules)
 
 
 def count_devices(*partitioners: Partitioner) -> int:

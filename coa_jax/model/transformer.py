@@ -72,9 +72,6 @@ class Layer(nn.Module):
       segment_BT: for packed rows: each token's segment.
       cache_write: with a cache: the call's token places.
       cache: all layers' cache; this layer's part is updated.
-
-    Returns:
-      The layer's output, and the cache.
     """
     x_BTD = checkpoint_name(x_BTD, _INPUT)
     mix = {"attention": self._attention, "delta": self._delta}[self.kind]

@@ -32,6 +32,7 @@ from coa_jax.model.distribution import TokenMask
 from coa_jax.model.flops import delta_flops, products
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.kernels import ragged, triton
+from coa_jax.model.moving import gatherer
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
@@ -307,7 +308,7 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
   if run.settings.mesh.rollout:
     layer = converted["layer_0"]
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer))
-    gather = decode_params.gatherer(run.learner.mesh)
+    gather = gatherer(run.learner.mesh)
     out.append(
       Program(
         name="gather a layer, whole",

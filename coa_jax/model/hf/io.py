@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -25,7 +24,6 @@ import jax
 import numpy as np
 import safetensors
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig
@@ -37,6 +35,7 @@ from coa_jax.model.hf.config import (
 )
 from coa_jax.model.hf.names import Entry, name_table
 from coa_jax.model.hf.stored import StoredArray, save_tensors
+from coa_jax.model.moving import gatherer
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.protocol.tokens import Tokenizer
@@ -234,14 +233,8 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray | None:
   alone only if they are as many as the array's own devices.
   """
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    x = _replicated(x.sharding.mesh)(x).addressable_data(0)
+    x = gatherer(x.sharding.mesh)(x).addressable_data(0)
   return None if jax.process_index() else np.asarray(x)
-
-
-@functools.cache
-def _replicated(mesh: Mesh) -> Any:
-  """Returns the program that copies an array to all the mesh's devices."""
-  return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _write_json(path: str, name: str, value: dict[str, Any]) -> None:

@@ -64,9 +64,6 @@ def attend_segments(
     segment_BS: int segment number per place; a segment's places are contiguous.
     block: U, queries and keys per block; 0 for 64 on a CPU, where small blocks stay in
       its cache, else 512.
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   # --- Sizes: n query blocks and m key blocks per row.
   B, T, N, H = q_BTNH.shape

@@ -70,9 +70,6 @@ def attend(
     keys: [J, K, H, P] with `places_last`, else [K, J, P, H].
     values: [J, K, P, H] with `places_last`, else [K, J, P, H].
     places_last: the layout of keys and values.
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   # --- One token per row: no page is moved.
   if rows.owner_J is not None:
@@ -173,9 +170,6 @@ def _attend_by_block(
   Args:
     blocks: maps (first block, count) to the rows' keys and values.
     shape: K kv heads, C blocks, P places per block.
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   K, C, P = shape
   B, T, N, H = q_BTNH.shape

@@ -42,23 +42,14 @@ def attend_segments(
 ) -> jax.Array:
   """Attends causally inside segments; the queries are the last T of S places.
 
+  T and S are multiples of 128.
+
   Args:
     segment_BS: int segment number per place; a segment's places are contiguous.
     interpret: runs the kernels without a TPU, slowly.
-
-  Returns:
-    out_BTNH in q's dtype.
-
-  Raises:
-    ValueError: T or S is not a multiple of 128.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
-  if T % 128 or S % 128:
-    raise ValueError(
-      f"splash attention needs rows of a multiple of 128 tokens, got {T} of {S}; set "
-      "the row length so, or model.attention='xla'"
-    )
 
   # --- The kernel's layout: heads before places, one call per row and kv head.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)

@@ -41,9 +41,6 @@ def attend_segments(
     k_BSKH: keys; S is a multiple of 128.
     segment_BS: int segment number per place.
     interpret: runs the kernel without a GPU, slowly.
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   # Imported here: without Triton bindings, as without a GPU, only calls fail.
   from jax.experimental.pallas.ops.gpu import attention as library
@@ -110,11 +107,9 @@ def attend_pages(
   Args:
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
-    table_BC: int page per block of a row; -1 if it has none.
+    table_BC: int page per block of a row; -1 if it has none; zeros come out for a row
+      without pages.
     interpret: runs the kernel without a GPU, slowly.
-
-  Returns:
-    out_B1NH in q's dtype; zeros for rows without pages.
   """
   from jax.experimental.pallas.ops.gpu import paged_attention as library
 
@@ -150,12 +145,10 @@ def attend_tokens(
   Args:
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
-    table_BC: int page per block of a row; -1 if it has none.
+    table_BC: int page per block of a row; -1 if it has none; zeros come out for a row
+      without pages.
     position_BT: each query's position; consecutive within a row.
     interpret: runs the kernel without a GPU, slowly.
-
-  Returns:
-    out_BTNH in q's dtype; zeros for rows without pages.
   """
   # Imported here: without Triton bindings, as without a GPU, only calls fail.
   from jax.experimental.pallas import triton as pallas_triton
