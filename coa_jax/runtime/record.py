@@ -229,11 +229,7 @@ def _difference(
 
 
 def _other_version(path: str, config: dict[str, Any], unknown: str) -> tuple[str, str]:
-  """Describes a run whose record has a field that this version lacks.
-
-  Returns:
-    A description of the difference, and the remedy.
-  """
+  """Describes a record with a field that this version lacks, and the remedy."""
   value: Any = config
   for name in unknown.split("."):
     value = value[name] if isinstance(value, dict) and name in value else None
