@@ -28,9 +28,10 @@ _TRAINED = 3  # a trained parameter, its gradient, and one optimizer number
 
 
 class CacheConfig(Protocol):
-  """The fields of `RolloutConfig` that determine its memory."""
+  """The fields of `RolloutConfig` that determine a replica's memory and programs."""
 
   slots: int
+  prefill_rows: int
   window: int
   max_len: int
   memory: float
@@ -249,22 +250,18 @@ def cache_budget(
 
 
 def cache_room(
-  model: ModelConfig, slots: int, gigabytes: float, partitioner: Partitioner
+  model: ModelConfig, config: CacheConfig, partitioner: Partitioner
 ) -> float:
-  """Returns a device's bytes for pages; infinite if unknown.
-
-  Args:
-    gigabytes: the config's limit; 0 takes the device's free memory.
-  """
-  if gigabytes:
-    return gigabytes * 1e9
+  """Returns a device's bytes for a decoder's pages; infinite if unknown."""
+  if config.memory:
+    return config.memory * 1e9
   # A CPU's memory is shared: its devices report none.
   stats = partitioner.devices[0].memory_stats()
   if not stats:
     return math.inf
   room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
-  room -= cache.state_bytes(model, slots, partitioner)
-  return room - 4 * slots * model.vocab_size  # logits
+  room -= cache.state_bytes(model, config.slots, partitioner)
+  return room - 4 * config.slots * model.vocab_size  # logits
 
 
 def device_bytes(partitioner: Partitioner) -> int:
@@ -276,7 +273,6 @@ def device_bytes(partitioner: Partitioner) -> int:
 
 
 def _bytes_on_device(tree: Any, partitioner: Partitioner) -> int:
-  """Sums the arrays' bytes on one mesh device."""
   count = 0
   for x in jax.tree.leaves(tree):
     shape = x.shape

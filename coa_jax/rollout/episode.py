@@ -197,7 +197,6 @@ class CoAEpisode(Episode):
     return joined([self._call_beside(call, len(several) - 1) for call in several])
 
   def _call(self, name: str, content: str) -> CallFuture:
-    """Starts a call."""
     left = self.config.tool_seconds - self._tool_seconds
     return self.toolbox.start(
       CallRequest(

@@ -21,17 +21,6 @@ from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 from coa_jax.runtime import heartbeat
 
 
-def prompt_ids(episode: Episode, max_len: int) -> list[int]:
-  """Starts an episode; refuses a prompt that leaves no room in `rollout.max_len`."""
-  ids = episode.start()
-  if len(ids) >= max_len:
-    raise ValueError(
-      f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len={max_len}; "
-      "raise it or drop the task"
-    )
-  return ids
-
-
 class Replica(Protocol):
   """A replica with `slots` episodes at once, driven by one thread, its only caller."""
 
@@ -210,7 +199,6 @@ class ReplicaThreads:
       job.future.set_exception(concurrent.futures.CancelledError())
 
   def _join_threads(self) -> None:
-    """Waits for the running threads to end."""
     with self._lock:
       threads = [lane.thread for lane in self._lanes if lane.thread]
     # Without the lock: the threads need it to end.

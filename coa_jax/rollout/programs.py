@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
+from coa_jax.model.memory import CacheConfig
 from coa_jax.rollout import pages as paging
-from coa_jax.rollout.types import RolloutConfig
 
 # Maximum prefill tokens per call over all rows, unless a single row has more. On a GPU,
 # a call for a 7B model then stays under half a gigabyte.
@@ -48,7 +48,7 @@ class DeviceCall:
 
 
 def device_calls(
-  config: RolloutConfig, on: str, page_counts: Sequence[int]
+  config: CacheConfig, on: str, page_counts: Sequence[int]
 ) -> list[DeviceCall]:
   """Lists every decoding program, the smallest cache's first.
 

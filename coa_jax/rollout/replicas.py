@@ -59,7 +59,7 @@ class ReplicaPool(ReplicaThreads):
     schedulers = []
     for replica in replicas:
       device = DeviceLoop(self.model, automaton, config, replica, constraint, own_top_p)
-      schedulers.append(Scheduler(config, device, automaton, constraint))
+      schedulers.append(Scheduler(device))
     super().__init__(config, schedulers, name="replica")
 
   def set_policy(self, params: Any, version: int) -> None:

@@ -17,11 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.rollout import pages as paging
-from coa_jax.rollout.pool import prompt_ids
 from coa_jax.rollout.slot_cache import OnHost, Prefill
-from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
+from coa_jax.rollout.types import (
+  Counters,
+  Episode,
+  Timings,
+  prompt_ids,
+)
 
 _POLL_S = 0.05  # between two polls for new episodes while all others wait for tools
 
@@ -60,25 +63,17 @@ class _Slot:
 class Scheduler:
   """A fixed number of slots on one model replica, each with one running episode."""
 
-  def __init__(
-    self,
-    config: RolloutConfig,
-    device: Any,
-    automaton: Automaton,
-    constraint: Constraint | None = None,
-  ):
+  def __init__(self, device: Any):
     """Prepares the slots; the cache is allocated when the first episode starts.
 
     Args:
-      device: the replica's `device_loop.DeviceLoop`, made with the same config,
-        automaton and constraint; untyped, so that this file does not import JAX.
+      device: the replica's `device_loop.DeviceLoop`; untyped, so that this file does
+        not import JAX.
     """
-    self.config = config
+    self.config = device.config
     self.device = device
-    self.slots = config.slots
+    self.slots = self.config.slots
     self.counters = Counters()
-    self._tags = automaton.tags
-    self._constraint = constraint
     self.clear()
 
   @property
@@ -137,7 +132,6 @@ class Scheduler:
     return ended
 
   def _taken(self) -> list[_Slot]:
-    """Lists slots with an episode, by index."""
     return [slot for slot in self._slots if slot]
 
   def _live(self) -> list[_Slot]:
@@ -188,8 +182,8 @@ class Scheduler:
       state.top_p_B[slot.index] = self.config.top_p if own is None else own
     state.length_B[slot.index] = 0
     state.grammar_B[slot.index] = 0
-    if self._constraint:
-      state.grammar_B[slot.index] = self._constraint.after(episode.opening)
+    if self.device.constraint:
+      state.grammar_B[slot.index] = self.device.constraint.after(episode.opening)
 
   def _length(self, slot: _Slot) -> int:
     """Returns how many tokens of a slot are cached, as far as the host knows."""
@@ -274,9 +268,9 @@ class Scheduler:
       self.counters.prefilled_tokens += len(slot.observation)
       slot.observation = None
       # The grammar reads no observation: it continues from its state after the call.
-      if self._constraint:
+      if self.device.constraint:
         grammar = state.grammar_B[slot.index]
-        state.grammar_B[slot.index] = self._constraint.resume_S[grammar]
+        state.grammar_B[slot.index] = self.device.constraint.resume_S[grammar]
     self.device.prefill(rows)
     for slot, ids in appended:
       self._append(slot, ids)
@@ -294,7 +288,6 @@ class Scheduler:
     slot.forced_from = self._length(slot)
 
   def _sample(self) -> None:
-    """Dispatches a window for all active slots."""
     state = self.device.state
     W = self.config.window
     # --- Pages for all possible tokens in unread windows and this one.
@@ -334,7 +327,7 @@ class Scheduler:
         slot.episode.progress(slot.ids)
         continue
       stop = int(out.stop_B[i])
-      tag = self._tags[stop - 1] if stop else None  # None at the token limit
+      tag = self.device.tags[stop - 1] if stop else None  # None at the token limit
       slot.call = slot.episode.sampled(slot.ids, slot.logps, tag)
       slot.ids = []
       slot.logps = []

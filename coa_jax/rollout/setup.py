@@ -119,7 +119,6 @@ def _format(
   tokenizer: Tokenizer,
   variant: roles.Variant,
 ) -> Format:
-  """Returns the format of agents' conversations."""
   if vllm is not None:
     raise ValueError("agents need our own sampler; leave out section vllm")
   if config.context.count > 1:
@@ -140,7 +139,4 @@ def _probe(variant: roles.Variant, tokenizer: Tokenizer, style: str) -> list[int
   """Returns a prompt's ids, for comparing vLLM's log-probs with ours; any will do."""
   segments = prompts.prompt_segments(variant, "What is asked here?", style)
   tokenizer.encode_prompt(segments)
-  ids: list[int] = []
-  for segment in segments:
-    ids += segment.ids
-  return ids
+  return [i for segment in segments for i in segment.ids]

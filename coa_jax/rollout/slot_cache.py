@@ -18,7 +18,8 @@ from coa_jax.model import cache as caching
 from coa_jax.model import memory
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import ONE_DEVICE, Partitioner
+from coa_jax.model.memory import CacheConfig
+from coa_jax.model.sharding import Partitioner
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout.pages import PagePool, Snapshots, pool_sizes, prefix_keys
 
@@ -74,17 +75,17 @@ class SlotCache:
   def __init__(
     self,
     model: ModelConfig,
-    slots: int,
-    max_len: int,
+    config: CacheConfig,
     page_counts: Sequence[int],
-    partitioner: Partitioner = ONE_DEVICE,
+    partitioner: Partitioner,
   ):
-    """Allocates the minimum number of pages.
+    """Allocates the minimum number of pages for the decoder `model`.
 
     Args:
       page_counts: the cache's possible numbers of pages, ascending.
     """
-    self._max_len = max_len
+    slots = config.slots
+    self._max_len = max_len = config.max_len
     self._partitioner = partitioner
     self._page_size = caching.page_size(max_len)
     blocks = caching.num_blocks(max_len, max_len)
@@ -253,29 +254,23 @@ def _rows(copies: list[_Copy], nowhere: int) -> Iterator[tuple[np.ndarray, np.nd
 
 
 def page_counts(
-  model: ModelConfig,
-  slots: int,
-  max_len: int,
-  gigabytes: float,
-  partitioner: Partitioner,
+  model: ModelConfig, config: CacheConfig, partitioner: Partitioner
 ) -> list[int]:
   """Lists a replica cache's possible numbers of pages: one if fixed.
-
-  Args:
-    gigabytes: maximum GB per device for pages; see `RolloutConfig.memory`.
 
   Raises:
     ValueError: there is no room for one trajectory of `rollout.max_len`.
   """
   # --- The slots' maximum pages.
+  max_len = config.max_len
   blocks = caching.num_blocks(max_len, max_len)
-  sizes = pool_sizes(slots, blocks)
-  if not gigabytes and partitioner.platform == "cpu":
+  sizes = pool_sizes(config.slots, blocks)
+  if not config.memory and partitioner.platform == "cpu":
     return sizes  # host memory is shared: none is taken before it is needed
 
   # --- Pages that fit.
   page = caching.page_bytes(model, caching.page_size(max_len), partitioner)
-  room = memory.cache_room(model, slots, gigabytes, partitioner)
+  room = memory.cache_room(model, config, partitioner)
   if room == math.inf:
     return sizes[-1:]
   if room < blocks * page:
@@ -283,7 +278,7 @@ def page_counts(
     raise ValueError(
       f"no room for one trajectory of rollout.max_len={max_len}: it takes "
       f"{blocks * page / 1e9:,.3g} GB of a device, and there are {there:,.3g} GB "
-      f"(rollout.memory={gigabytes:g}, 0 for all that is left); lower max_len, "
+      f"(rollout.memory={config.memory:g}, 0 for all that is left); lower max_len, "
       "split the model further (rollout.tensor) or give the cache more"
     )
   return [min(int(room // page), sizes[-1])]

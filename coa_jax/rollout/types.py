@@ -285,6 +285,17 @@ class Episode(Protocol):
     """Ends the episode: the engine can no longer sample for it."""
 
 
+def prompt_ids(episode: Episode, max_len: int) -> list[int]:
+  """Starts an episode; refuses a prompt that leaves no room in `rollout.max_len`."""
+  ids = episode.start()
+  if len(ids) >= max_len:
+    raise ValueError(
+      f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len={max_len}; "
+      "raise it or drop the task"
+    )
+  return ids
+
+
 Group = list[Trajectory]
 
 

@@ -252,25 +252,16 @@ class RolloutWorker:
     samples: int,
     temperature: float,
     seed: int,
-    version: int = 0,
-    evaluation: bool = False,
+    **options: Any,
   ) -> list[list[Trajectory]]:
     """Returns each task's trajectories by sample number; args as in `generate`.
 
     Each process gets only its own tasks' trajectories.
     """
     out: list[list[Trajectory]] = [[] for _ in tasks]
-    played = self.generate(
-      params,
-      tasks,
-      toolbox,
-      samples,
-      temperature,
-      seed,
-      version=version,
-      evaluation=evaluation,
-    )
-    for place, trajectory in played:
+    for place, trajectory in self.generate(
+      params, tasks, toolbox, samples, temperature, seed, **options
+    ):
       out[place].append(trajectory)
     # They arrive in order of completion, which depends on the tools.
     return [sorted(group, key=lambda t: t.sample) for group in out]

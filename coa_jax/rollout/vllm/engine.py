@@ -39,8 +39,14 @@ from coa_jax.model.hf.io import save_model
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.rollout.pool import ReplicaThreads, prompt_ids
-from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
+from coa_jax.rollout.pool import ReplicaThreads
+from coa_jax.rollout.types import (
+  Counters,
+  Episode,
+  RolloutConfig,
+  Timings,
+  prompt_ids,
+)
 from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import (
   PROCESSOR,
@@ -298,7 +304,6 @@ class VllmReplica:
     x.future = None
 
   def _room(self, x: _Live) -> int:
-    """Counts the remaining tokens to sample."""
     return min(self.config.max_len, x.episode.limit) - len(x.ids)
 
   def _ask(self, x: _Live) -> None:
