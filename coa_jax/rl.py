@@ -31,11 +31,17 @@ from coa_jax.learner import advantages
 from coa_jax.learner.algorithms import GuardConfig
 from coa_jax.learner.checkpoint import Checkpoints
 from coa_jax.learner.state import TrainState
-from coa_jax.learner.teachers import Teachers, load_teachers, make_hinted
+from coa_jax.learner.teachers import (
+  ModelTeacher,
+  Scorer,
+  Teachers,
+  is_address,
+  make_hinted,
+)
 from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.model import flops
 from coa_jax.model.hf.folder import load_tokenizer, save_run
-from coa_jax.model.hf.io import load_params
+from coa_jax.model.hf.io import load_model, load_params
 from coa_jax.model.sharding import (
   count_devices,
   is_first_process,
@@ -92,16 +98,9 @@ class _Session:
   """An open run: its records and resources.
 
   Attributes:
-    learner: makes the updates.
-    state: the training state.
     frozen: the untrained parameters.
     cursor: the collector's position.
-    collector: plays the tasks.
     evaluate: plays the dev tasks with the given parameters, at the given step.
-    checkpoints: saves `state` and `cursor`.
-    metrics: the run's log.
-    goodput: seconds of useful work.
-    timer: seconds by phase.
     own_dir: this process's folder.
   """
 
@@ -382,28 +381,29 @@ def _open(
 
 
 def _load_teachers(plan: RLPlan, worker: RolloutWorker) -> Teachers | None:
+  """Loads the teacher models onto the learner's devices."""
   settings = plan.settings
-  if settings.distillation is None:
+  config = settings.distillation
+  if config is None:
     return None
-  length = settings.algo.batch.length
+  batch = settings.algo.batch
+  scorers: dict[str, Scorer] = {}
+  for source in config.sources:
+    if is_address(source):
+      scorers[source] = ServerTeacher(source, batch.length, plan.cfg.vocab_size)
+      continue
+    cfg, params = plan.cfg, None  # the policy's own
+    if source:
+      cfg, params = load_model(source, settings.model, plan.learner)
+    temperature = settings.algo.sampling.temperature
+    scorers[source] = ModelTeacher(
+      cfg, params, batch, plan.learner, temperature, worker.constraint
+    )
   dialect = worker.episode_config
-  return load_teachers(
-    settings.distillation,
-    plan.cfg,
-    settings.model,
-    settings.algo.batch,
-    plan.learner,
-    settings.algo.sampling.temperature,
-    worker.constraint,
-    make_hinted(
-      settings.distillation.hint,
-      worker.tokenizer,
-      dialect.variant,
-      dialect.style,
-      length,
-    ),
-    lambda url: ServerTeacher(url, length, plan.cfg.vocab_size),
+  hinted = make_hinted(
+    config.hint, worker.tokenizer, dialect.variant, dialect.style, batch.length
   )
+  return Teachers(config, scorers, hinted)
 
 
 def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.ndarray:
@@ -479,7 +479,6 @@ def _accuracy(
 def _first_warnings(
   settings: RLConfig, rollouts: RolloutBatch, tasks: Sequence[Task], grader: Grader
 ) -> list[str]:
-  """Returns the first step's warnings, from this process's attempts."""
   exact = settings.reward.match != "f1"
   tools: tuple[str, ...] = ()
   if settings.tools.enabled and settings.rollout.max_calls:

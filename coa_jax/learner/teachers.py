@@ -27,7 +27,7 @@ from coa_jax.learner.log_probs import token_logps
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.distribution import TokenMask
-from coa_jax.model.hf.io import load_config, load_model
+from coa_jax.model.hf.io import load_config
 from coa_jax.model.ops import used
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol import roles
@@ -297,33 +297,3 @@ def make_hinted(
     return out if out.num_tokens <= length else None
 
   return hinted
-
-
-def load_teachers(
-  config: DistillationConfig,
-  cfg: ModelConfig,
-  load: LoadConfig,
-  batch: BatchConfig,
-  partitioner: Partitioner,
-  temperature: float,
-  constraint: Constraint | None,
-  hinted: Callable[[Trajectory], Trajectory | None],
-  server: Callable[[str], Scorer],
-) -> Teachers:
-  """Loads the config's teacher models onto the learner's devices.
-
-  Args:
-    server: makes a scorer for an address.
-  """
-  scorers: dict[str, Scorer] = {}
-  for source in config.sources:
-    if is_address(source):
-      scorers[source] = server(source)
-      continue
-    its_cfg, params = cfg, None
-    if source:
-      its_cfg, params = load_model(source, load, partitioner)
-    scorers[source] = ModelTeacher(
-      its_cfg, params, batch, partitioner, temperature, constraint
-    )
-  return Teachers(config, scorers, hinted)
