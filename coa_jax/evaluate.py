@@ -381,7 +381,6 @@ def _first_warnings(
   grader: Grader,
   attempts: Sequence[Trajectory],
 ) -> list[str]:
-  """Returns warnings about this process's first attempts."""
   tools = tags if settings.tools.enabled and settings.rollout.max_calls else ()
   return first_step.warnings(
     attempts,
@@ -392,7 +391,6 @@ def _first_warnings(
 
 
 def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
-  """Sums the usage of all processes' attempts."""
   sums = {}
   for field in dataclasses.fields(Usage):
     sums[field.name] = sum(getattr(t.usage, field.name) for t in played)
@@ -400,7 +398,6 @@ def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
 
 
 def _parts(played: Sequence[scores.Scored]) -> dict[str, float]:
-  """Returns each reward part's mean."""
   # Parts differ by kind of task: a mean is over the attempts that have one.
   values: dict[str, list[float]] = {}
   for t in played:

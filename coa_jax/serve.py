@@ -151,7 +151,6 @@ def open_recorder(
 
 
 def _load(settings: ServeConfig, conversations: str = "") -> tuple[RolloutWorker, Any]:
-  """Makes the worker, and loads its parameters."""
   # Faults are refused before the weights are read.
   partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
   cfg = load_config(settings.init, settings.model)

@@ -275,7 +275,6 @@ def _dataset(
 
 
 def _tell(by_source: Mapping[str, Mapping[str, Any]]) -> None:
-  """Prints each file's contribution."""
   for path, row in by_source.items():
     say(
       f"{path}: {row['trajectories']} trajectories, {row['to_train_on']} to train on, "
@@ -433,7 +432,6 @@ def _trained_tokenizer(
 
 
 def _texts(path: str) -> Iterator[str]:
-  """Yields all segments' texts from a trajectory file."""
   for trajectory in iter_trajectories(path):
     for segment in trajectory.segments:
       yield segment.text

@@ -121,16 +121,26 @@ class Learner:
       state: donated.
       micro_batches: numpy, all [B, T]; a process passes its own rows. A larger number
         than before recompiles the step; see `reserve`.
-      denominator: divisor of the summed loss (e.g. the number of policy tokens), above
-        0.
+      denominator: divisor of the summed loss (e.g. the number of policy tokens).
       frozen: untrained parameters read by the loss.
 
     Returns:
       The new state; and `loss` and the loss's sums, divided by the denominator, and
       `grad_norm`.
+
+    Raises:
+      ValueError: there is no micro-batch, or the denominator is not above 0.
     """
-    # Stack the micro-batches, then empty ones: one shape, one program.
+    # --- Refuse a division by 0, which would make the parameters NaN.
     count = len(micro_batches)
+    if not count:
+      raise ValueError("a step needs at least one micro-batch")
+    if not denominator > 0:
+      raise ValueError(
+        f"a step's sums are divided by {denominator}: no token in it counts"
+      )
+
+    # --- Stack the micro-batches, then empty ones: one shape, one program.
     self.reserve(count)
     nothing = jax.tree.map(np.zeros_like, micro_batches[0])
     filled = [*micro_batches, *[nothing] * (self.most - count)]

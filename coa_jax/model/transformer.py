@@ -180,7 +180,6 @@ class Layer(nn.Module):
     return y
 
   def _adapter(self, name: str) -> jax.Array:
-    """Returns one half of an adapter, ready for use."""
     w = self.get_variable("params", name).astype(self.cfg.dtype)
     return self.partitioner.gathered(w, name)
 

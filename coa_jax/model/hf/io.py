@@ -217,7 +217,6 @@ def _split(
 
 
 def _pick(params: Any, entry: Entry) -> Any:
-  """Returns an entry's array from the parameter tree."""
   for key in entry.path:
     params = params[key]
   if entry.layer is not None:

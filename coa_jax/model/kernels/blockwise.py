@@ -149,7 +149,6 @@ def _take(x: jax.Array, at_C: jax.Array) -> jax.Array:
 
 
 def _add(total: jax.Array, more: jax.Array, at_C: jax.Array) -> jax.Array:
-  """Returns `total` with `more` added at at_C."""
   for i, x in zip(at_C, more, strict=True):
     total = total.at[i].add(x)
   return total
