@@ -204,7 +204,6 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
 
 
 def _section_class(hint: Any) -> type:
-  """Returns the dataclass among a hint's types."""
   return next(kind for kind in kinds_of(hint) if dataclasses.is_dataclass(kind))
 
 
