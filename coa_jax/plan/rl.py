@@ -189,17 +189,15 @@ class RLConfig:
     if self.agent:
       self.agent.check_format(self.reward.shaping.format)
     field = self.algo.loss.needs_one_row
-    if field and self.agent:
+    spread = ""
+    if self.agent:
+      spread = "an agent (section agent) may spread"
+    elif self.rollout.context.count > 1:
+      spread = f"rollout.context.count={self.rollout.context.count} spreads"
+    if field and spread:
       raise ValueError(
         f"algo.loss.{field}={getattr(self.algo.loss, field)!r} reads a trajectory's "
-        "tokens in one row, and an agent (section agent) may spread them over several: "
-        "take another"
-      )
-    if field and self.rollout.context.count > 1:
-      raise ValueError(
-        f"algo.loss.{field}={getattr(self.algo.loss, field)!r} reads a trajectory's "
-        f"tokens in one row, and rollout.context.count={self.rollout.context.count} "
-        "spreads them over several: take another, or rollout.context.count=1"
+        f"tokens in one row, and {spread} them over several: take another"
       )
     # Stale rollouts run beside the learner. On the same devices, their programs could
     # deadlock if both communicate between devices.
