@@ -31,6 +31,7 @@ from jax.sharding import (
 
 from coa_jax.model import placement
 from coa_jax.model.moving import mesh_over, moved
+from coa_jax.runtime.fields import bounded, check_fields
 
 AXES = ("data", "fsdp", "context", "tensor")
 # B, T and R are activation axes, D is a parameter axis: an activation's D is never
@@ -112,23 +113,20 @@ class MeshConfig:
       on every device.
   """
 
-  data: int = 1
+  data: int = bounded(1, least=1)
   fsdp: int = -1
-  context: int = 1
-  tensor: int = 1
-  devices: int = 0
-  rollout: int = 0
+  context: int = bounded(1, least=1)
+  tensor: int = bounded(1, least=1)
+  devices: int = bounded(0, least=0)
+  rollout: int = bounded(0, least=0)
   rules: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    for axis in AXES:
-      size = getattr(self, axis)
-      if size < 1 and not (axis == "fsdp" and size == -1):
-        raise ValueError(f"{axis} is {size}; it must be at least 1")
-    if self.devices < 0:
-      raise ValueError(f"devices is {self.devices}; it must be 0 for all, or more")
-    if self.rollout < 0:
-      raise ValueError(f"rollout is {self.rollout}; it must be 0 for none, or more")
+    check_fields(self)
+    if self.fsdp < 1 and self.fsdp != -1:
+      raise ValueError(
+        f"fsdp is {self.fsdp}; it must be at least 1, or -1 for the rest"
+      )
     for letter, axes in self.rules.items():
       if letter not in RULES:
         raise ValueError(f"rules has axis {letter!r}; there are {', '.join(RULES)}")
