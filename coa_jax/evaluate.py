@@ -194,7 +194,7 @@ def run(
     worker = AgentWorker(worker, settings.agent)
   all_tasks = len(tasks)
   tasks = worker.admit(tasks)
-  worker.check(tasks)
+  worker.grader.check(tasks, settings.rollout.max_len)
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)

@@ -246,7 +246,7 @@ class _Tasks:
     """Drops tasks too long for the worker, and refuses ungradable tasks."""
     train = worker.admit(self.train)
     dev = worker.admit(self.dev, "dev tasks")
-    worker.check([*train, *dev])
+    worker.grader.check([*train, *dev], worker.engine.config.max_len)
     dropped = {
       "dropped_tasks": len(self.train) - len(train),
       "dropped_dev_tasks": len(self.dev) - len(dev),

@@ -46,18 +46,13 @@ def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
   Raises:
     ValueError: too little memory; the message names the largest needs.
   """
-  capacity.check(needs, _bytes_of(partitioner.devices), "the devices have")
-
-
-def _bytes_of(devices: list[jax.Device]) -> float:
-  """Sums the devices' memory; infinite if unknown."""
-  # A machine's CPU devices share its memory; each process counts as a machine.
-  if devices[0].platform == "cpu":
-    return capacity.host_bytes() * len({d.process_index for d in devices})
-  # Only local devices report their memory; the others are assumed alike.
-  mine = next(d for d in devices if d.process_index == jax.process_index())
-  limit = (mine.memory_stats() or {}).get("bytes_limit", math.inf)
-  return limit * len(devices)
+  if partitioner.platform == "cpu":
+    # A machine's devices share its memory; each process counts as a machine.
+    room = capacity.host_bytes() * partitioner.num_processes
+  else:
+    # Only local devices report their memory; the others are assumed alike.
+    room = (device_bytes(partitioner) or math.inf) * len(partitioner.devices)
+  capacity.check(needs, room, "the devices have")
 
 
 def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:

@@ -89,14 +89,6 @@ class RolloutWorker:
     self.tokenizer.encode_prompt(prompt)
     return sum(len(s.ids) for s in prompt)
 
-  def check(self, tasks: Sequence[Task]) -> None:
-    """Refuses tasks with ungradable answers, before any decoding.
-
-    Raises:
-      ValueError: the message names the task.
-    """
-    self.grader.check(tasks, self.engine.config.max_len)
-
   def __enter__(self) -> RolloutWorker:
     return self
 
