@@ -159,7 +159,11 @@ class PolicyUpdate:
     if not parts:
       return state.replace(step=step), {}
     contexts = [_Contexts.of(part) for part in parts]
-    packed = [self._pack(c.rows) for c in contexts]
+    rows, length = self._batch.rows, self._batch.length
+    packed = [
+      Packed(c.rows, rows, length, self._constraint, self._partitioner)
+      for c in contexts
+    ]
     figures = self._prepare(state, frozen, parts, contexts, packed)
 
     # --- The updates.
@@ -195,15 +199,6 @@ class PolicyUpdate:
     if self._reads_networks:
       out["score"] = self._score
     return out
-
-  def _pack(self, rows: Sequence[Trajectory]) -> Packed:
-    return Packed(
-      rows,
-      self._batch.rows,
-      self._batch.length,
-      self._constraint,
-      self._partitioner,
-    )
 
   def _prepare(
     self,
