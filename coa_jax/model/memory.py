@@ -96,7 +96,8 @@ def check_training(
     ValueError: too little memory; the message names the largest needs.
   """
   needs = parameter_needs(cfg, trained=not frozen)
-  check_device(needs | batch_needs(cfg, section, rows, length), partitioner)
+  needs |= batch_needs(cfg, section, rows, length)
+  check_device(needs, partitioner)
 
 
 def rollout_needs(

@@ -328,25 +328,22 @@ def plan_rl(
   batch = settings.algo.batch
   sampling = settings.algo.sampling
   learner, rollouts = make_partitioners(settings.mesh, devices, settings.rollout.tensor)
+
+  # --- Settings that would need processes to wait for each other.
+  if sampling.staleness and learner.num_processes > 1:
+    beside = "several processes and"
+    if settings.vllm:
+      raise ValueError(_hindrance(sampling, f"{beside} section vllm"))
+    if sampling.task_sampler != "uniform":
+      # A draw depends on the groups learnt by then.
+      sampler = f"algo.sampling.task_sampler={sampling.task_sampler!r}"
+      raise ValueError(_hindrance(sampling, f"{beside} {sampler}"))
+
+  # --- The model, on the learner's and the sampler's mesh.
   if cfg is None:
     cfg = load_config(settings.init, settings.model)
     check_positions(settings.rollout, cfg, settings.init)
-
-  # --- The learner's memory, on the mesh and on each device.
   learner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
-  if devices is None:
-    adapts = settings.lora is not None
-    memory.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, learner)
-
-    # --- The host's memory: all of a step's trajectories.
-    groups = (
-      f"algo.sampling.prompts={sampling.prompts} of "
-      f"algo.sampling.samples={sampling.samples}"
-    )
-    trajectories = sampling.prompts * sampling.samples
-    capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
-
-  # --- The model's limits.
   lora.check(cfg, settings.lora)
   attention.check(cfg, learner, batch.length)
   decoder = decode_params.architecture(cfg, rollouts)
@@ -359,15 +356,16 @@ def plan_rl(
     for folder in settings.distillation.folders:
       check_folder(folder, settings.init, settings.model, learner, batch.length)
 
-  # --- Settings that would need processes to wait for each other.
-  if sampling.staleness and learner.num_processes > 1:
-    beside = "several processes and"
-    if settings.vllm:
-      raise ValueError(_hindrance(sampling, f"{beside} section vllm"))
-    if sampling.task_sampler != "uniform":
-      # A draw depends on the groups learnt by then.
-      sampler = f"algo.sampling.task_sampler={sampling.task_sampler!r}"
-      raise ValueError(_hindrance(sampling, f"{beside} {sampler}"))
+  # --- Memory: the learner's; and the host's, for all of a step's trajectories.
+  if devices is None:
+    adapts = settings.lora is not None
+    memory.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, learner)
+    groups = (
+      f"algo.sampling.prompts={sampling.prompts} of "
+      f"algo.sampling.samples={sampling.samples}"
+    )
+    trajectories = sampling.prompts * sampling.samples
+    capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
   return RLPlan(settings, cfg, decoder, learner, rollouts)
 
 
