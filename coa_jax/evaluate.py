@@ -19,8 +19,8 @@ import ml_collections
 from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.data.tasks.task import Task
 from coa_jax.model.config import LoadConfig
-from coa_jax.model.hf.folder import open_folder
-from coa_jax.model.hf.io import load_model
+from coa_jax.model.hf.folder import load_tokenizer
+from coa_jax.model.hf.io import load_config, load_params
 from coa_jax.model.sharding import (
   MeshConfig,
   is_first_process,
@@ -175,7 +175,8 @@ def run(
   held = samples * len(tasks) * capacity.TRAJECTORY
   capacity.check_host({fields: held // jax.process_count()})
   partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
-  cfg, tokenizer = open_folder(settings.init, settings.model)  # no weights yet
+  cfg = load_config(settings.init, settings.model)
+  tokenizer = load_tokenizer(settings.init, cfg)
   check_positions(settings.rollout, cfg, settings.init)
   workdir = process_dir(workdir)
   worker = make_worker(
@@ -183,7 +184,7 @@ def run(
     tokenizer,
     settings.rollout,
     settings.tools.tool_descriptions,
-    partitioner=partitioner,
+    partitioner=partitioner.decoding(settings.rollout.tensor),
     vllm=settings.vllm,
     grader=Grader(settings.reward.kept_in(workdir)),
     parallel_calls=settings.tools.parallel,
@@ -193,7 +194,7 @@ def run(
     worker = AgentWorker(worker, settings.agent)
   all_tasks = len(tasks)
   tasks = worker.admit(tasks)
-  worker.check(tasks)
+  worker.grader.check(tasks, settings.rollout.max_len)
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
@@ -207,13 +208,12 @@ def run(
   # Attempts can be scored with any k.
   prepare_workdir(settings, workdir, may_change=("eval.k",), inputs=inputs)
 
+  # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
   tags = settings.tools.tags
   look = functools.partial(_first_warnings, settings, tasks, tags, worker.grader)
-
-  # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
-  _, params = load_model(settings.init, settings.model, partitioner)
-  # An unplayed stage has no attempts.
-  played: dict[str, list[Trajectory]] = {"greedy": [], "sampled": []}
+  params = load_params(settings.init, cfg, partitioner)
+  own_greedy: list[Trajectory] = []
+  own_sampled: list[Trajectory] = []
   with worker.grader, Toolbox(settings.tools) as toolbox, worker:
     play = functools.partial(
       _play,
@@ -226,29 +226,25 @@ def run(
       shard=shard,
     )
     if settings.eval.greedy:
-      played["greedy"] = play("greedy", samples=1, temperature=0.0, look=look)
+      own_greedy = play("greedy", samples=1, temperature=0.0, look=look)
       look = None  # the first stage's warnings are reported once
     if samples:
       temperature = settings.eval.temperature
-      played["sampled"] = play(
-        "sampled", samples=samples, temperature=temperature, look=look
-      )
+      own_sampled = play("sampled", samples=samples, temperature=temperature, look=look)
 
   if shard:
-    return {stage: len(attempts) for stage, attempts in played.items()}
+    return {"greedy": len(own_greedy), "sampled": len(own_sampled)}
 
   # --- Score all processes' attempts.
-  greedy = gather_scored(played["greedy"], tasks, tags)
-  sampled = gather_scored(played["sampled"], tasks, tags)
-  ks = settings.eval.k
+  greedy = gather_scored(own_greedy, tasks, tags)
+  sampled = gather_scored(own_sampled, tasks, tags)
+  by_group = functools.partial(
+    scores.by_group, greedy, sampled, tools=tags, ks=settings.eval.k
+  )
   sources = {task.id: task.source for task in tasks}
-  groups: dict[str, Callable[[scores.Scored], str]] = {
-    "by_source": lambda t: sources[t.task_id],
-    "by_family": lambda t: t.family,
-  }
-  results = scores.summary(greedy, sampled, tags, ks)
-  for name, group in groups.items():
-    results[name] = scores.by_group(greedy, sampled, group, tags, ks)
+  results = scores.summary(greedy, sampled, tags, settings.eval.k)
+  results["by_source"] = by_group(lambda t: sources[t.task_id])
+  results["by_family"] = by_group(lambda t: t.family)
   results["reward_parts"] = _parts([*greedy, *sampled])
   results["dropped_tasks"] = all_tasks - len(tasks)
   results["usage"] = _usage([*greedy, *sampled])
@@ -265,11 +261,6 @@ def gather_scored(
 
   After a start with fewer processes, two may have the same attempt: the first process's
   counts.
-
-  Args:
-    own: this process's attempts.
-    tasks: in output order.
-    tools: as for `scores.malformed`.
   """
   rows = [dataclasses.asdict(scores.scored(t, tools)) for t in own]
   places = {task.id: place for place, task in enumerate(tasks)}
@@ -346,11 +337,9 @@ class AttemptLog:
   """
 
   def __init__(self, path: str, mine: Shard):
-    """Reads the file; a line cut short by a kill is removed.
+    """Reads the file: the attempts that `mine` owns; others stay in place.
 
-    Args:
-      path: the file's path.
-      mine: this process's tasks; other attempts are left in place.
+    A line cut short by a kill is removed.
     """
     self.ended: Attempts = {}
     self._mine = mine
@@ -392,7 +381,6 @@ def _first_warnings(
   grader: Grader,
   attempts: Sequence[Trajectory],
 ) -> list[str]:
-  """Returns warnings about this process's first attempts."""
   tools = tags if settings.tools.enabled and settings.rollout.max_calls else ()
   return first_step.warnings(
     attempts,
@@ -403,7 +391,6 @@ def _first_warnings(
 
 
 def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
-  """Sums the usage of all processes' attempts."""
   sums = {}
   for field in dataclasses.fields(Usage):
     sums[field.name] = sum(getattr(t.usage, field.name) for t in played)
@@ -411,7 +398,6 @@ def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
 
 
 def _parts(played: Sequence[scores.Scored]) -> dict[str, float]:
-  """Returns each reward part's mean."""
   # Parts differ by kind of task: a mean is over the attempts that have one.
   values: dict[str, list[float]] = {}
   for t in played:

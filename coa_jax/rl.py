@@ -31,12 +31,17 @@ from coa_jax.learner import advantages
 from coa_jax.learner.algorithms import GuardConfig
 from coa_jax.learner.checkpoint import Checkpoints
 from coa_jax.learner.state import TrainState
-from coa_jax.learner.teachers import Teachers, load_teachers, make_hinted
+from coa_jax.learner.teachers import (
+  ModelTeacher,
+  Scorer,
+  Teachers,
+  is_address,
+  make_hinted,
+)
 from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.model import flops
-from coa_jax.model.distribution import TokenMask
-from coa_jax.model.hf.folder import open_folder, save_run
-from coa_jax.model.hf.io import load_model
+from coa_jax.model.hf.folder import load_tokenizer, save_run
+from coa_jax.model.hf.io import load_model, load_params
 from coa_jax.model.sharding import (
   count_devices,
   is_first_process,
@@ -93,16 +98,9 @@ class _Session:
   """An open run: its records and resources.
 
   Attributes:
-    learner: makes the updates.
-    state: the training state.
     frozen: the untrained parameters.
     cursor: the collector's position.
-    collector: plays the tasks.
     evaluate: plays the dev tasks with the given parameters, at the given step.
-    checkpoints: saves `state` and `cursor`.
-    metrics: the run's log.
-    goodput: seconds of useful work.
-    timer: seconds by phase.
     own_dir: this process's folder.
   """
 
@@ -148,7 +146,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   algo = settings.algo
   tasks = _Tasks.read(settings)
   plan = plan_rl(settings)
-  _, tokenizer = open_folder(settings.init, settings.model)
+  tokenizer = load_tokenizer(settings.init, plan.cfg)
   worker = _make_worker(plan, tokenizer, workdir)
   tasks = tasks.admitted(worker)
   monitor = HealthMonitor(settings.watch)
@@ -248,7 +246,7 @@ class _Tasks:
     """Drops tasks too long for the worker, and refuses ungradable tasks."""
     train = worker.admit(self.train)
     dev = worker.admit(self.dev, "dev tasks")
-    worker.check([*train, *dev])
+    worker.grader.check([*train, *dev], worker.engine.config.max_len)
     dropped = {
       "dropped_tasks": len(self.train) - len(train),
       "dropped_dev_tasks": len(self.dev) - len(dev),
@@ -288,12 +286,20 @@ def _claim(
   dialect = worker.episode_config
   warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
+  inputs = {
+    "tasks": hash_json(map(Task.to_json, [*tasks.train, *tasks.dev])),
+    "tools.corpus": hash_files(settings.tools.corpus),
+    "dev.corpus": hash_files(settings.dev.corpus),
+    "init": hash_files(settings.init, samples=16),
+  }
+  for folder in settings.distillation.folders if settings.distillation else ():
+    inputs[f"teacher {folder}"] = hash_files(folder, samples=16)
   prepare_workdir(
     settings,
     own_dir,
     may_change=_MAY_CHANGE,
-    inputs=_inputs(settings, [*tasks.train, *tasks.dev]),
-    may_grow={"algo.steps": _extension_fault(settings)},
+    inputs=inputs,
+    may_grow={"algo.steps": settings.extension_fault},
     origin={
       "dialects": [dataclasses.asdict(Dialect.of(dialect.variant, dialect.style))],
       "max_len": settings.rollout.max_len,
@@ -313,11 +319,9 @@ def _open(
   own_dir = process_dir(workdir)
 
   # --- The model, and the learner.
-  _, params = load_model(settings.init, settings.model, plan.learner)
+  params = load_params(settings.init, plan.cfg, plan.learner)
   teachers = _load_teachers(plan, worker)
-  learner = plan.make_update(
-    worker.constraint, TokenMask.of(worker.constraint), teachers
-  )
+  learner = plan.make_update(worker.constraint, teachers)
   state, frozen = learner.init(params, seed)
   del params  # their memory is needed
   if line := plan.budget_line((state, frozen, teachers and teachers.params)):
@@ -377,53 +381,29 @@ def _open(
 
 
 def _load_teachers(plan: RLPlan, worker: RolloutWorker) -> Teachers | None:
+  """Loads the teacher models onto the learner's devices."""
   settings = plan.settings
-  if settings.distillation is None:
+  config = settings.distillation
+  if config is None:
     return None
-  length = settings.algo.batch.length
-  dialect = worker.episode_config
-  return load_teachers(
-    settings.distillation,
-    plan.cfg,
-    settings.model,
-    settings.algo.batch,
-    plan.learner,
-    settings.algo.sampling.temperature,
-    worker.constraint,
-    make_hinted(
-      settings.distillation.hint,
-      worker.tokenizer,
-      dialect.variant,
-      dialect.style,
-      length,
-    ),
-    lambda url: ServerTeacher(url, length, plan.cfg.vocab_size),
-  )
-
-
-def _extension_fault(settings: RLConfig) -> str:
-  """Explains why more steps would change the run from its start; "" if not."""
-  sampling = settings.algo.sampling
-  if sampling.task_sampler == "curriculum" and sampling.curriculum:
-    return (
-      "algo.sampling.task_sampler='curriculum' spreads the tasks over the steps; "
-      "only runs with algo.sampling.curriculum=0 or another sampler can be extended"
+  batch = settings.algo.batch
+  scorers: dict[str, Scorer] = {}
+  for source in config.sources:
+    if is_address(source):
+      scorers[source] = ServerTeacher(source, batch.length, plan.cfg.vocab_size)
+      continue
+    cfg, params = plan.cfg, None  # the policy's own
+    if source:
+      cfg, params = load_model(source, settings.model, plan.learner)
+    temperature = settings.algo.sampling.temperature
+    scorers[source] = ModelTeacher(
+      cfg, params, batch, plan.learner, temperature, worker.constraint
     )
-  return settings.optim.extension_fault
-
-
-def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
-  """Returns the run's inputs, for `prepare_workdir`."""
-  teachers = {}
-  for folder in settings.distillation.folders if settings.distillation else ():
-    teachers[f"teacher {folder}"] = hash_files(folder, samples=16)
-  return {
-    "tasks": hash_json(map(Task.to_json, tasks)),
-    "tools.corpus": hash_files(settings.tools.corpus),
-    "dev.corpus": hash_files(settings.dev.corpus),
-    "init": hash_files(settings.init, samples=16),
-    **teachers,
-  }
+  dialect = worker.episode_config
+  hinted = make_hinted(
+    config.hint, worker.tokenizer, dialect.variant, dialect.style, batch.length
+  )
+  return Teachers(config, scorers, hinted)
 
 
 def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.ndarray:
@@ -439,12 +419,7 @@ def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.nda
 
 
 def drop_trajectories(folders: Sequence[str], step: int) -> None:
-  """Deletes the trajectory files of steps that a resumed run repeats.
-
-  Args:
-    folders: all processes' folders, including former ones'.
-    step: the checkpoint's step, the first one repeated.
-  """
+  """Deletes the trajectories of steps that a run resumed at `step` repeats."""
   for folder in folders:
     for path in glob.glob(os.path.join(glob.escape(folder), "trajectories", "step_*")):
       match = re.fullmatch(r"step_(\d+)\.jsonl", os.path.basename(path))
@@ -504,7 +479,6 @@ def _accuracy(
 def _first_warnings(
   settings: RLConfig, rollouts: RolloutBatch, tasks: Sequence[Task], grader: Grader
 ) -> list[str]:
-  """Returns the first step's warnings, from this process's attempts."""
   exact = settings.reward.match != "f1"
   tools: tuple[str, ...] = ()
   if settings.tools.enabled and settings.rollout.max_calls:

@@ -14,8 +14,8 @@ from typing import Any
 import ml_collections
 
 from coa_jax.model.config import LoadConfig
-from coa_jax.model.hf.folder import open_folder
-from coa_jax.model.hf.io import load_model
+from coa_jax.model.hf.folder import load_tokenizer
+from coa_jax.model.hf.io import load_config, load_params
 from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.protocol.origin import read_origin, warn_if_other
 from coa_jax.rollout.agents.recording import Recorder
@@ -36,10 +36,6 @@ def read_rollout(
 
   These are variant, style and max_len, if the model folder records them (see
   `protocol.origin`). With several dialects the first one counts.
-
-  Args:
-    rollout: the section.
-    config: the whole config, for its `init`.
 
   Raises:
     ConfigError, ValueError: the section can not be used, or the record is damaged.
@@ -112,10 +108,6 @@ def open_server(
 ) -> Iterator[InferenceServer]:
   """Serves an evaluation's model and tools inside a `with` block.
 
-  Args:
-    config: as `ServeConfig` says.
-    max_waiting: maximum questions waiting for a slot.
-
   Yields:
     The server; its threads, its tools' threads and their processes end with the block.
 
@@ -142,7 +134,6 @@ def open_recorder(
   """Serves an evaluation's model to agents inside a `with` block.
 
   Args:
-    config: as `ServeConfig` says; the agents have their own tools.
     conversations: `chat` or `team`, see `AgentConfig.format`.
     folder: where ended trajectories are written; None for nowhere.
 
@@ -160,17 +151,17 @@ def open_recorder(
 
 
 def _load(settings: ServeConfig, conversations: str = "") -> tuple[RolloutWorker, Any]:
-  """Makes the worker, and loads its parameters."""
   # Faults are refused before the weights are read.
   partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
-  cfg, tokenizer = open_folder(settings.init, settings.model)
+  cfg = load_config(settings.init, settings.model)
+  tokenizer = load_tokenizer(settings.init, cfg)
   check_positions(settings.rollout, cfg, settings.init)
   worker = make_worker(
     cfg,
     tokenizer,
     settings.rollout,
     settings.tools.tool_descriptions,
-    partitioner=partitioner,
+    partitioner=partitioner.decoding(settings.rollout.tensor),
     own_top_p=True,
     parallel_calls=settings.tools.parallel,
     conversations=conversations,
@@ -178,5 +169,4 @@ def _load(settings: ServeConfig, conversations: str = "") -> tuple[RolloutWorker
   if conversations != "chat":
     dialect = worker.episode_config
     warn_if_other(settings.init, dialect.variant, dialect.style)
-  _, params = load_model(settings.init, settings.model, partitioner)
-  return worker, params
+  return worker, load_params(settings.init, cfg, partitioner)

@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,8 +34,8 @@ from coa_jax.learner.sources import (
 )
 from coa_jax.model import flops, lora
 from coa_jax.model.config import LoadConfig
-from coa_jax.model.hf.folder import open_folder, save_run
-from coa_jax.model.hf.io import load_model
+from coa_jax.model.hf.folder import load_tokenizer, save_run
+from coa_jax.model.hf.io import load_params
 from coa_jax.model.sharding import (
   Partitioner,
   count_devices,
@@ -57,6 +56,7 @@ from coa_jax.report.metrics import (
   Metrics,
   read_metrics,
   resume_log,
+  say,
   write_json,
 )
 from coa_jax.report.profiling import traced
@@ -109,7 +109,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   plan = plan_sft(settings)
   tokenizer = None
   if isinstance(settings.model, LoadConfig):
-    _, tokenizer = open_folder(init, settings.model)
+    tokenizer = load_tokenizer(init, plan.cfg)
     plan = plan.fitted(tokenizer)
   sources = read_sources(data.trajectories)
   num_rows = check_sources(sources)
@@ -134,7 +134,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   # --- Load the model, or make a fresh one.
   if isinstance(settings.model, LoadConfig):
-    _, params = load_model(init, settings.model, plan.partitioner)
+    params = load_params(init, cfg, plan.partitioner)
   else:
     params = init_params(cfg, data.seed, plan.partitioner)
 
@@ -147,9 +147,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # --- Resume an interrupted run.
   folder = os.path.join(workdir, "checkpoints")
   with Checkpoints(folder, settings.checkpoint) as checkpoints:
-    restored = checkpoints.restore(state)
-    if restored:
-      state, _ = restored
+    state, _ = checkpoints.restore(state) or (state, {})
     first = int(state.step)
     devices = count_devices(plan.partitioner)
     log = resume_log(own_dir, "sft", first, workdir)
@@ -277,13 +275,10 @@ def _dataset(
 
 
 def _tell(by_source: Mapping[str, Mapping[str, Any]]) -> None:
-  """Prints each file's contribution."""
   for path, row in by_source.items():
-    print(
+    say(
       f"{path}: {row['trajectories']} trajectories, {row['to_train_on']} to train on, "
-      f"weight {row['weight']:g}: {row['in_an_epoch']} in an epoch",
-      file=sys.stderr,
-      flush=True,
+      f"weight {row['weight']:g}: {row['in_an_epoch']} in an epoch"
     )
 
 
@@ -437,7 +432,6 @@ def _trained_tokenizer(
 
 
 def _texts(path: str) -> Iterator[str]:
-  """Yields all segments' texts from a trajectory file."""
   for trajectory in iter_trajectories(path):
     for segment in trajectory.segments:
       yield segment.text

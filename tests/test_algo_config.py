@@ -24,7 +24,7 @@ def test_a_preset_is_an_algorithm_of_its_own(name: str):
   algo = read(**config)
   assert algo.loss.advantage == sections["loss"]["advantage"]
   assert algo.loss.critic_lr == 1e-3
-  assert [n for n, other in PRESETS.items() if other == sections] == [name]
+  assert [n for n, other in PRESETS.items() if other == sections["loss"]] == [name]
   sections["loss"].clear()
   assert preset(name)["loss"]  # `preset` returns a copy
 

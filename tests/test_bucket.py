@@ -211,7 +211,7 @@ def test_inputs_are_fetched_once_and_named_by_their_address(store, tmp_path):
   assert inputs.localized(3, cache) == 3
   # An unchanged object is not fetched again; a changed one is.
   with pytest.MonkeyPatch.context() as patch:
-    patch.delattr(objects.Bucket, "get")
+    patch.delattr(objects.Bucket, "get_all")
     assert inputs.localized(at + "/model", cache) == model
   bucket.write("model/x", b"other")
   again = inputs.localized(at + "/model", cache)

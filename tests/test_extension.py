@@ -106,11 +106,11 @@ def test_what_depends_on_all_steps_is_not_extended(
   class LoadedError(Exception):
     pass
 
-  def load_model(*unused):
+  def load_params(*unused):
     raise LoadedError
 
   # A workdir with output binds its config; the test needs no weights.
-  monkeypatch.setattr(journey, "load_model", load_model)
+  monkeypatch.setattr(journey, "load_params", load_params)
   with pytest.raises(LoadedError):
     journey.run(config, str(tmp_path / "w"))
   (tmp_path / "w" / "metrics.jsonl").write_text("{}\n")

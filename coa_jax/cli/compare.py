@@ -96,7 +96,7 @@ def read(path: str) -> Run:
   Raises:
     FileNotFoundError, ConfigError: it contains no run.
   """
-  config, _ = read_run(os.path.join(path, "config.json"))
+  config = read_run(os.path.join(path, "config.json"))
   results = {}
   file = os.path.join(path, "results.json")
   if os.path.exists(file):

@@ -72,7 +72,7 @@ def _config(path: str) -> dict[str, Any]:
   beside = os.path.join(os.path.dirname(path), "config.json")
   if not os.path.exists(beside):
     return {}
-  return read_run(beside)[0]
+  return read_run(beside)
 
 
 def _notes(multi: dict[str, Any], single: dict[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.model import lora
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.folder import save_run
-  from coa_jax.model.hf.io import load_config, load_model
+  from coa_jax.model.hf.io import load_config, load_params
   from coa_jax.model.transformer import init_params
   from coa_jax.plan.sft import DataConfig, read_model, with_vocabulary
   from coa_jax.protocol.origin import Origin
@@ -51,7 +51,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   for path in (config_file, folder):
     if not os.path.exists(path):
       raise FileNotFoundError(f"{path}: not there; {workdir} holds no SFT or RL run")
-  config, _ = read_run(config_file)
+  config = read_run(config_file)
   steps = whole_steps(folder)
   if not steps or (step is not None and step not in steps):
     choice = ", ".join(map(str, steps)) or "none"
@@ -85,7 +85,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     load = dataclasses.replace(load, attention="auto")
     cfg = load_config(init, load)
     if lora_config:
-      _, base = load_model(init, load)
+      base = load_params(init, cfg)
   origin = Origin.of_run(read_origin_of(workdir), step)
   save_run(out, cfg, trained, base, lora_config, tokenizer, init, origin)
   write_model_cards(out, workdir, init, step)

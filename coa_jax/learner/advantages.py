@@ -70,12 +70,6 @@ def leave_one_out(reward_GK: np.ndarray) -> np.ndarray:
 
   arXiv 2402.14740, eq. 8. For the group's n present samples this is n / (n - 1)
   (R - group mean). A group of one has advantage 0 (in verl: R).
-
-  Args:
-    reward_GK: as for `group_relative`.
-
-  Returns:
-    advantage_GK, 0 where the reward is NaN.
   """
   # R is n / (n - 1) times as far from the others' mean as from the group mean.
   centred_GK, count_G1 = _centred(reward_GK)

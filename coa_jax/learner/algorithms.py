@@ -7,7 +7,6 @@ and importance weights. Each is chosen separately; `policy_loss.py` computes the
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -175,121 +174,92 @@ class GuardConfig:
     check_fields(self)
 
 
-# Name -> sections of `AlgoConfig`. A config copies a preset's fields, so a run's record
-# is complete; see `preset`.
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+# Name -> fields of section `loss`. A config copies them, so a run's record is complete;
+# see `preset`.
+PRESETS: dict[str, dict[str, Any]] = {
   # arXiv 2402.03300, eq. 3 and section 4.2.
   "grpo": dict(
-    loss=dict(
-      advantage="grpo",
-      aggregation="seq-mean-token-mean",
-      clip_low=0.2,
-      clip_high=0.2,
-      kl_coef=0.04,
-      kl_estimator="k3",
-      kl_in="loss",
-    ),
-    sampling=dict(filter_groups=False),
+    advantage="grpo",
+    aggregation="seq-mean-token-mean",
+    clip_low=0.2,
+    clip_high=0.2,
+    kl_coef=0.04,
+    kl_estimator="k3",
+    kl_in="loss",
   ),
   # arXiv 2503.20783: no division by deviation or length; no KL.
   "dr_grpo": dict(
-    loss=dict(
-      advantage="dr_grpo",
-      aggregation="seq-mean-token-sum-norm",
-      clip_low=0.2,
-      clip_high=0.2,
-    ),
-    sampling=dict(filter_groups=False),
+    advantage="dr_grpo",
+    aggregation="seq-mean-token-sum-norm",
+    clip_low=0.2,
+    clip_high=0.2,
   ),
-  # arXiv 2503.14476, eq. 8 to 12; its overlong penalty is a reward.
+  # arXiv 2503.14476, eq. 8 to 12; its overlong penalty is a reward. It alone filters
+  # groups.
   "dapo": dict(
-    loss=dict(
-      advantage="grpo",
-      aggregation="token-mean",
-      clip_low=0.2,
-      clip_high=0.28,
-    ),
-    sampling=dict(
-      filter_groups=True,
-      rounds=2,
-    ),
+    advantage="grpo",
+    aggregation="token-mean",
+    clip_low=0.2,
+    clip_high=0.28,
   ),
   # arXiv 2507.18071, eq. 5 and section 5.1.
   "gspo": dict(
-    loss=dict(
-      advantage="grpo",
-      ratio="sequence",
-      aggregation="seq-mean-token-mean",
-      clip_low=3e-4,
-      clip_high=4e-4,
-    ),
-    sampling=dict(filter_groups=False),
+    advantage="grpo",
+    ratio="sequence",
+    aggregation="seq-mean-token-mean",
+    clip_low=3e-4,
+    clip_high=4e-4,
   ),
   # arXiv 2506.13585, eq. 4: no lower bound; the upper bound, 5, is TRL's advice.
   "cispo": dict(
-    loss=dict(
-      advantage="grpo",
-      surrogate="cispo",
-      aggregation="token-mean",
-      clip_low=1.0,
-      clip_high=4.0,
-    ),
-    sampling=dict(filter_groups=False),
+    advantage="grpo",
+    surrogate="cispo",
+    aggregation="token-mean",
+    clip_low=1.0,
+    clip_high=4.0,
   ),
   # arXiv 2402.14740; KL and its coefficient as in TRL's RLOOTrainer.
   "rloo": dict(
-    loss=dict(
-      advantage="rloo",
-      aggregation="seq-mean-token-sum",
-      clip_low=0.2,
-      clip_high=0.2,
-      kl_coef=0.05,
-      kl_estimator="k1",
-      kl_in="reward",
-    ),
-    sampling=dict(filter_groups=False),
+    advantage="rloo",
+    aggregation="seq-mean-token-sum",
+    clip_low=0.2,
+    clip_high=0.2,
+    kl_coef=0.05,
+    kl_estimator="k1",
+    kl_in="reward",
   ),
   # arXiv 2501.03262: KL in the reward, token by token; the coefficient is ours.
   "reinforce++": dict(
-    loss=dict(
-      advantage="reinforce++",
-      aggregation="token-mean",
-      clip_low=0.2,
-      clip_high=0.2,
-      kl_coef=0.001,
-      kl_estimator="k1",
-      kl_in="reward",
-    ),
-    sampling=dict(filter_groups=False),
+    advantage="reinforce++",
+    aggregation="token-mean",
+    clip_low=0.2,
+    clip_high=0.2,
+    kl_coef=0.001,
+    kl_estimator="k1",
+    kl_in="reward",
   ),
   # The same paper's form for several samples per prompt: k2 in the loss.
   "reinforce++_baseline": dict(
-    loss=dict(
-      advantage="reinforce++_baseline",
-      aggregation="token-mean",
-      clip_low=0.2,
-      clip_high=0.2,
-      kl_coef=0.001,
-      kl_estimator="k2",
-      kl_in="loss",
-    ),
-    sampling=dict(filter_groups=False),
+    advantage="reinforce++_baseline",
+    aggregation="token-mean",
+    clip_low=0.2,
+    clip_high=0.2,
+    kl_coef=0.001,
+    kl_estimator="k2",
+    kl_in="loss",
   ),
   # arXiv 1707.06347 with AFM's KL (its MHQA agent: GAE, .001 k3), lambda as in verl.
   "ppo": dict(
-    loss=dict(
-      advantage="gae",
-      aggregation="token-mean",
-      clip_low=0.2,
-      clip_high=0.2,
-      gamma=1.0,
-      lam=1.0,
-      value_clip=0.5,
-      kl_coef=0.001,
-      kl_estimator="k3",
-      kl_in="loss",
-    ),
-    sampling=dict(filter_groups=False),
+    advantage="gae",
+    aggregation="token-mean",
+    clip_low=0.2,
+    clip_high=0.2,
+    gamma=1.0,
+    lam=1.0,
+    value_clip=0.5,
+    kl_coef=0.001,
+    kl_estimator="k3",
+    kl_in="loss",
   ),
 }
 
@@ -302,4 +272,7 @@ def preset(name: str) -> dict[str, Any]:
   """
   if name not in PRESETS:
     raise ValueError(f"no algorithm {name!r}; there are {', '.join(PRESETS)}")
-  return copy.deepcopy(PRESETS[name])
+  sampling: dict[str, Any] = {"filter_groups": False}
+  if name == "dapo":
+    sampling = {"filter_groups": True, "rounds": 2}
+  return {"loss": dict(PRESETS[name]), "sampling": sampling}

@@ -70,10 +70,6 @@ def empty(rows: int, length: int) -> Batch:
 def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
   """Assigns sequences to rows: longest first, each to the fullest row with room.
 
-  Args:
-    lengths: tokens per sequence.
-    length: T, tokens per row.
-
   Returns:
     Each row's sequence indices, ascending. Empty sequences, and sequences longer than a
     row, are left out; see `fits`.
@@ -118,10 +114,7 @@ def fill(
 
   Args:
     batch: as from `empty`; written in place.
-    row: the row's index.
-    trajectories: with token ids; together at most T tokens.
     advantages: in RL, one per trajectory; policy segments then need log-probs.
-    constraint: the policy tokens' sampling grammar.
   """
   at = 0
   # Segment 0 is padding, so trajectories are numbered from 1.
@@ -161,10 +154,6 @@ def batches(
   Trajectories longer than a row are left out; count them with `fits`.
 
   Args:
-    trajectories: with ids.
-    rows: B.
-    length: T.
-    advantages: as for `fill`, like `constraint`.
     mine_B: rows to make, [B] bool; None for all.
   """
   packed = pack([t.num_tokens for t in trajectories], length)

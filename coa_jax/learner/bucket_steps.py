@@ -46,8 +46,6 @@ def prove(bucket: Bucket, folder: str, check: Callable[[], None]) -> None:
   """Writes a complete step's manifest.
 
   Args:
-    bucket: holds the checkpoints.
-    folder: the step's.
     check: raises if another run has taken over.
   """
   files = {}

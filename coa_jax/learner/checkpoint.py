@@ -120,11 +120,6 @@ class Checkpoints:
   ) -> None:
     """Saves if a checkpoint is due, and exits after a signal.
 
-    Args:
-      state: after an update.
-      cursor: as for `save`.
-      last: whether this was the last update.
-
     Raises:
       Interrupted: a signal came and the run is not over; everything is saved.
     """
@@ -405,10 +400,6 @@ def folder_of(path: str, step: int) -> str:
 
 def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
   """Reads only `TrainState.params` from one checkpoint, as numpy arrays.
-
-  Args:
-    path: a run's checkpoint folder.
-    step: one of `whole_steps`.
 
   Raises:
     ValueError: the checkpoint is damaged; the message names the fault.

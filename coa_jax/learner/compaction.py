@@ -40,11 +40,6 @@ def compacted(
 
   A summary begins with the span about the observation that filled the context; the
   context's thoughts, plans and reflections follow.
-
-  Args:
-    trajectory: with ids.
-    config: the rollouts' config.
-    tokenizer: the model's.
   """
   out = dataclasses.replace(trajectory, segments=[])
   marker = tokenizer.encode_observation(REMOVED)

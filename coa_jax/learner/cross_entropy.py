@@ -29,7 +29,7 @@ from coa_jax.model.transformer import Transformer
 def cross_entropy(
   cfg: ModelConfig, params: Any, batch: Batch, partitioner: Partitioner = ONE_DEVICE
 ) -> jax.Array:
-  """Sums weighted negative log-likelihoods over tokens.
+  """Sums weighted negative log-likelihoods over tokens, in nats.
 
   Equals `nll` of `token_logps`, and is computed that way on a mesh that splits
   parameters or a row's tokens. On one device, or if devices split only rows, logits are
@@ -41,12 +41,7 @@ def cross_entropy(
   Args:
     cfg: the model. A chunk is `cfg.logit_chunk` tokens per row; if 0, a quarter of a
       device's tokens, or half a gigabyte of logits if less.
-    params: its parameters.
     batch: packed rows; a token's weight is its `loss_mask_BT`.
-    partitioner: the mesh that splits parameters and batch.
-
-  Returns:
-    The sum, in nats.
   """
   # --- If devices split more than rows, the head works as in token_logps.
   if max(map(partitioner.ways, "DTV")) > 1:
@@ -176,11 +171,6 @@ def _fold_weighted(
   Args:
     add: (carry, hidden_CD, target_C, weight_C, place_C) to the next carry; padding in
       the last chunk has weight 0 and a place past the end.
-    carry: the initial carry.
-    hidden_ND: final hidden states.
-    target_N: their targets.
-    weight_N: each prediction's weight.
-    chunk: C.
   """
   N = weight_N.shape[0]
   counts_N = weight_N != 0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coa_jax.learner.batch import Batch, pack
+from coa_jax.learner.batch import Batch, empty, pack
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.trajectory import Author, Trajectory
 
@@ -115,31 +115,17 @@ class Dataset:
       partitioner: assigns rows to processes; other processes' rows are not read.
     """
     mine = np.flatnonzero(partitioner.rows(size))
-    shape = (len(mine), length)
-    tokens_BT = np.zeros(shape, np.int32)
-    segment_BT = np.zeros(shape, np.int32)
-    position_BT = np.zeros(shape, np.int32)
-    loss_mask_BT = np.zeros(shape, np.float32)
+    batch = empty(len(mine), length)
     for r, row in enumerate(mine):
       if row >= len(rows):
         break  # missing rows stay empty
       at = 0
       for number, i in enumerate(rows[row], 1):
         end = at + self.lengths_N[i]
-        tokens_BT[r, at:end], loss_mask_BT[r, at:end] = self.read(i)
-        segment_BT[r, at:end] = number
-        position_BT[r, at:end] = np.arange(end - at)
+        batch.tokens_BT[r, at:end], batch.loss_mask_BT[r, at:end] = self.read(i)
+        batch.segment_BT[r, at:end] = number
+        batch.position_BT[r, at:end] = np.arange(end - at)
         at = end
-    batch = Batch(
-      tokens_BT=tokens_BT,
-      segment_BT=segment_BT,
-      position_BT=position_BT,
-      loss_mask_BT=loss_mask_BT,
-      # Unused by SFT: one number, broadcast.
-      advantage_BT=np.broadcast_to(np.float32(0), shape),
-      logp_BT=np.broadcast_to(np.float32(0), shape),
-      grammar_BT=np.broadcast_to(np.int32(-1), shape),
-    )
     # Figures cover all processes' rows.
     members = np.concatenate(rows)
     return Micro(
@@ -215,7 +201,6 @@ def check_ids(trajectory: Trajectory, vocab_size: int) -> None:
 
 
 def _packed(dataset: Dataset, members: np.ndarray, length: int) -> list[np.ndarray]:
-  """Packs sequences; returns each row's indices."""
   rows = pack(dataset.lengths_N[members].tolist(), length)
   return [members[row] for row in rows]
 

@@ -41,19 +41,8 @@ def token_logps(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Computes each token's log-prob, given the previous tokens in its segment.
 
-  budget: the arguments' shapes and the formula are most of it.
-
   Logits exist for `cfg.logit_chunk` tokens per row at once; the backward pass
   recomputes them, unless the chunk is the whole row.
-
-  Args:
-    cfg: the model.
-    params: its parameters.
-    batch: packed rows.
-    temperature: the sampling temperature.
-    partitioner: the mesh that splits parameters and batch.
-    truncation: the sampling distribution's truncation.
-    constraint: the policy tokens' sampling grammar.
 
   Returns:
     logp_BT and entropy_BT (nats, float32), and removed_BT, the probability
@@ -163,12 +152,6 @@ def _by_chunks(
 
   Args:
     head: maps some tokens of the three arrays to several arrays of [B, tokens].
-    hidden_BTD: final hidden states.
-    target_BT: the predicted tokens.
-    grammar_BT: the grammar states there.
-    row_devices: devices per row.
-    chunks: chunks per device's part.
-    C: tokens per chunk.
   """
   # Each device's part of a row is cut separately: chunk c is every part's c-th piece,
   # so all devices work on it and no token moves between them.
@@ -233,13 +216,6 @@ def token_values(
   partitioner: Partitioner = ONE_DEVICE,
 ) -> jax.Array:
   """Computes a critic's value before each token.
-
-  Args:
-    cfg: the trunk's architecture.
-    params: the trunk's parameters.
-    head_D1: maps the final hidden state to a value.
-    batch: packed rows.
-    partitioner: the mesh that splits parameters and batch.
 
   Returns:
     value_BT, float32; a segment's first token has 0.

@@ -25,8 +25,6 @@ def token_advantages(
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
   """Computes the advantages of a batch's policy tokens, by `config.advantage`.
 
-  budget: every estimator side by side.
-
   Args:
     config: chooses the estimator.
     reward_GK: rewards for G groups of K samples; NaN for a missing sample. The N
@@ -129,8 +127,6 @@ def policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Sums the weighted policy loss over policy tokens.
 
-  budget: the loss as one formula, term by term.
-
   The ratio's old policy is the sampler, whose log-probs came with the tokens. With
   `is_clip` the old policy is the learner before the step's first update
   (`batch.old_BT`; None for the learner now: the ratio's value is 1), and each token's
@@ -138,8 +134,6 @@ def policy_loss(
   2505.24298, eq. 5), and in a step with one update truncated importance sampling.
 
   Args:
-    config: ratio, surrogate, KL and importance.
-    logp_BT: log-probs under the policy being trained.
     batch: with advantages, the sampler's log-probs, and the reference's if the KL is in
       the loss.
 

@@ -47,14 +47,7 @@ def init_state(
   partitioner: Partitioner = ONE_DEVICE,
   offload: bool = False,
 ) -> TrainState:
-  """Makes a state at step 0; optimizer arrays are split like the parameters.
-
-  Args:
-    params: the trained parameters.
-    optimizer: their optimizer.
-    partitioner: the mesh.
-    offload: as in `state_shardings`.
-  """
+  """Makes a state at step 0; optimizer arrays are split like the parameters."""
 
   def fresh(params: Any) -> TrainState:
     return TrainState(jnp.int32(0), params, optimizer.init(params))
@@ -73,8 +66,6 @@ def state_shardings(
   """Returns a state's shardings.
 
   Args:
-    state: arrays or shapes.
-    partitioner: the mesh.
     offload: keeps the optimizer's arrays in host memory, except its counters.
   """
   shardings = partitioner.tree(state)

@@ -27,7 +27,7 @@ from coa_jax.learner.log_probs import token_logps
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.distribution import TokenMask
-from coa_jax.model.hf.io import load_config, load_model
+from coa_jax.model.hf.io import load_config
 from coa_jax.model.ops import used
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol import roles
@@ -110,13 +110,6 @@ def check_folder(
 ) -> None:
   """Refuses a teacher that can not score the policy's ids on the learner's mesh.
 
-  Args:
-    folder: the teacher's model folder.
-    init: the policy's model folder.
-    load: section `model`.
-    partitioner: the mesh.
-    length: tokens per row.
-
   Raises:
     FileNotFoundError, ValueError: as `load_config` and `Tokenizer.load`; or the
       tokenizers differ.
@@ -157,8 +150,6 @@ class Teachers:
     """Takes one scorer per source in the config.
 
     Args:
-      config: assigns tokens to teachers.
-      scorers: by source.
       hinted: makes the teachers' version of a trajectory; None if it fits no row.
     """
     self.task = config.task
@@ -231,12 +222,7 @@ class ModelTeacher:
     """Keeps the parameters in the compute dtype.
 
     Args:
-      cfg: the teacher's architecture.
       params: its parameters; None scores with the policy's.
-      batch: a micro-batch's rows and tokens.
-      partitioner: the mesh.
-      temperature: the rollouts' temperature.
-      constraint: the rollouts' grammar.
     """
     self.params = jax.tree.map(lambda x: jnp.array(used(cfg, x), cfg.dtype), params)
     self._batch = batch
@@ -296,9 +282,6 @@ def make_hinted(
 
   Args:
     hint: as in `DistillationConfig`; "" changes nothing.
-    tokenizer: the policy's.
-    variant: the rollouts' dialect.
-    style: the rollouts' prompt style.
     length: maximum tokens of a trajectory with its hint.
   """
 
@@ -314,41 +297,3 @@ def make_hinted(
     return out if out.num_tokens <= length else None
 
   return hinted
-
-
-def load_teachers(
-  config: DistillationConfig,
-  cfg: ModelConfig,
-  load: LoadConfig,
-  batch: BatchConfig,
-  partitioner: Partitioner,
-  temperature: float,
-  constraint: Constraint | None,
-  hinted: Callable[[Trajectory], Trajectory | None],
-  server: Callable[[str], Scorer],
-) -> Teachers:
-  """Loads the config's teacher models onto the learner's devices.
-
-  Args:
-    config: section `distillation`.
-    cfg: the policy's architecture.
-    load: section `model`.
-    batch: section `algo.batch`.
-    partitioner: the learner's mesh.
-    temperature: the rollouts' temperature.
-    constraint: the rollouts' grammar.
-    hinted: as for `Teachers`.
-    server: makes a scorer for an address.
-  """
-  scorers: dict[str, Scorer] = {}
-  for source in config.sources:
-    if is_address(source):
-      scorers[source] = server(source)
-      continue
-    its_cfg, params = cfg, None
-    if source:
-      its_cfg, params = load_model(source, load, partitioner)
-    scorers[source] = ModelTeacher(
-      its_cfg, params, batch, partitioner, temperature, constraint
-    )
-  return Teachers(config, scorers, hinted)

@@ -55,29 +55,16 @@ class PolicyUpdate:
     temperature: float = 1.0,
     max_logp_diff: float = 0.1,
     constraint: Constraint | None = None,
-    allowed: TokenMask | None = None,
     teachers: Teachers | None = None,
   ):
     """Builds the optimizer, and compiles nothing yet.
 
-    budget: every argument is documented; the rest is assignments.
-
     Args:
-      cfg: the architecture.
-      loss: section `algo.loss`.
-      batch: a micro-batch's rows and tokens, and updates per batch of rollouts.
       optim: the policy's; the critic has its own learning rate.
-      lora_config: None trains the whole model.
-      partitioner: the mesh.
-      truncation: the rollouts' truncation.
       steps: the run's batches of rollouts.
       prompts: maximum groups per batch.
       samples: maximum contexts per group.
-      temperature: the rollouts' temperature.
       max_logp_diff: nats; see `GuardConfig`.
-      constraint: the rollouts' grammar.
-      allowed: the grammar's tables on the device.
-      teachers: score the policy's tokens; None for none.
     """
     self._cfg = cfg
     self._loss = loss
@@ -88,7 +75,7 @@ class PolicyUpdate:
     self._temperature = temperature
     self._truncation = truncation
     self._constraint = constraint
-    self._allowed = allowed
+    self._allowed = TokenMask.of(constraint)
     self._teachers = teachers
 
     # --- One optimizer per network. The schedule counts updates; a step makes several.
@@ -172,7 +159,11 @@ class PolicyUpdate:
     if not parts:
       return state.replace(step=step), {}
     contexts = [_Contexts.of(part) for part in parts]
-    packed = [self._pack(c.rows) for c in contexts]
+    rows, length = self._batch.rows, self._batch.length
+    packed = [
+      Packed(c.rows, rows, length, self._constraint, self._partitioner)
+      for c in contexts
+    ]
     figures = self._prepare(state, frozen, parts, contexts, packed)
 
     # --- The updates.
@@ -208,15 +199,6 @@ class PolicyUpdate:
     if self._reads_networks:
       out["score"] = self._score
     return out
-
-  def _pack(self, rows: Sequence[Trajectory]) -> Packed:
-    return Packed(
-      rows,
-      self._batch.rows,
-      self._batch.length,
-      self._constraint,
-      self._partitioner,
-    )
 
   def _prepare(
     self,
@@ -415,11 +397,9 @@ def rewards_of(
   groups: Sequence[Group],
   value: Callable[[Trajectory], float] = lambda t: t.reward,
 ) -> np.ndarray:
-  """Puts group rewards into reward_GK; NaN if a sample or its reward is missing.
+  """Puts each trajectory's `value`, by default its reward, into reward_GK.
 
-  Args:
-    groups: trajectories of one task each.
-    value: returns a trajectory's number, by default the reward.
+  NaN if a sample or its reward is missing.
   """
   most = max(map(len, groups), default=0)
   reward_GK = np.full((len(groups), most), np.nan)

@@ -3,8 +3,6 @@
 Four kernels: plain XLA products, cuDNN's flash attention, a Triton kernel, and the
 TPU's splash attention. Devices may split a row (context parallelism). Decoding attends
 over a cache instead; see `cache.py`.
-
-budget: four kernels, and their selection.
 """
 
 from __future__ import annotations
@@ -18,11 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels import blockwise, splash, triton
+from coa_jax.model.kernels.blockwise import OUT
 from coa_jax.model.moving import straight
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 
-# The attention output's name for checkpoint policies.
-OUT = "attention_out"
 # Maximum row length, in tokens, for which `auto` takes cuDNN. cuDNN reads a queries x
 # keys mask and writes two more such arrays in bfloat16: 84 MB per row at this length.
 _CUDNN_UP_TO = 4096
@@ -36,21 +33,15 @@ def attend_packed(
   kernel: str = "auto",
   partitioner: Partitioner = ONE_DEVICE,
 ) -> jax.Array:
-  """Computes causal attention within each segment of packed rows.
+  """Computes causal attention inside the segments of packed rows, in q's dtype.
 
   Args:
-    q_BTNH: queries.
-    k_BTKH: keys.
-    v_BTKH: values.
     segment_BT: int segment number per token; 0 is padding, which reads padding. A
       segment's tokens are contiguous.
     kernel: a kernel name; see `RunOptions.attention`.
     partitioner: the arrays' mesh. If the mesh splits rows, tokens are in
       `moving.zigzag` order, and each device's queries read all earlier keys and values,
       gathered once (Llama 3, arXiv 2407.21783, section 3.3.2).
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   # --- The kernel.
   row_devices = partitioner.ways("T")
@@ -98,11 +89,7 @@ def _attend_part(
   Args:
     attend_last: the kernel; its T queries are at the last T of S places.
     context: mesh axes splitting a row.
-    row_devices: the number of devices on these axes.
     q_BTNH: this device's queries, in `moving.zigzag` order.
-    k_BTKH: this device's keys.
-    v_BTKH: this device's values.
-    segment_BT: this device's segment numbers.
   """
 
   # --- Gather the whole row's keys and values in token order; queries do not move.
@@ -139,9 +126,6 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
   """Chooses the kernel for `auto`.
 
   Args:
-    device: one of the computing devices.
-    dtype: the dtype of queries, keys and values.
-    head_dim: H.
     length: queries per kernel call; see `_queries`.
   """
   on_gpu = "cudnn" if length <= _CUDNN_UP_TO else "triton"
@@ -157,8 +141,6 @@ def check(
   """Refuses an attention kernel that cannot run on the current devices.
 
   Args:
-    cfg: the architecture.
-    partitioner: the mesh.
     length: tokens per row; 0 if not known yet.
 
   Raises:
@@ -217,18 +199,6 @@ def _fault(
   return ""
 
 
-def _xla(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  segment_BS: jax.Array,
-) -> jax.Array:
-  """Attends block by block in plain XLA; see `kernels.blockwise`."""
-  # Small blocks stay in a CPU's cache.
-  block = 64 if jax.default_backend() == "cpu" else 512
-  return blockwise.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT, block)
-
-
 def _visible(segment_BS: jax.Array, T: int) -> jax.Array:
   """Returns mask_BTS for queries at the last T of S places: True if t reads s."""
   S = segment_BS.shape[1]
@@ -253,24 +223,9 @@ def _cudnn(
   return checkpoint_name(out_BTNH, OUT)
 
 
-def _triton(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  segment_BS: jax.Array,
-) -> jax.Array:
-  """Attends with the GPU kernel for long rows; see `kernels.triton`."""
-  return triton.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
-
-
-def _splash(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  segment_BS: jax.Array,
-) -> jax.Array:
-  """Attends with the TPU kernel; see `kernels.splash`."""
-  return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
-
-
-_KERNELS = {"xla": _xla, "cudnn": _cudnn, "triton": _triton, "splash": _splash}
+_KERNELS = {
+  "xla": blockwise.attend_segments,
+  "cudnn": _cudnn,
+  "triton": triton.attend_segments,
+  "splash": splash.attend_segments,
+}

@@ -97,24 +97,22 @@ class KVCache:
     """Makes `pages` empty pages, in the activations' dtype, and the slots' states."""
     layout = _layout(cfg, page_size, partitioner)
     K, H, P = cfg.kv_heads, cfg.head_dim, page_size
-    axes = {
+    shapes = {
       "places_last": [(pages, K, H, P), (pages, K, P, H)],
       "heads_first": [(K, pages, P, H)] * 2,
       "joined": [(pages, P, 2 * K, ragged.head_size(H))],
-    }
+    }[layout]
+    where = partitioner.sharding(letters(layout))
     # Separate arrays, so that memory is donated and freed array by array.
     layers: list[tuple[jax.Array, ...]] = []
     states: list[tuple[jax.Array, ...]] = []
     for kind in cfg.kinds:
-      layer: list[jax.Array] = []
-      state: tuple[jax.Array, ...] = ()
       if kind == "attention":
-        for shape in axes[layout]:
-          layer.append(_zeros(shape, cfg.dtype, letters(layout), partitioner))
+        layers.append(tuple(jnp.zeros(x, cfg.dtype, device=where) for x in shapes))
+        states.append(())
       else:
-        state = _empty_states(cfg, slots, partitioner)
-      layers.append(tuple(layer))
-      states.append(state)
+        layers.append(())
+        states.append(_empty_states(cfg, slots, partitioner))
     return cls(tuple(layers), layout, tuple(states))
 
   @property
@@ -214,13 +212,7 @@ class KVCache:
     """Attends with a call's tokens over one layer, after `append`.
 
     Args:
-      layer: the layer's number.
       q_BTNH: queries; a token reads its row's places up to its own.
-      write: the call's places.
-      partitioner: the sampler's.
-
-    Returns:
-      out_BTNH in q's dtype.
     """
     rows = write.rows
     position_BT = write.position_BT
@@ -298,7 +290,6 @@ class KVCache:
     Args:
       from_X: rows to read, all before any is written.
       to_X: rows to write; those past the last row are dropped.
-      partitioner: the sampler's.
     """
     states = _copy_states(self.states, from_X, to_X, partitioner)
     return self.replace(states=states)
@@ -311,7 +302,6 @@ class KVCache:
     Args:
       from_X: pages to read, all before any is written.
       to_X: pages to write; those past the last page are dropped.
-      partitioner: the sampler's.
     """
     layers = _copy(self.layers, from_X, to_X, self.layout, partitioner)
     return self.replace(layers=layers)
@@ -396,7 +386,7 @@ def _empty_states(
   ]
   out = []
   for (shape, dtype), axes in zip(shapes, STATES, strict=True):
-    out.append(_zeros(shape, dtype, axes, partitioner))
+    out.append(jnp.zeros(shape, dtype, device=partitioner.sharding(axes)))
   return tuple(out)
 
 
@@ -428,12 +418,6 @@ def _with_pages(
   """Returns a pool with new contents in some pages; drops pages past the last one."""
   where = (slice(None), page_X) if layout == "heads_first" else page_X
   return x.at[where].set(new, mode="drop")
-
-
-def _zeros(
-  shape: tuple[int, ...], dtype: str, axes: str, partitioner: Partitioner
-) -> jax.Array:
-  return jnp.zeros(shape, dtype, device=partitioner.sharding(axes))
 
 
 def _padded(pages: Sequence[int], filler: int) -> np.ndarray:

@@ -7,10 +7,10 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.moving import gatherer
 from coa_jax.model.ops import rounded
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner, inputs_of, name_of
 
@@ -59,12 +59,11 @@ def decoding_views(
 
   Layers are unstacked. Arrays are rounded to `weight_dtype` or the compute dtype
   (otherwise the model would round them at every step), and resharded to
-  `partitioner.decoding()`, from any devices. With a `product_dtype`, matrices have this
+  the decoding mesh, from any devices. With a `product_dtype`, matrices have this
   dtype and their outputs first. Every process must call this function. Trees are in the
-  order of `partitioner.decoding().replicas()`.
+  order of `partitioner.replicas()`.
   """
   # --- One device: nothing to do if the arrays already suit the sampler.
-  partitioner = partitioner.decoding()
   outputs_first = bool(cfg.product_dtype)
   one_device = partitioner.mesh.size == 1
   elsewhere = _elsewhere(params, partitioner)
@@ -100,13 +99,11 @@ def decoding_views(
   return list(map(of_replica, partitioner.replicas()))
 
 
-def decoding_shapes(
-  cfg: ModelConfig, partitioner: Partitioner = ONE_DEVICE
-) -> dict[str, Any]:
+def decoding_shapes(cfg: ModelConfig, partitioner: Partitioner) -> dict[str, Any]:
   """Returns `decoding_views`' shapes, with shardings."""
   convert = converter(cfg, partitioner.platform)
   shapes = jax.eval_shape(convert, transformer.param_shapes(cfg))
-  shardings = partitioner.decoding().tree(shapes, bool(cfg.product_dtype))
+  shardings = partitioner.tree(shapes, bool(cfg.product_dtype))
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
   )
@@ -136,13 +133,6 @@ def _sent(
       shardings = replica.tree({name: part}, outputs_first)
       of_replica |= jax.device_put({name: part}, shardings)
   return views
-
-
-@functools.lru_cache(maxsize=8)
-def gatherer(mesh: Mesh) -> Any:
-  """Returns a jitted function to replicate arrays on every mesh device."""
-  whole = NamedSharding(mesh, PartitionSpec())
-  return jax.jit(lambda arrays: arrays, out_shardings=whole)
 
 
 @functools.lru_cache(maxsize=8)

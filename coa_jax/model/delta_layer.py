@@ -113,13 +113,9 @@ def _convolved(
   """Applies a causal convolution per channel, then SiLU; other segments read as 0.
 
   Args:
-    x_BTYE: inputs.
     before_BWYE: the W - 1 inputs before them.
     taps_YEW: weights; the last tap is for the token itself.
     segment_BT: the tokens' segments; None if each row has one segment.
-
-  Returns:
-    Outputs in x's dtype.
   """
   T, W = x_BTYE.shape[1], taps_YEW.shape[-1]
   all_BSYE = jnp.concatenate([before_BWYE, x_BTYE], axis=1)

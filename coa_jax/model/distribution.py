@@ -2,8 +2,6 @@
 
 With two implementations, policy ratios would be wrong before training began; so both
 call these functions.
-
-budget: temperature, truncation, the draw and its log-prob are one definition.
 """
 
 from __future__ import annotations
@@ -107,12 +105,8 @@ def taken_log_probs(
   """Computes `log_probs` for the drawn tokens alone.
 
   Args:
-    logits: [..., V].
     token: [...], the drawn tokens. Truncation never excludes them, though rounding in
       another program could.
-    temperature: as for `log_probs`.
-    truncation: as for `log_probs`.
-    allowed: as for `log_probs`.
 
   Returns:
     Their log-probabilities and the distribution's entropy (nats), both [...] in
@@ -256,16 +250,7 @@ def _most_likely(
 def removed_mass(
   logits: jax.Array, temperature: jax.Array | float, allowed: jax.Array | None
 ) -> jax.Array:
-  """Sums the probability outside the grammar, in float32.
-
-  Args:
-    logits: [..., V].
-    temperature: as for `log_probs`.
-    allowed: bool [..., V]; all if None.
-
-  Returns:
-    [...], without a gradient.
-  """
+  """Sums the probability outside the grammar, in float32 and without a gradient."""
   if allowed is None:
     return jnp.zeros(logits.shape[:-1], jnp.float32)
   logp = log_probs(jax.lax.stop_gradient(logits), temperature)
@@ -279,8 +264,6 @@ def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> ja
   model; so a row takes one uniform number, and sums over groups of tokens.
 
   Args:
-    logp_BV: log-probabilities from `log_probs`.
-    key_B: one PRNG key per row.
     temperature_B: 0, or below `GREEDY_BELOW`, takes the most likely token.
 
   Returns:

@@ -56,13 +56,7 @@ def utilisation(
   frozen: bool = False,
   devices: int = 1,
 ) -> dict[str, float]:
-  """Computes `mfu`, the updates' share of the devices' peak, if known.
-
-  Args:
-    cfg, segments, frozen: as for `train_flops`.
-    seconds: the updates' duration.
-    devices: the number of devices used.
-  """
+  """Computes `mfu`, the updates' share of the devices' peak, if known."""
   peak = peak_flops(jax.devices()[0].device_kind)
   if not peak or seconds <= 0:
     return {}
@@ -96,7 +90,6 @@ def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False)
   """Counts one update's operations: a forward pass, and twice that backward.
 
   Args:
-    cfg: the architecture.
     segments: tokens in each segment. In softmax attention a token reads its segment up
       to itself; each key with its value takes 4 H operations per query head.
     frozen: True if the matrices get no gradient (LoRA), which saves a third of their

@@ -53,14 +53,20 @@ class LoraConfig:
 
 
 def check(cfg: ModelConfig, config: LoraConfig | None) -> None:
-  """Refuses a rank too large for every matrix, and matrices missing in all layers.
+  """Refuses adapters that the model can not use.
 
   Raises:
-    ValueError: the rank exceeds the largest useful one, and the message names both; or
-      no layer has any of the matrices.
+    ValueError: with `weight_dtype` a decoder would round a matrix with its adapter, and
+      training without it; the rank exceeds the largest useful one, and the message
+      names both; or no layer has any of the matrices.
   """
   if config is None:
     return
+  if cfg.weight_dtype:
+    raise ValueError(
+      f"section lora does not go with model.weight_dtype={cfg.weight_dtype!r}; set it "
+      "to '' (matrices are then as precise as model.dtype)"
+    )
   if not _matrices(cfg, config):
     raise ValueError(
       f"lora.matrices: the model's layers have none of {', '.join(config.matrices)}"
@@ -152,19 +158,9 @@ def split(
   seed: int,
   partitioner: Partitioner = ONE_DEVICE,
 ) -> tuple[Any, Any]:
-  """Splits into trained and frozen parts: (adapters, params), or (params, None).
-
-  Raises:
-    ValueError: adapters with `weight_dtype`: a decoder rounds a matrix with its
-      adapter, training without it, and the two would disagree.
-  """
+  """Splits into trained and frozen parts: (adapters, params), or (params, None)."""
   if config is None:
     return params, None
-  if cfg.weight_dtype:
-    raise ValueError(
-      f"section lora does not go with model.weight_dtype={cfg.weight_dtype!r}; set it "
-      "to '' (matrices are then as precise as model.dtype)"
-    )
   return init_adapters(cfg, config, seed, partitioner), params
 
 
@@ -195,14 +191,10 @@ def _merged(
   # Sorted, so that every process compiles the same program.
   for name in sorted({k[:-2] for k, x in adapters.items() if not isinstance(x, dict)}):
     w = params[name]
-    outer = _outer
+    outer = functools.partial(jnp.tensordot, axes=1)
     if w.ndim > _rank(name):  # stacked layers
-      outer = jax.vmap(_outer)
+      outer = jax.vmap(outer)
     # In float32, so that only the sum is rounded.
     change = outer(joined[f"{name}_a"], joined[f"{name}_b"])
     out[name] = (w.astype(jnp.float32) + change).astype(w.dtype)
   return out
-
-
-def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.tensordot(a, b, axes=1)

@@ -28,13 +28,13 @@ _TRAINED = 3  # a trained parameter, its gradient, and one optimizer number
 
 
 class CacheConfig(Protocol):
-  """The fields of `RolloutConfig` that determine its memory."""
+  """The fields of `RolloutConfig` that determine a replica's memory and programs."""
 
   slots: int
+  prefill_rows: int
   window: int
   max_len: int
   memory: float
-  tensor: int
 
 
 def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
@@ -42,35 +42,17 @@ def check_device(needs: Mapping[str, int], partitioner: Partitioner) -> None:
 
   Args:
     needs: fields with their values -> minimum bytes over all devices.
-    partitioner: the devices.
 
   Raises:
     ValueError: too little memory; the message names the largest needs.
   """
-  capacity.check(needs, _bytes_of(partitioner.devices), "the devices have")
-
-
-def check_model(cfg: ModelConfig, file: str) -> None:
-  """Refuses an architecture too large for all devices together.
-
-  Raises:
-    ValueError: too little memory; the message names `file`.
-  """
-  try:
-    capacity.check(parameter_needs(cfg), _bytes_of(jax.devices()), "the devices have")
-  except ValueError as e:
-    raise ValueError(f"{file}: {e}") from None
-
-
-def _bytes_of(devices: list[jax.Device]) -> float:
-  """Sums the devices' memory; infinite if unknown."""
-  # A machine's CPU devices share its memory; each process counts as a machine.
-  if devices[0].platform == "cpu":
-    return capacity.host_bytes() * len({d.process_index for d in devices})
-  # Only local devices report their memory; the others are assumed alike.
-  mine = next(d for d in devices if d.process_index == jax.process_index())
-  limit = (mine.memory_stats() or {}).get("bytes_limit", math.inf)
-  return limit * len(devices)
+  if partitioner.platform == "cpu":
+    # A machine's devices share its memory; each process counts as a machine.
+    room = capacity.host_bytes() * partitioner.num_processes
+  else:
+    # Only local devices report their memory; the others are assumed alike.
+    room = (device_bytes(partitioner) or math.inf) * len(partitioner.devices)
+  capacity.check(needs, room, "the devices have")
 
 
 def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
@@ -107,18 +89,15 @@ def check_training(
   """Refuses a model and a micro-batch too large to train on the devices.
 
   Args:
-    cfg: the architecture.
     section: config section with `rows` and `length`.
-    rows: rows per micro-batch.
-    length: tokens per row.
     frozen: whether only adapters are trained.
-    partitioner: the devices.
 
   Raises:
     ValueError: too little memory; the message names the largest needs.
   """
   needs = parameter_needs(cfg, trained=not frozen)
-  check_device(needs | batch_needs(cfg, section, rows, length), partitioner)
+  needs |= batch_needs(cfg, section, rows, length)
+  check_device(needs, partitioner)
 
 
 def rollout_needs(
@@ -139,19 +118,21 @@ def rollout_needs(
 
 
 def check_rollouts(
-  model: ModelConfig, config: CacheConfig, partitioner: Partitioner
+  model: ModelConfig, config: CacheConfig, mesh: Partitioner, is_served: bool
 ) -> None:
   """Refuses a model that does not fit beside its slots.
+
+  Args:
+    is_served: whether the slots are a server's; then only the model counts.
 
   Raises:
     ValueError: too little memory; the message names the largest needs.
   """
-  mesh = partitioner.decoding(config.tensor).mesh
-  replicas = mesh.size // mesh.shape["tensor"]
-  needs = rollout_needs(
-    model, config.slots, config.max_len, config.window, replicas=replicas
-  )
-  check_device(parameter_needs(model) | needs, partitioner)
+  needs = parameter_needs(model)
+  if not is_served:
+    replicas = mesh.mesh.size // mesh.mesh.shape["tensor"]
+    needs |= rollout_needs(model, config.slots, config.max_len, config.window, replicas)
+  check_device(needs, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +140,19 @@ class CacheBudget:
   """A decoding device's bytes, by use.
 
   Attributes:
+    config: section `rollout`.
+    policies: decode-parameter copies at once: 2 if a newer policy comes while the older
+      one decodes.
     total: the whole device.
     state: the learner's state.
-    weights: decode parameters; two policies' if rollouts continue during updates.
+    weights: all copies of the decode parameters.
     logits: one token's logits per slot, in float32.
     token: one token's keys and values in all layers.
     states: linear attention's states, for slots and snapshots.
   """
 
+  config: CacheConfig
+  policies: int
   total: int
   state: int
   weights: int
@@ -185,15 +171,18 @@ class CacheBudget:
     """Capacity of a replica's cache, in tokens."""
     return self.caches // self.token
 
-  def pages(self, config: CacheConfig) -> int:
+  @property
+  def pages(self) -> int:
     """Counts a replica's cache pages, limited by memory and the slots' need."""
+    config = self.config
     blocks = cache.num_blocks(config.max_len, config.max_len)
     room = int(config.memory * 1e9) or self.caches
     page = self.token * cache.page_size(config.max_len)
     return min(room // page, config.slots * blocks)
 
-  def describe(self, config: CacheConfig) -> str:
+  def describe(self) -> str:
     """Formats the memory's uses and the slots' maximum need in one line."""
+    config = self.config
     asked = config.slots * config.max_len
     states = f"states {_gb(self.states)}, " if self.states else ""
     return (
@@ -204,11 +193,33 @@ class CacheBudget:
       f"{config.slots} of rollout.max_len={config.max_len} may take {asked:,})"
     )
 
+  def check(self) -> None:
+    """Refuses a section `rollout` that leaves the learner, or itself, no room.
+
+    Raises:
+      ValueError: `rollout.memory` is more than the free memory, or takes all free
+        memory although the learner's step needs room too.
+    """
+    asked = self.config.memory
+    if asked * 1e9 > self.caches:
+      raise ValueError(
+        f"rollout.memory={asked:g} GB is more than the {_gb(self.caches)} of a device "
+        "that are left; take that at most, or 0 for all"
+      )
+    if self.policies > 1 and self.state and not asked:
+      raise ValueError(
+        "rollout.memory=0 takes all that is left when rollouts begin, and with "
+        "algo.sampling.staleness the learner's step runs beside them: of "
+        f"{_gb(self.caches)} take what the step leaves (its temporaries: python -m "
+        "experiments.bench.compile_check), or give rollouts devices of their own "
+        "(mesh.rollout)"
+      )
+
 
 def cache_budget(
   decoder: ModelConfig,
   config: CacheConfig,
-  partitioner: Partitioner,
+  mesh: Partitioner,
   weights: Any,
   state: Any,
   policies: int,
@@ -217,69 +228,36 @@ def cache_budget(
   """Counts a decoding device's bytes besides caches; allocates nothing.
 
   Args:
-    decoder: the decoder's architecture.
-    config: section `rollout`.
-    partitioner: the decoding devices'.
     weights: decode parameters: arrays, or shapes with shardings.
-    state: arrays or shapes kept during rollouts; those on other devices do not count.
-    policies: decode-parameter copies at once: 2 if a newer policy comes while the older
-      one decodes.
-    total: the device's bytes.
+    state: arrays, or shapes with shardings, kept during rollouts; those on other
+      devices do not count.
   """
-  partitioner = partitioner.decoding(config.tensor)
   page_size = cache.page_size(config.max_len)
   return CacheBudget(
+    config=config,
+    policies=policies,
     total=total,
-    state=_bytes_on_device(state, partitioner),
-    weights=policies * _bytes_on_device(weights, partitioner),
-    logits=4 * config.slots * decoder.vocab_size // partitioner.ways("V"),
-    token=math.ceil(cache.page_bytes(decoder, page_size, partitioner) / page_size),
-    states=cache.state_bytes(decoder, config.slots, partitioner),
+    state=_bytes_on_device(state, mesh),
+    weights=policies * _bytes_on_device(weights, mesh),
+    logits=4 * config.slots * decoder.vocab_size // mesh.ways("V"),
+    token=math.ceil(cache.page_bytes(decoder, page_size, mesh) / page_size),
+    states=cache.state_bytes(decoder, config.slots, mesh),
   )
 
 
-def check_budget(budget: CacheBudget, config: CacheConfig, policies: int) -> None:
-  """Refuses a section `rollout` that leaves the learner, or itself, no room.
-
-  Raises:
-    ValueError: `rollout.memory` is more than the free memory, or takes all free memory
-      although the learner's step needs room too.
-  """
-  if config.memory * 1e9 > budget.caches:
-    raise ValueError(
-      f"rollout.memory={config.memory:g} GB is more than the {_gb(budget.caches)} of a "
-      "device that are left; take that at most, or 0 for all"
-    )
-  if policies > 1 and budget.state and not config.memory:
-    raise ValueError(
-      "rollout.memory=0 takes all that is left when rollouts begin, and with "
-      "algo.sampling.staleness the learner's step runs beside them: of "
-      f"{_gb(budget.caches)} take what the step leaves (its temporaries: python -m "
-      "experiments.bench.compile_check), or give rollouts devices of their own "
-      "(mesh.rollout)"
-    )
-
-
 def cache_room(
-  model: ModelConfig, slots: int, gigabytes: float, partitioner: Partitioner
+  model: ModelConfig, config: CacheConfig, partitioner: Partitioner
 ) -> float:
-  """Returns a device's bytes for pages; infinite if unknown.
-
-  Args:
-    model: the decoder's architecture.
-    slots: trajectories at once.
-    gigabytes: the config's limit; 0 takes the device's free memory.
-    partitioner: the replica's.
-  """
-  if gigabytes:
-    return gigabytes * 1e9
+  """Returns a device's bytes for a decoder's pages; infinite if unknown."""
+  if config.memory:
+    return config.memory * 1e9
   # A CPU's memory is shared: its devices report none.
   stats = partitioner.devices[0].memory_stats()
   if not stats:
     return math.inf
   room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
-  room -= cache.state_bytes(model, slots, partitioner)
-  return room - 4 * slots * model.vocab_size  # logits
+  room -= cache.state_bytes(model, config.slots, partitioner)
+  return room - 4 * config.slots * model.vocab_size  # logits
 
 
 def device_bytes(partitioner: Partitioner) -> int:
@@ -291,7 +269,6 @@ def device_bytes(partitioner: Partitioner) -> int:
 
 
 def _bytes_on_device(tree: Any, partitioner: Partitioner) -> int:
-  """Sums the arrays' bytes on one mesh device."""
   count = 0
   for x in jax.tree.leaves(tree):
     shape = x.shape
@@ -299,15 +276,11 @@ def _bytes_on_device(tree: Any, partitioner: Partitioner) -> int:
     if sharding is not None:
       if sharding.memory_kind == "pinned_host":
         continue
-      if not _shares_a_device(sharding, partitioner):
+      if sharding.device_set.isdisjoint(partitioner.devices):
         continue
       shape = sharding.shard_shape(shape)
     count += math.prod(shape) * x.dtype.itemsize
   return count
-
-
-def _shares_a_device(sharding: Any, partitioner: Partitioner) -> bool:
-  return not sharding.device_set.isdisjoint(partitioner.devices)
 
 
 def _gb(size: float) -> str:

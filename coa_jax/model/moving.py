@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,6 +29,13 @@ def mesh_over(grid: np.ndarray, axes: tuple[str, ...]) -> Mesh:
   return Mesh(grid, axes, axis_types=kinds)
 
 
+@functools.lru_cache(maxsize=8)
+def gatherer(mesh: Mesh) -> Any:
+  """Returns a jitted function to replicate arrays on every mesh device."""
+  whole = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(lambda arrays: arrays, out_shardings=whole)
+
+
 def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
   """Moves an array from one split to another, and its gradient back; inside a jit.
 
@@ -34,11 +43,6 @@ def moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Arra
   array split over several mesh axes is gathered axis by axis, and over a long axis in
   two steps: in one step a TPU's compiler would all-reduce the whole array, forward and
   backward.
-
-  Args:
-    x: an array, or unreduced parts of one.
-    before: its split.
-    after: its new split.
   """
   if before.num_devices == 1:
     return x

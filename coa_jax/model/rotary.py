@@ -35,7 +35,6 @@ def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def _rotated(cfg: ModelConfig) -> int:
-  """Counts the rotated units per head."""
   return cfg.rotary_dim or cfg.head_dim
 
 

@@ -31,6 +31,7 @@ from jax.sharding import (
 
 from coa_jax.model import placement
 from coa_jax.model.moving import mesh_over, moved
+from coa_jax.runtime.fields import bounded, check_fields
 
 AXES = ("data", "fsdp", "context", "tensor")
 # B, T and R are activation axes, D is a parameter axis: an activation's D is never
@@ -112,23 +113,20 @@ class MeshConfig:
       on every device.
   """
 
-  data: int = 1
+  data: int = bounded(1, least=1)
   fsdp: int = -1
-  context: int = 1
-  tensor: int = 1
-  devices: int = 0
-  rollout: int = 0
+  context: int = bounded(1, least=1)
+  tensor: int = bounded(1, least=1)
+  devices: int = bounded(0, least=0)
+  rollout: int = bounded(0, least=0)
   rules: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    for axis in AXES:
-      size = getattr(self, axis)
-      if size < 1 and not (axis == "fsdp" and size == -1):
-        raise ValueError(f"{axis} is {size}; it must be at least 1")
-    if self.devices < 0:
-      raise ValueError(f"devices is {self.devices}; it must be 0 for all, or more")
-    if self.rollout < 0:
-      raise ValueError(f"rollout is {self.rollout}; it must be 0 for none, or more")
+    check_fields(self)
+    if self.fsdp < 1 and self.fsdp != -1:
+      raise ValueError(
+        f"fsdp is {self.fsdp}; it must be at least 1, or -1 for the rest"
+      )
     for letter, axes in self.rules.items():
       if letter not in RULES:
         raise ValueError(f"rules has axis {letter!r}; there are {', '.join(RULES)}")
@@ -207,7 +205,6 @@ class Partitioner:
 
     Args:
       w: the parameter in its dtype for products, which the gather keeps.
-      name: a key in `PARAMETERS`, or an adapter's name such as `q_a`.
     """
     kept = letters_of_name(name)
     # Constrained before the gather too: a conversion may not move behind it.
@@ -437,7 +434,6 @@ def make_partitioner(
   """Builds a config's partitioner.
 
   Args:
-    config: mesh axis sizes and table lines.
     devices: None for all devices of all processes.
     rollout_tensor: devices decoding together; 0 for `config.tensor`.
 
@@ -459,9 +455,9 @@ def make_partitioners(
   devices: list[jax.Device] | None = None,
   rollout_tensor: int = 0,
 ) -> tuple[Partitioner, Partitioner]:
-  """Builds the learner's partitioner, like `make_partitioner`, and its rollouts'.
+  """Builds the learner's partitioner, like `make_partitioner`, and its sampler's.
 
-  Both are the same if `config.rollout` is 0. Otherwise they share no device: each
+  Both have the same devices if `config.rollout` is 0. Otherwise they share none: each
   process's last devices roll out.
 
   Raises:
@@ -473,7 +469,7 @@ def make_partitioners(
   count = config.rollout
   if not count:
     both = _over(config, devices, rollout_tensor)
-    return both, both
+    return both, both.decoding(rollout_tensor)
 
   # --- Refuse indivisible numbers.
   processes: dict[int, list[jax.Device]] = {}
@@ -502,7 +498,7 @@ def make_partitioners(
     grids.append(placement.device_grid((own // tensor, 1, 1, tensor), local[-own:], 1))
   learner = _over(config, learning)
   rollouts = Partitioner(mesh_over(np.concatenate(grids), AXES))
-  return learner, rollouts.replacing(_rules_of(config))
+  return learner, rollouts.replacing(config.rules).decoding()
 
 
 def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Device]:
@@ -551,12 +547,7 @@ def _over(
   # --- The device grid, and the axis table with the config's lines.
   team = rollout_tensor or config.tensor
   grid = placement.device_grid(sizes, devices, team)
-  return Partitioner(mesh_over(grid, AXES)).replacing(_rules_of(config))
-
-
-def _rules_of(config: MeshConfig) -> dict[str, tuple[str, ...]]:
-  """Returns the config's table lines as tuples; the config may hold lists."""
-  return {letter: tuple(axes) for letter, axes in config.rules.items()}
+  return Partitioner(mesh_over(grid, AXES)).replacing(config.rules)
 
 
 def count_devices(*partitioners: Partitioner) -> int:

@@ -69,14 +69,9 @@ class Layer(nn.Module):
     """Runs the layer.
 
     Args:
-      x_BTD: the layer's input.
-      rope: rotary cosines and sines for the tokens' positions.
       segment_BT: for packed rows: each token's segment.
       cache_write: with a cache: the call's token places.
       cache: all layers' cache; this layer's part is updated.
-
-    Returns:
-      The layer's output, and the cache.
     """
     x_BTD = checkpoint_name(x_BTD, _INPUT)
     mix = {"attention": self._attention, "delta": self._delta}[self.kind]
@@ -185,7 +180,6 @@ class Layer(nn.Module):
     return y
 
   def _adapter(self, name: str) -> jax.Array:
-    """Returns one half of an adapter, ready for use."""
     w = self.get_variable("params", name).astype(self.cfg.dtype)
     return self.partitioner.gathered(w, name)
 

@@ -40,8 +40,6 @@ def _qwen3(D: int, L: int, N: int, F: int, tied: bool) -> ModelConfig:
     ff=F,
     rope_theta=1e6,
     tie_embeddings=tied,
-    attention_bias=False,
-    qk_norm=True,
   )
 
 
@@ -57,8 +55,6 @@ def _qwen35(D: int, L: int, N: int, K: int, F: int, Z: int, tied: bool) -> Model
     ff=F,
     rope_theta=1e7,
     tie_embeddings=tied,
-    attention_bias=False,
-    qk_norm=True,
     layer_kinds=("delta", "delta", "delta", "attention"),
     delta=DeltaNet(key_heads=16, value_heads=Z),
     attention_gate=True,
@@ -86,7 +82,6 @@ def _llama3(
     llama3=llama3,
     norm_eps=1e-5,
     tie_embeddings=tied,
-    attention_bias=False,
     qk_norm=False,
   )
 

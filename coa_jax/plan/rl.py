@@ -29,7 +29,6 @@ from coa_jax.learner.teachers import (
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model import attention, decode_params, lora, memory
 from coa_jax.model.config import LoadConfig, ModelConfig
-from coa_jax.model.distribution import TokenMask
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioners
@@ -190,17 +189,15 @@ class RLConfig:
     if self.agent:
       self.agent.check_format(self.reward.shaping.format)
     field = self.algo.loss.needs_one_row
-    if field and self.agent:
+    spread = ""
+    if self.agent:
+      spread = "an agent (section agent) may spread"
+    elif self.rollout.context.count > 1:
+      spread = f"rollout.context.count={self.rollout.context.count} spreads"
+    if field and spread:
       raise ValueError(
         f"algo.loss.{field}={getattr(self.algo.loss, field)!r} reads a trajectory's "
-        "tokens in one row, and an agent (section agent) may spread them over several: "
-        "take another"
-      )
-    if field and self.rollout.context.count > 1:
-      raise ValueError(
-        f"algo.loss.{field}={getattr(self.algo.loss, field)!r} reads a trajectory's "
-        f"tokens in one row, and rollout.context.count={self.rollout.context.count} "
-        "spreads them over several: take another, or rollout.context.count=1"
+        f"tokens in one row, and {spread} them over several: take another"
       )
     # Stale rollouts run beside the learner. On the same devices, their programs could
     # deadlock if both communicate between devices.
@@ -213,6 +210,17 @@ class RLConfig:
           "unless mesh.rollout gives them devices of their own",
         )
       )
+
+  @property
+  def extension_fault(self) -> str:
+    """Explains why more steps would change the run from its start; "" if not."""
+    sampling = self.algo.sampling
+    if sampling.task_sampler == "curriculum" and sampling.curriculum:
+      return (
+        "algo.sampling.task_sampler='curriculum' spreads the tasks over the steps; "
+        "only runs with algo.sampling.curriculum=0 or another sampler can be extended"
+      )
+    return self.optim.extension_fault
 
   def _check_teachers(self, distillation: DistillationConfig) -> None:
     sampling = self.algo.sampling
@@ -244,7 +252,7 @@ class RLPlan:
     cfg: the learner's architecture.
     decoder: the decoder's architecture.
     learner: the learner's mesh.
-    rollouts: the mesh of the rollouts' devices, the learner's or dedicated ones.
+    rollouts: the decoding mesh, over the learner's devices or dedicated ones.
   """
 
   settings: RLConfig
@@ -254,12 +262,9 @@ class RLPlan:
   rollouts: Partitioner
 
   def make_update(
-    self,
-    constraint: Constraint | None = None,
-    allowed: TokenMask | None = None,
-    teachers: Teachers | None = None,
+    self, constraint: Constraint | None, teachers: Teachers | None = None
   ) -> PolicyUpdate:
-    """Builds the learner; `constraint` is the grammar, `allowed` its device tables."""
+    """Builds the learner; `constraint` is the rollouts' grammar."""
     settings = self.settings
     algo = settings.algo
     return PolicyUpdate(
@@ -276,7 +281,6 @@ class RLPlan:
       temperature=algo.sampling.temperature,
       max_logp_diff=algo.guards.max_logp_diff,
       constraint=constraint,
-      allowed=allowed,
       teachers=teachers,
     )
 
@@ -287,31 +291,28 @@ class RLPlan:
       state: arrays, or shapes with shardings, kept during rollouts.
       total: the device's bytes.
     """
-    rollout = self.settings.rollout
-    on = self.rollouts.decoding(rollout.tensor)
-    weights = decode_params.decoding_shapes(self.decoder, on)
     return memory.cache_budget(
-      self.decoder, rollout, on, weights, state, self._policies, total
+      self.decoder,
+      self.settings.rollout,
+      self.rollouts,
+      decode_params.decoding_shapes(self.decoder, self.rollouts),
+      state,
+      policies=2 if self.settings.algo.sampling.staleness else 1,
+      total=total,
     )
 
   def budget_line(self, state: Any) -> str:
     """Describes the devices' memory; "" if unknown, or if a server samples.
 
     Raises:
-      ValueError: as `memory.check_budget`.
+      ValueError: as `memory.CacheBudget.check`.
     """
     total = memory.device_bytes(self.rollouts)
     if self.settings.vllm or not total:
       return ""
-    rollout = self.settings.rollout
     budget = self.cache_budget(state, total)
-    memory.check_budget(budget, rollout, self._policies)
-    return budget.describe(rollout)
-
-  @property
-  def _policies(self) -> int:
-    """Counts the sets of decode parameters held at once."""
-    return 2 if self.settings.algo.sampling.staleness else 1
+    budget.check()
+    return budget.describe()
 
 
 def plan_rl(
@@ -322,7 +323,6 @@ def plan_rl(
   """Plans a run, and refuses one that can not work.
 
   Args:
-    settings: the run's config.
     cfg: an architecture in place of the folder's.
     devices: absent devices, known only to the compiler; None for this machine's.
 
@@ -332,38 +332,7 @@ def plan_rl(
   """
   batch = settings.algo.batch
   sampling = settings.algo.sampling
-  tensor = settings.rollout.tensor
-  learner, rollouts = make_partitioners(settings.mesh, devices, tensor)
-  if cfg is None:
-    cfg = load_config(settings.init, settings.model)
-    check_positions(settings.rollout, cfg, settings.init)
-
-  # --- The learner's memory, on the mesh and on each device.
-  learner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
-  if devices is None:
-    adapts = settings.lora is not None
-    memory.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, learner)
-
-    # --- The host's memory: all of a step's trajectories.
-    groups = (
-      f"algo.sampling.prompts={sampling.prompts} of "
-      f"algo.sampling.samples={sampling.samples}"
-    )
-    trajectories = sampling.prompts * sampling.samples
-    capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
-
-  # --- The model's limits.
-  lora.check(cfg, settings.lora)
-  attention.check(cfg, learner, batch.length)
-  decoder = decode_params.architecture(cfg, rollouts)
-  if settings.vllm is None:
-    for replica in rollouts.decoding(tensor).replicas():
-      replica.check(decoder.axes)
-
-  # --- The teachers, which must read the policy's ids.
-  if settings.distillation:
-    for folder in settings.distillation.folders:
-      check_folder(folder, settings.init, settings.model, learner, batch.length)
+  learner, rollouts = make_partitioners(settings.mesh, devices, settings.rollout.tensor)
 
   # --- Settings that would need processes to wait for each other.
   if sampling.staleness and learner.num_processes > 1:
@@ -374,6 +343,34 @@ def plan_rl(
       # A draw depends on the groups learnt by then.
       sampler = f"algo.sampling.task_sampler={sampling.task_sampler!r}"
       raise ValueError(_hindrance(sampling, f"{beside} {sampler}"))
+
+  # --- The model, on the learner's and the sampler's mesh.
+  if cfg is None:
+    cfg = load_config(settings.init, settings.model)
+    check_positions(settings.rollout, cfg, settings.init)
+  learner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
+  lora.check(cfg, settings.lora)
+  attention.check(cfg, learner, batch.length)
+  decoder = decode_params.architecture(cfg, rollouts)
+  if settings.vllm is None:
+    for replica in rollouts.replicas():
+      replica.check(decoder.axes)
+
+  # --- The teachers, which must read the policy's ids.
+  if settings.distillation:
+    for folder in settings.distillation.folders:
+      check_folder(folder, settings.init, settings.model, learner, batch.length)
+
+  # --- Memory: the learner's; and the host's, for all of a step's trajectories.
+  if devices is None:
+    adapts = settings.lora is not None
+    memory.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, learner)
+    groups = (
+      f"algo.sampling.prompts={sampling.prompts} of "
+      f"algo.sampling.samples={sampling.samples}"
+    )
+    trajectories = sampling.prompts * sampling.samples
+    capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
   return RLPlan(settings, cfg, decoder, learner, rollouts)
 
 

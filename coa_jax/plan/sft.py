@@ -75,10 +75,6 @@ def read_model(
   An architecture may begin with a published one: `variant` is a name in
   `variants.VARIANTS`. Its vocabulary is the tokenizer's, which comes later.
 
-  Args:
-    model: the section.
-    config: the whole config, for its `init`.
-
   Raises:
     ConfigError, ValueError: the section can not be used, or its model not be written.
   """
@@ -181,14 +177,14 @@ def plan_sft(settings: SFTConfig) -> SFTPlan:
   else:
     # No tokenizer is trained yet: plan for its largest vocabulary.
     cfg = dataclasses.replace(settings.model, vocab_size=data.vocab_size)
+  lora.check(cfg, settings.lora)
+  attention.check(cfg, partitioner, data.length)
   adapts = settings.lora is not None
   memory.check_training(cfg, "data", data.rows, data.length, adapts, partitioner)
   # The host makes all of an update's micro-batches before the first is used.
   tokens = data.micro_batches * data.rows * data.length
   fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
   capacity.check_host({fields: tokens * memory.TOKEN})
-  lora.check(cfg, settings.lora)
-  attention.check(cfg, partitioner, data.length)
   return SFTPlan(settings, cfg, partitioner)
 
 

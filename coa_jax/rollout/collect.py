@@ -13,8 +13,6 @@ short trajectories never overtake long ones.
   updates, and no trajectory is discarded as too old.
 
 Each of P processes plays every P-th group; then all exchange their trajectories.
-
-budget: starting, taking and resuming groups share one invariant.
 """
 
 from __future__ import annotations
@@ -71,17 +69,11 @@ class RolloutCollector:
   ):
     """Prepares the collector; no group starts before there is a policy.
 
-    budget: every argument is documented.
-
     Args:
       worker: plays the groups; no one else may use it until `close`.
-      task_sampler: chooses each group's task.
-      toolbox: answers tool calls.
-      config: section `algo.sampling`.
       has_reward_variance: returns keep_G for groups: whether a group's rewards, before
         penalties, differ.
       steps: steps in the whole run; no group for a later step starts.
-      seed: seed for all sampling.
       step: updates made so far.
       cursor: the last step's `RolloutBatch.cursor`; empty or None at a run's beginning.
       until_done: waits for this process's groups or ends the run; every process calls
@@ -163,10 +155,6 @@ class RolloutCollector:
 
     On-policy, tasks and sampled tokens depend only on (seed, round number, params) and
     the task sampler's state.
-
-    Args:
-      params: the policy.
-      step: updates made so far; the version of the policy.
 
     Raises:
       RuntimeError: a token is older than allowed (an internal error).
@@ -357,7 +345,6 @@ def steps_until(
     ahead: groups taken before this one.
     kept_left: groups this step still has to keep.
     taken_left: groups this step may still take.
-    config: section `algo.sampling`.
   """
   left = min(kept_left, taken_left)
   if ahead < left:

@@ -51,6 +51,8 @@ class DeviceLoop:
   """A replica's device state and programs.
 
   Attributes:
+    constraint: the allowed tokens; all if None.
+    tags: the tags that stop a slot.
     cache: the slots' cache; None until there is a policy.
     state: the slots' state as known to the host: after the last read window.
     windows: windows not yet delivered to their episodes, the oldest first.
@@ -71,14 +73,13 @@ class DeviceLoop:
 
     Args:
       model: the decoding architecture, with unrolled layers.
-      automaton: the stop conditions.
-      config: slots, window and limits.
       partitioner: the replica's; one of `Partitioner.replicas`.
-      constraint: the allowed tokens; all if None.
       own_top_p: whether episodes may have their own top_p, which needs other programs.
     """
     self.model = model
     self.config = config
+    self.constraint = constraint
+    self.tags = automaton.tags
     self.timings = Timings()
     self._partitioner = partitioner
     self._on = partitioner.platform
@@ -145,16 +146,12 @@ class DeviceLoop:
   def _make_cache(self, policy: Any) -> None:
     """Allocates the cache; compiles programs ahead for a new number of pages."""
     config = self.config
-    counts = slot_cache.page_counts(
-      self.model, config.slots, config.max_len, config.memory, self._partitioner
-    )
+    counts = slot_cache.page_counts(self.model, config, self._partitioner)
     # A new number of pages needs new programs, and a device's free memory varies a
     # little from step to step: the old number is kept if there is room.
     if self._page_counts and self._page_counts[-1] <= counts[-1]:
       counts = self._page_counts
-    self.cache = SlotCache(
-      self.model, config.slots, config.max_len, counts, self._partitioner
-    )
+    self.cache = SlotCache(self.model, config, counts, self._partitioner)
     if self.compiles_ahead and counts != self._page_counts:
       calls = programs.device_calls(config, self._on, counts)
       lowered = [functools.partial(self._lower, call, policy) for call in calls]
@@ -321,8 +318,7 @@ class DeviceLoop:
   def is_due(self, sampling: bool) -> bool:
     """Whether to deliver the oldest window to its episodes now.
 
-    Args:
-      sampling: whether this round dispatched a window.
+    `sampling` tells whether this round dispatched a window.
     """
     if not self.windows:
       return False

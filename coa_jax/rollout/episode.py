@@ -84,14 +84,7 @@ class CoAEpisode(Episode):
     toolbox: Tools,
     config: EpisodeConfig,
   ):
-    """Renders the prompt.
-
-    Args:
-      attempt: the task and its sampling key.
-      tokenizer: the model's.
-      toolbox: answers tool calls.
-      config: the episodes' common settings.
-    """
+    """Renders the prompt."""
     self.task = task = attempt.task
     self.seed = attempt.seed
     self.sequence = attempt.sequence
@@ -204,7 +197,6 @@ class CoAEpisode(Episode):
     return joined([self._call_beside(call, len(several) - 1) for call in several])
 
   def _call(self, name: str, content: str) -> CallFuture:
-    """Starts a call."""
     left = self.config.tool_seconds - self._tool_seconds
     return self.toolbox.start(
       CallRequest(

@@ -21,8 +21,7 @@ Numbered = list[tuple[int, Trajectory]]
 def gather_trajectories(own: Sequence[tuple[int, Trajectory]]) -> Numbered:
   """Returns all processes' trajectories, in process order; all must call this.
 
-  Args:
-    own: this process's (number, trajectory) pairs; returned uncopied.
+  Each has a number; this process's own are returned uncopied.
   """
   if jax.process_count() == 1:
     return list(own)

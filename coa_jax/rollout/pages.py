@@ -143,10 +143,6 @@ def prefix_keys(ids: Sequence[int], piece: int) -> list[bytes]:
   Keys are per piece, not per page, because one call prefills a piece: equal pieces
   after equal tokens are computed by one program in one shape, so reading their pages is
   bit-identical to prefilling.
-
-  Args:
-    ids: tokens to prefill.
-    piece: tokens per piece; the last one may have fewer.
   """
   keys = []
   key = b""

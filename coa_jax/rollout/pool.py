@@ -22,13 +22,7 @@ from coa_jax.runtime import heartbeat
 
 
 class Replica(Protocol):
-  """A replica driven by one thread, its only caller.
-
-  Attributes:
-    slots: episodes played at once.
-    counters: work so far.
-    timings: seconds by phase.
-  """
+  """A replica with `slots` episodes at once, driven by one thread, its only caller."""
 
   slots: int
   counters: Counters
@@ -37,15 +31,12 @@ class Replica(Protocol):
   def round(
     self, policy: Any, version: int, new: Sequence[Episode]
   ) -> Sequence[Episode]:
-    """Starts new episodes, samples once for all running ones, and handles stops.
+    """Starts new episodes, samples once for all, handles stops; returns the ended ones.
 
     Args:
       policy: this replica's entry from `ReplicaThreads.publish`.
       version: the policy's version.
       new: new episodes, at most one per free slot.
-
-    Returns:
-      The ended episodes.
     """
 
   def drop(self, episode: Episode) -> None:
@@ -99,13 +90,7 @@ class ReplicaThreads:
   """Replicas' queues and threads; subclasses complete `types.Engine`."""
 
   def __init__(self, config: RolloutConfig, replicas: Sequence[Replica], name: str):
-    """Starts no thread yet.
-
-    Args:
-      config: slots, limits and the sampling distribution.
-      replicas: one per thread.
-      name: the threads' name.
-    """
+    """Starts no thread yet."""
     self.config = config
     self._lanes = [_Lane(replica) for replica in replicas]
     self._name = name
@@ -214,7 +199,6 @@ class ReplicaThreads:
       job.future.set_exception(concurrent.futures.CancelledError())
 
   def _join_threads(self) -> None:
-    """Waits for the running threads to end."""
     with self._lock:
       threads = [lane.thread for lane in self._lanes if lane.thread]
     # Without the lock: the threads need it to end.

@@ -3,17 +3,18 @@
 Every shape of a device function's arguments needs a separate program, which takes
 minutes to compile for a large model. Rounding up keeps the programs few: prefill tokens
 to a power of two, prefill rows to a power of four (on a CPU to the maximum for that
-many tokens), and a growing cache's pages to two sizes per doubling.
+many tokens), and a growing cache's pages to two sizes per doubling. `on` is a device
+kind: cpu, gpu or tpu.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
+from coa_jax.model.memory import CacheConfig
 from coa_jax.rollout import pages as paging
 
 # Maximum prefill tokens per call over all rows, unless a single row has more. On a GPU,
@@ -46,26 +47,12 @@ class DeviceCall:
     return f"{shape}, {self.blocks} of {self.pages} pages"
 
 
-class Sizes(Protocol):
-  """The `RolloutConfig` fields that determine the shapes."""
-
-  slots: int
-  prefill_rows: int
-  window: int
-  max_len: int
-
-
 def device_calls(
-  config: Sizes, on: str, page_counts: Sequence[int]
+  config: CacheConfig, on: str, page_counts: Sequence[int]
 ) -> list[DeviceCall]:
   """Lists every decoding program, the smallest cache's first.
 
   Copies within the cache or into a larger one are left out: they compile quickly.
-
-  Args:
-    config: section `rollout`.
-    on: the device kind: cpu, gpu or tpu.
-    page_counts: the cache's possible numbers of pages (`slot_cache.page_counts`).
   """
   # --- A prefill's possible tokens and pages. A text's last token stays pending, and
   # one more place is left to sample.
@@ -95,39 +82,22 @@ def device_calls(
 
 def token_bucket(length: int) -> int:
   """Rounds a prefill's length up to a power of two, at least 16."""
-  bucket = 16
-  while bucket < length:
-    bucket *= 2
-  return bucket
+  return max(16, 1 << (length - 1).bit_length())
 
 
 def block_bucket(places: int, max_len: int, on: str) -> int:
   """Rounds up the pages per row read by a call: on a CPU to a power of two.
 
   On other devices, and in long rows, pages are read one by one: one program suffices.
-
-  Args:
-    places: places read by the call.
-    max_len: a row's maximum length.
-    on: the device kind: cpu, gpu or tpu.
   """
   blocks = num_blocks(max_len, max_len)
   if on != "cpu" or max_len > SHORT:
     return blocks
-  bucket = 1
-  while bucket < num_blocks(places, max_len):
-    bucket *= 2
-  return min(bucket, blocks)
+  return min(1 << (num_blocks(places, max_len) - 1).bit_length(), blocks)
 
 
 def most_rows(tokens: int, prefill_rows: int, on: str) -> int:
-  """Returns a prefill's maximum rows for N tokens per row.
-
-  Args:
-    tokens: prefill tokens per row, rounded by `token_bucket`.
-    prefill_rows: the config's, or slots if fewer.
-    on: the device kind: cpu, gpu or tpu.
-  """
+  """Returns a prefill's maximum rows for N tokens per row."""
   if on == "tpu":
     return prefill_rows
   # A CPU computes all rows, used or not (`row_bucket`), and its matrix products are as
@@ -141,11 +111,6 @@ def row_bucket(rows: int, most: int, on: str) -> int:
 
   On a CPU, always to the limit: matrix products with other row counts round differently
   there, and a slot's results must not depend on its neighbours.
-
-  Args:
-    rows: rows to prefill.
-    most: from `most_rows`.
-    on: the device kind: cpu, gpu or tpu.
   """
   if on == "cpu":
     return most

@@ -43,27 +43,23 @@ class ReplicaPool(ReplicaThreads):
 
     Args:
       model: the architecture; `decode_params.architecture` makes the decoder's.
-      automaton: the stop conditions.
-      config: slots per replica, window and limits.
-      partitioner: the decoding devices', which may be the learner's. Each process
-        decodes on its own devices.
-      constraint: the allowed tokens; all if None.
-      own_top_p: whether episodes may have their own top_p.
+      partitioner: a decoding mesh (`Partitioner.decoding`); each process decodes on
+        its own devices.
 
     Raises:
       ValueError: the mesh does not divide the model, or splits it over processes.
     """
     self.own_top_p = own_top_p
     self.model = decode_params.architecture(model, partitioner)
-    self._partitioner = partitioner.decoding(config.tensor)
-    replicas = self._partitioner.replicas()
+    self._partitioner = partitioner
+    replicas = partitioner.replicas()
     # All are checked before the first is made.
     for replica in replicas:
       replica.check(model.axes)
     schedulers = []
     for replica in replicas:
       device = DeviceLoop(self.model, automaton, config, replica, constraint, own_top_p)
-      schedulers.append(Scheduler(config, device, automaton, constraint))
+      schedulers.append(Scheduler(device))
     super().__init__(config, schedulers, name="replica")
 
   def set_policy(self, params: Any, version: int) -> None:

@@ -103,14 +103,10 @@ def prefill(
   """Prefills tokens: runs the model and writes their keys and values.
 
   Args:
-    cfg: the model, unrolled (`scan=False`).
-    params: its parameters, one of `decoding_views`.
     cache: all slots' cache; donated.
     table_RC: each row's pages; -1 for none.
-    token_RT: tokens, padded on the right.
     start_R: position of each row's first token.
     count_R: valid tokens per row.
-    partitioner: the sampler's.
     slot_R: each row's slot, past the last slot for unused rows; None if the rows are
       the slots in order.
 
@@ -150,21 +146,13 @@ def window(
 ) -> tuple[KVCache, SamplerState, Sampled]:
   """Samples up to W tokens in every active slot.
 
-  The window ends sooner once no slot is active. budget: one loop on the device.
+  The window ends sooner once no slot is active.
 
   Args:
-    cfg: the model, unrolled.
     params: the policy, one of `decoding_views`.
     cache: all slots' cache; donated.
     table_BC: each slot's pages, for all its possible samples; -1 for none.
-    state: the slots' state.
-    tables: the stop tables.
     forced_BW: ids taken instead of draws; -1 draws.
-    partitioner: the sampler's.
-    truncation: excludes unlikely tokens.
-
-  Returns:
-    The cache, the slots' state and the samples.
   """
   model = Transformer(cfg, partitioner, decode=True)
   B, steps = forced_BW.shape

@@ -17,10 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout.slot_cache import OnHost, Prefill
-from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
+from coa_jax.rollout.types import (
+  Counters,
+  Episode,
+  Timings,
+  prompt_ids,
+)
 
 _POLL_S = 0.05  # between two polls for new episodes while all others wait for tools
 
@@ -59,28 +63,17 @@ class _Slot:
 class Scheduler:
   """A fixed number of slots on one model replica, each with one running episode."""
 
-  def __init__(
-    self,
-    config: RolloutConfig,
-    device: Any,
-    automaton: Automaton,
-    constraint: Constraint | None = None,
-  ):
+  def __init__(self, device: Any):
     """Prepares the slots; the cache is allocated when the first episode starts.
 
     Args:
-      config: slots, window and limits.
-      device: the replica's `device_loop.DeviceLoop`, made with the same config,
-        automaton and constraint; untyped, so that this file does not import JAX.
-      automaton: the stop conditions.
-      constraint: the allowed tokens; all if None.
+      device: the replica's `device_loop.DeviceLoop`; untyped, so that this file does
+        not import JAX.
     """
-    self.config = config
+    self.config = device.config
     self.device = device
-    self.slots = config.slots
+    self.slots = self.config.slots
     self.counters = Counters()
-    self._tags = automaton.tags
-    self._constraint = constraint
     self.clear()
 
   @property
@@ -116,8 +109,6 @@ class Scheduler:
       policy: one of `decoding_views`. Running episodes switch to a newer policy with
         this window and keep their cache, as in PipelineRL's in-flight updates (arXiv
         2509.19128).
-      version: the policy's version.
-      new: episodes for free slots.
 
     Returns:
       The episodes that ended.
@@ -128,7 +119,7 @@ class Scheduler:
     """
     self.device.set_policy(policy, version)
     for episode in new:
-      self._waiting.append((episode, self._prompt(episode)))
+      self._waiting.append((episode, prompt_ids(episode, self.config.max_len)))
     self._resume()
     self._start()
     self._wait_for_tools()
@@ -140,17 +131,7 @@ class Scheduler:
       ended += self._hand_out()
     return ended
 
-  def _prompt(self, episode: Episode) -> list[int]:
-    ids = episode.start()
-    if len(ids) >= self.config.max_len:
-      raise ValueError(
-        f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
-        f"{self.config.max_len}; raise it or drop the task"
-      )
-    return ids
-
   def _taken(self) -> list[_Slot]:
-    """Lists slots with an episode, by index."""
     return [slot for slot in self._slots if slot]
 
   def _live(self) -> list[_Slot]:
@@ -201,8 +182,8 @@ class Scheduler:
       state.top_p_B[slot.index] = self.config.top_p if own is None else own
     state.length_B[slot.index] = 0
     state.grammar_B[slot.index] = 0
-    if self._constraint:
-      state.grammar_B[slot.index] = self._constraint.after(episode.opening)
+    if self.device.constraint:
+      state.grammar_B[slot.index] = self.device.constraint.after(episode.opening)
 
   def _length(self, slot: _Slot) -> int:
     """Returns how many tokens of a slot are cached, as far as the host knows."""
@@ -287,9 +268,9 @@ class Scheduler:
       self.counters.prefilled_tokens += len(slot.observation)
       slot.observation = None
       # The grammar reads no observation: it continues from its state after the call.
-      if self._constraint:
+      if self.device.constraint:
         grammar = state.grammar_B[slot.index]
-        state.grammar_B[slot.index] = self._constraint.resume_S[grammar]
+        state.grammar_B[slot.index] = self.device.constraint.resume_S[grammar]
     self.device.prefill(rows)
     for slot, ids in appended:
       self._append(slot, ids)
@@ -307,7 +288,6 @@ class Scheduler:
     slot.forced_from = self._length(slot)
 
   def _sample(self) -> None:
-    """Dispatches a window for all active slots."""
     state = self.device.state
     W = self.config.window
     # --- Pages for all possible tokens in unread windows and this one.
@@ -330,11 +310,7 @@ class Scheduler:
     self.device.dispatch(active, forced_BW)
 
   def _hand_out(self) -> list[Episode]:
-    """Delivers the oldest window's tokens to the episodes, which handle stops.
-
-    Returns:
-      The episodes that ended.
-    """
+    """Delivers the oldest window's tokens to the episodes; returns those that ended."""
     window = self.device.take()
     out = window.out
     self.counters.windows += 1
@@ -351,7 +327,7 @@ class Scheduler:
         slot.episode.progress(slot.ids)
         continue
       stop = int(out.stop_B[i])
-      tag = self._tags[stop - 1] if stop else None  # None at the token limit
+      tag = self.device.tags[stop - 1] if stop else None  # None at the token limit
       slot.call = slot.episode.sampled(slot.ids, slot.logps, tag)
       slot.ids = []
       slot.logps = []

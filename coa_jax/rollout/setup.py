@@ -9,10 +9,7 @@ from coa_jax.model import memory
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol import prompts, roles
-from coa_jax.protocol.grammar.automaton import (
-  compile_constraint,
-  compile_stops,
-)
+from coa_jax.protocol.grammar.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.agents.formats import ChatFormat, Format, TeamFormat
@@ -44,14 +41,9 @@ def make_worker(
   budget: every argument is documented; the rest is three steps.
 
   Args:
-    model: the architecture.
-    tokenizer: the model's.
-    config: section `rollout`.
     tools: the dialect's tags, and function tools with their descriptions.
-    partitioner: the decoding devices'.
+    partitioner: the decoding mesh (`Partitioner.decoding`).
     vllm: the sampling server; None for our own engine.
-    grader: see `RolloutWorker`.
-    journal: see `RolloutWorker`.
     policy_changes: whether newer policies arrive while episodes run (for vLLM).
     parallel_calls: maximum calls in one `tool` span (`tools.parallel`).
     own_top_p: whether episodes may have their own top_p, with our own engine.
@@ -69,13 +61,12 @@ def make_worker(
     variant, summaries=config.context.summarises, parallel=parallel_calls
   )
   # Checked before anything large is allocated, also by compiling.
-  if vllm is None:
-    memory.check_rollouts(model, config, partitioner)
-  elif config.tensor:
+  memory.check_rollouts(model, config, partitioner, is_served=vllm is not None)
+  if vllm and config.tensor:
     raise ValueError(
       f"rollout.tensor={config.tensor} is of our own sampler; with section vllm take 0"
     )
-  elif variant.summaries:
+  if vllm and variant.summaries:
     raise ValueError(
       "rollout.context.keep=0 begins summaries for the policy, which only our own "
       "sampler can; with section vllm keep at least 1 observation"
@@ -128,7 +119,6 @@ def _format(
   tokenizer: Tokenizer,
   variant: roles.Variant,
 ) -> Format:
-  """Returns the format of agents' conversations."""
   if vllm is not None:
     raise ValueError("agents need our own sampler; leave out section vllm")
   if config.context.count > 1:
@@ -149,7 +139,4 @@ def _probe(variant: roles.Variant, tokenizer: Tokenizer, style: str) -> list[int
   """Returns a prompt's ids, for comparing vLLM's log-probs with ours; any will do."""
   segments = prompts.prompt_segments(variant, "What is asked here?", style)
   tokenizer.encode_prompt(segments)
-  ids: list[int] = []
-  for segment in segments:
-    ids += segment.ids
-  return ids
+  return [i for segment in segments for i in segment.ids]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,8 @@ from coa_jax.model import cache as caching
 from coa_jax.model import memory
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import ONE_DEVICE, Partitioner
+from coa_jax.model.memory import CacheConfig
+from coa_jax.model.sharding import Partitioner
 from coa_jax.rollout import pages as paging
 from coa_jax.rollout.pages import PagePool, Snapshots, pool_sizes, prefix_keys
 
@@ -55,12 +56,12 @@ class Prefill(NamedTuple):
   turn: int = 0
 
 
-class _StateCopy(NamedTuple):
-  """A state row's copy, due once `end` places of its prompt are prefilled."""
+class _Copy(NamedTuple):
+  """A page's or a state row's copy, due once `end` places of a prompt are prefilled."""
 
   end: int
-  from_row: int
-  to_row: int
+  source: int
+  target: int
 
 
 class SlotCache:
@@ -74,21 +75,17 @@ class SlotCache:
   def __init__(
     self,
     model: ModelConfig,
-    slots: int,
-    max_len: int,
+    config: CacheConfig,
     page_counts: Sequence[int],
-    partitioner: Partitioner = ONE_DEVICE,
+    partitioner: Partitioner,
   ):
-    """Allocates the minimum number of pages.
+    """Allocates the minimum number of pages for the decoder `model`.
 
     Args:
-      model: the architecture as it decodes.
-      slots: concurrent trajectories.
-      max_len: maximum tokens per trajectory.
       page_counts: the cache's possible numbers of pages, ascending.
-      partitioner: the replica's.
     """
-    self._max_len = max_len
+    slots = config.slots
+    self._max_len = max_len = config.max_len
     self._partitioner = partitioner
     self._page_size = caching.page_size(max_len)
     blocks = caching.num_blocks(max_len, max_len)
@@ -97,13 +94,12 @@ class SlotCache:
     self.table_BC = np.full((slots, blocks), -1, np.int32)
     self._pool = PagePool(self._sizes[0])
     self._pages: list[list[int]] = [[] for _ in range(slots)]
-    # Pending page copies: (end of the page's places in the prompt, from, to).
-    self._copies: list[tuple[int, int, int]] = []
+    self._copies: list[_Copy] = []  # of pages
     # Linear attention: each slot's states have a row; the other rows hold snapshots.
     self.state_rows = caching.state_rows(model, slots)
     self._snapshots = Snapshots(range(slots, self.state_rows))
-    self._to_snapshots: list[_StateCopy] = []
-    self._to_slots: list[_StateCopy] = []
+    self._to_snapshots: list[_Copy] = []
+    self._to_slots: list[_Copy] = []
 
   def forget_prompts(self) -> None:
     """Stops sharing older pages with new prompts: the policy changed."""
@@ -112,10 +108,6 @@ class SlotCache:
 
   def place(self, slot: int, given: list[int]) -> int | None:
     """Gives an empty slot pages for a prompt; equal prefixes share pages.
-
-    Args:
-      slot: a slot without pages.
-      given: the prompt's tokens to prefill.
 
     Returns:
       The number of leading tokens that need no prefill, once other slots are prefilled
@@ -152,7 +144,7 @@ class SlotCache:
     own = self._pool.take(needed)
     for page in copied:
       onto = own.pop()
-      self._copies.append((known, page, onto))
+      self._copies.append(_Copy(known, page, onto))
       pages[pages.index(page)] = onto
     self._give(slot, pages + own)
 
@@ -163,7 +155,7 @@ class SlotCache:
     if self.state_rows and keys:
       if found:
         row = self._snapshots.row(keys[len(found) - 1])
-        self._to_slots.append(_StateCopy(known, row, slot))
+        self._to_slots.append(_Copy(known, row, slot))
       # Snapshots: the whole prompt, for its group; a prefix met again, for others.
       for count in dict.fromkeys((len(keys), seen)):
         if count > len(found):
@@ -172,11 +164,11 @@ class SlotCache:
 
   def _take_snapshot(self, slot: int, key: bytes, end: int) -> None:
     """Registers a snapshot of a slot's states after `end` places, if a row is free."""
-    pending = {copy.to_row for copy in self._to_snapshots}
-    pending |= {copy.from_row for copy in self._to_slots}
+    pending = {copy.target for copy in self._to_snapshots}
+    pending |= {copy.source for copy in self._to_slots}
     row = self._snapshots.take(key, pending)
     if row is not None:
-      self._to_snapshots.append(_StateCopy(end, slot, row))
+      self._to_snapshots.append(_Copy(end, slot, row))
 
   def copy(self, prefilled: int) -> None:
     """Makes the copies registered by `place`: unsharable pages, and states.
@@ -184,30 +176,13 @@ class SlotCache:
     Args:
       prefilled: places prefilled in every prompt; copies beyond them stay pending.
     """
-    self._to_snapshots = self._copy_states(self._to_snapshots, prefilled)
-    self._to_slots = self._copy_states(self._to_slots, prefilled)
-    due = [copy for copy in self._copies if copy[0] <= prefilled]
-    self._copies = [copy for copy in self._copies if copy[0] > prefilled]
-    for i in range(0, len(due), _COPIED):
-      from_X = np.zeros(_COPIED, np.int32)
-      to_X = np.full(_COPIED, self._pool.size, np.int32)
-      for x, (_, page, onto) in enumerate(due[i : i + _COPIED]):
-        from_X[x] = page
-        to_X[x] = onto
+    for copies in (self._to_snapshots, self._to_slots):
+      for from_X, to_X in _rows(_take_due(copies, prefilled), self.state_rows):
+        self.kv = self.kv.copy_states(from_X, to_X, self._partitioner)
+    due = _take_due(self._copies, prefilled)
+    for from_X, to_X in _rows(due, self._pool.size):
       self.kv = self.kv.copy(from_X, to_X, self._partitioner)
-    self._pool.release([page for _, page, _ in due])
-
-  def _copy_states(self, copies: list[_StateCopy], prefilled: int) -> list[_StateCopy]:
-    """Makes the due copies, and returns the pending ones."""
-    due = [copy for copy in copies if copy.end <= prefilled]
-    for i in range(0, len(due), _COPIED):
-      from_X = np.zeros(_COPIED, np.int32)
-      to_X = np.full(_COPIED, self.state_rows, np.int32)
-      for x, copy in enumerate(due[i : i + _COPIED]):
-        from_X[x] = copy.from_row
-        to_X[x] = copy.to_row
-      self.kv = self.kv.copy_states(from_X, to_X, self._partitioner)
-    return [copy for copy in copies if copy.end > prefilled]
+    self._pool.release([copy.source for copy in due])
 
   def reach(self, slot: int, places: int) -> bool:
     """Gives a slot pages for its first `places`; False if too few are free."""
@@ -260,34 +235,42 @@ class SlotCache:
     self.table_BC[slot, : len(self._pages[slot])] = self._pages[slot]
 
 
+def _take_due(copies: list[_Copy], prefilled: int) -> list[_Copy]:
+  """Removes the due copies from the pending ones, and returns them."""
+  due = [copy for copy in copies if copy.end <= prefilled]
+  copies[:] = [copy for copy in copies if copy.end > prefilled]
+  return due
+
+
+def _rows(copies: list[_Copy], nowhere: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """Yields sources and targets for one call after another, padded with `nowhere`."""
+  for i in range(0, len(copies), _COPIED):
+    from_X = np.zeros(_COPIED, np.int32)
+    to_X = np.full(_COPIED, nowhere, np.int32)
+    for x, copy in enumerate(copies[i : i + _COPIED]):
+      from_X[x] = copy.source
+      to_X[x] = copy.target
+    yield from_X, to_X
+
+
 def page_counts(
-  model: ModelConfig,
-  slots: int,
-  max_len: int,
-  gigabytes: float,
-  partitioner: Partitioner,
+  model: ModelConfig, config: CacheConfig, partitioner: Partitioner
 ) -> list[int]:
   """Lists a replica cache's possible numbers of pages: one if fixed.
-
-  Args:
-    model: the architecture as it decodes.
-    slots: concurrent trajectories.
-    max_len: maximum tokens per trajectory.
-    gigabytes: maximum GB per device for pages; see `RolloutConfig.memory`.
-    partitioner: the replica's.
 
   Raises:
     ValueError: there is no room for one trajectory of `rollout.max_len`.
   """
   # --- The slots' maximum pages.
+  max_len = config.max_len
   blocks = caching.num_blocks(max_len, max_len)
-  sizes = pool_sizes(slots, blocks)
-  if not gigabytes and partitioner.platform == "cpu":
+  sizes = pool_sizes(config.slots, blocks)
+  if not config.memory and partitioner.platform == "cpu":
     return sizes  # host memory is shared: none is taken before it is needed
 
   # --- Pages that fit.
   page = caching.page_bytes(model, caching.page_size(max_len), partitioner)
-  room = memory.cache_room(model, slots, gigabytes, partitioner)
+  room = memory.cache_room(model, config, partitioner)
   if room == math.inf:
     return sizes[-1:]
   if room < blocks * page:
@@ -295,7 +278,7 @@ def page_counts(
     raise ValueError(
       f"no room for one trajectory of rollout.max_len={max_len}: it takes "
       f"{blocks * page / 1e9:,.3g} GB of a device, and there are {there:,.3g} GB "
-      f"(rollout.memory={gigabytes:g}, 0 for all that is left); lower max_len, "
+      f"(rollout.memory={config.memory:g}, 0 for all that is left); lower max_len, "
       "split the model further (rollout.tensor) or give the cache more"
     )
   return [min(int(room // page), sizes[-1])]

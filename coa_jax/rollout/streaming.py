@@ -2,8 +2,6 @@
 
 Every question is an engine episode; the engine plays one per slot at once. The sender
 gets every window's text, every observation, and the end.
-
-budget: streams (spans, an episode), and admission of questions.
 """
 
 from __future__ import annotations
@@ -139,14 +137,7 @@ class StreamingEpisode(CoAEpisode):
     worker: RolloutWorker,
     toolbox: Tools,
   ):
-    """Prepares an attempt.
-
-    Args:
-      request: the question, and how to sample.
-      on_event: gets the text.
-      worker: plays the episode.
-      toolbox: answers tool calls.
-    """
+    """Prepares an attempt."""
     attempt = Attempt(
       Task("live", request.question, ()),
       request.sample,
@@ -244,13 +235,7 @@ class InferenceServer:
     toolbox: Tools,
     max_waiting: int = 64,
   ):
-    """Gives the engine the policy.
-
-    Args:
-      worker: the model with its slots; the server does not close it.
-      params: the policy.
-      toolbox: answers tool calls; not closed either.
-      max_waiting: maximum questions waiting for a slot.
+    """Gives the engine the policy; closes neither the worker nor the toolbox.
 
     Raises:
       ValueError: max_waiting is below 1.
@@ -296,14 +281,7 @@ class InferenceServer:
       return running, len(self._open) - running
 
   def submit(self, request: InferenceRequest, on_event: OnEvent) -> StreamingEpisode:
-    """Sends a question; returns at once.
-
-    Args:
-      request: the question and how to sample.
-      on_event: gets all later events; see `OnEvent`.
-
-    Returns:
-      A handle for `cancel`.
+    """Sends a question; returns a handle for `cancel` at once.
 
     Raises:
       ValueError: the question leaves no room to answer, or the worker has one top_p

@@ -1,7 +1,4 @@
-"""Rollout types: configs, the engine and episode contracts, batches, counters.
-
-budget: the contracts of engines, workers and episodes are read together.
-"""
+"""Rollout types: configs, the engine and episode contracts, batches, counters."""
 
 from __future__ import annotations
 
@@ -133,8 +130,6 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
   """Refuses trajectories that may exceed the model's positions.
 
   Args:
-    config: the length limits.
-    model: the architecture in the folder.
     folder: a model folder; one whose config.json names no positions sets no limit.
 
   Raises:
@@ -180,9 +175,6 @@ class Engine(Protocol):
 
   Attributes:
     config: slots, limits and the sampling distribution.
-    capacity: episodes that can run at once.
-    counters: work so far.
-    timings: seconds by phase.
     takes_tokens: whether `Episode.forced` works: taking tokens instead of sampling.
   """
 
@@ -291,6 +283,17 @@ class Episode(Protocol):
 
   def lost(self) -> None:
     """Ends the episode: the engine can no longer sample for it."""
+
+
+def prompt_ids(episode: Episode, max_len: int) -> list[int]:
+  """Starts an episode; refuses a prompt that leaves no room in `rollout.max_len`."""
+  ids = episode.start()
+  if len(ids) >= max_len:
+    raise ValueError(
+      f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len={max_len}; "
+      "raise it or drop the task"
+    )
+  return ids
 
 
 Group = list[Trajectory]

@@ -1,7 +1,4 @@
-"""A policy that plays tasks: engine, tokenizer and grader behind one call.
-
-budget: one worker plays single attempts, attempts at many tasks, and old ones again.
-"""
+"""A policy that plays tasks: engine, tokenizer and grader behind one call."""
 
 from __future__ import annotations
 
@@ -46,13 +43,9 @@ class RolloutWorker:
     """Takes over the engine, and closes it; `setup.make_worker` makes both.
 
     Args:
-      engine: samples the episodes.
-      tokenizer: the model's.
-      episode_config: the episodes' common settings.
       grader: grades the trajectories; the caller closes it. None for a grader with the
         default rewards.
       journal: if given, no tool call is made twice, even across interruptions.
-      constraint: the engine's sampling grammar; None for none.
       form: the format of agents' conversations, closed with the worker; None if our own
         loop plays.
     """
@@ -66,10 +59,6 @@ class RolloutWorker:
 
   def admit(self, tasks: Sequence[Task], name: str = "tasks") -> list[Task]:
     """Drops tasks with too long prompts, logs their number, and returns the others.
-
-    Args:
-      tasks: tasks to play.
-      name: the tasks' name in messages.
 
     Raises:
       ValueError: all prompts are too long.
@@ -100,14 +89,6 @@ class RolloutWorker:
     self.tokenizer.encode_prompt(prompt)
     return sum(len(s.ids) for s in prompt)
 
-  def check(self, tasks: Sequence[Task]) -> None:
-    """Refuses tasks with ungradable answers, before any decoding.
-
-    Raises:
-      ValueError: the message names the task.
-    """
-    self.grader.check(tasks, self.engine.config.max_len)
-
   def __enter__(self) -> RolloutWorker:
     return self
 
@@ -130,8 +111,6 @@ class RolloutWorker:
     """Returns an attempt's episode, for `submit`.
 
     Args:
-      attempt: the task, its sampling key, and the policy's current version.
-      toolbox: answers tool calls.
       key: the attempt's key in the tool-call journal; unique within the attempt's
         version, and within `within` versions before and after.
       within: see `key`.
@@ -150,7 +129,6 @@ class RolloutWorker:
     """Plays and grades an episode; see `types.Engine.submit`.
 
     Args:
-      episode: made by `episode`.
       group: number of a group of episodes with equal prompts.
       first: whether the episode precedes other waiting ones.
       evaluation: whether the answer is graded as in evaluation.
@@ -212,18 +190,9 @@ class RolloutWorker:
   ) -> Iterator[tuple[int, Trajectory]]:
     """Plays every task `samples` times; each of n processes plays every n-th task.
 
-    budget: one loop, and its arguments.
-
     Args:
-      params: the policy.
       tasks: tasks to play; a task's index and the sample number key the randomness.
-      toolbox: answers tool calls.
-      samples: attempts per task.
-      temperature: 0 is greedy.
-      seed: sampling seed.
-      version: the policy's version, recorded on every token.
       skip: (task index, sample) of attempts to skip; the others do not change.
-      evaluation: whether answers are graded as in evaluation.
       shard: the tasks played here; this process's part if None.
 
     Yields:
@@ -275,25 +244,16 @@ class RolloutWorker:
     samples: int,
     temperature: float,
     seed: int,
-    version: int = 0,
-    evaluation: bool = False,
+    **options: Any,
   ) -> list[list[Trajectory]]:
     """Returns each task's trajectories by sample number; args as in `generate`.
 
     Each process gets only its own tasks' trajectories.
     """
     out: list[list[Trajectory]] = [[] for _ in tasks]
-    played = self.generate(
-      params,
-      tasks,
-      toolbox,
-      samples,
-      temperature,
-      seed,
-      version=version,
-      evaluation=evaluation,
-    )
-    for place, trajectory in played:
+    for place, trajectory in self.generate(
+      params, tasks, toolbox, samples, temperature, seed, **options
+    ):
       out[place].append(trajectory)
     # They arrive in order of completion, which depends on the tools.
     return [sorted(group, key=lambda t: t.sample) for group in out]

@@ -34,21 +34,15 @@ def compile_all(
   recompiled at every start.
 
   Args:
-    of: the programs' owner, for messages.
-    lowered: functions, each tracing one program.
     replica_on: the replica's backend; "" if the programs belong to no replica.
   """
   in_turn = replica_on not in ("", "tpu") and jax.config.jax_compilation_cache_dir
-  with _TURN if in_turn else contextlib.nullcontext():
-    _compile_all(of, lowered)
-
-
-def _compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) -> None:
-  began = said = time.monotonic()
-  total = len(lowered)
-  print(f"compiling programs of {of}: {total}", file=sys.stderr)
   at_once = min(_AT_ONCE, os.cpu_count() or 1)
-  with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+  turn = _TURN if in_turn else contextlib.nullcontext()
+  with turn, concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+    began = said = time.monotonic()
+    total = len(lowered)
+    print(f"compiling programs of {of}: {total}", file=sys.stderr)
     compiling = [
       pool.submit(lambda trace=trace: trace().compile()) for trace in lowered
     ]
@@ -57,7 +51,7 @@ def _compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) -
       program.result()  # raises if compilation failed
       heartbeat.beat()
       now = time.monotonic()
-      if now - said > _SAY_S or number == len(lowered):
+      if now - said > _SAY_S or number == total:
         said = now
         line = f"compiled programs of {of}: {number} of {total} in {now - began:.0f} s"
         print(line, file=sys.stderr)

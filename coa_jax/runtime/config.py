@@ -53,8 +53,6 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   section from the section's values and the whole config.
 
   Args:
-    config: the values; None is an empty config.
-    cls: the dataclass to build.
     section: the section's name for messages, e.g. "algo.loss"; "" for a whole config.
 
   Raises:
@@ -89,7 +87,7 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
       value = _values(value, path)
       arguments[name] = field.metadata["read"](value, values)
       continue
-    if not section and _is_section(hints[name]):
+    if not section and _section_class(hints[name]):
       value = _section_or_nothing(value, hints[name], path)
     allows_none = type(None) in kinds_of(hints[name])
     if value is None and _is_required(field) and not allows_none:
@@ -123,8 +121,6 @@ def fill_defaults(
   knows better defaults.
 
   Args:
-    config: a whole stage's config, or a section; changed in place.
-    cls: the config's dataclass.
     types_only: make every missing field a typed placeholder.
   """
   hints = typing.get_type_hints(cls)
@@ -135,7 +131,7 @@ def fill_defaults(
     has_reader = "read" in field.metadata
     if hint is Any or (has_reader and not dataclasses.is_dataclass(hint)):
       continue  # its function chooses between several classes
-    if _is_section(hint):
+    if _section_class(hint):
       is_dict = isinstance(value, ml_collections.ConfigDict)
       if is_empty(value) or (is_dict and not value):
         if type(None) in kinds_of(hint):
@@ -207,13 +203,9 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
   return (hint,)
 
 
-def _section_class(hint: Any) -> type:
-  """Returns the dataclass among a hint's types."""
-  return next(kind for kind in kinds_of(hint) if dataclasses.is_dataclass(kind))
-
-
-def _is_section(hint: Any) -> bool:
-  return any(dataclasses.is_dataclass(kind) for kind in kinds_of(hint))
+def _section_class(hint: Any) -> type | None:
+  """Returns the dataclass among a hint's types; None if the field is no section."""
+  return next(filter(dataclasses.is_dataclass, kinds_of(hint)), None)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

@@ -127,9 +127,6 @@ def clear_errors(where: str = "") -> Iterator[None]:
 
   Libraries wrap disk errors in their own, or only quote the system's words. Any other
   ValueError is unchanged: its message already names the user's file.
-
-  Args:
-    where: the output place, for errors without one.
   """
   try:
     yield

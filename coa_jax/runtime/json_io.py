@@ -33,7 +33,6 @@ def parse_json(text: str | bytes, where: str, surrogates: bool = False) -> Any:
   """Reads one JSON value.
 
   Args:
-    text: the value; bytes are UTF-8, with or without a byte order mark.
     where: the value's place for messages, e.g. "FILE:LINE".
     surrogates: accept lone surrogates, halves of surrogate pairs, in strings.
 
@@ -127,10 +126,8 @@ def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ())
   `__post_init__` is not called.
 
   Args:
-    row: the object.
     cls: a dataclass with str, int, float, bool, enum, dataclass or Any fields, optional
       ones (`T | None`), and lists, tuples and dicts of these.
-    where: the row's place for messages, e.g. "FILE:LINE".
     needed: fields required in the row, although the dataclass has a default.
 
   Raises:

@@ -31,7 +31,7 @@ _HELD: dict[str, int] = {}  # lock file -> process: a forked child holds nothing
 _GUARD = threading.Lock()
 _log = logging.getLogger(__name__)
 
-Journey = Callable[..., dict[str, Any]]
+Stage = Callable[..., dict[str, Any]]
 
 
 class InUseError(ValueError):
@@ -40,14 +40,10 @@ class InUseError(ValueError):
 
 def exclusive(
   folder_of: Callable[[str], str] = lambda workdir: workdir,
-) -> Callable[[Journey], Journey]:
-  """Decorates `run(config, workdir)` to hold the workdir's lock while running.
+) -> Callable[[Stage], Stage]:
+  """Decorates `run(config, workdir)` to hold the workdir's lock while running."""
 
-  Args:
-    folder_of: returns the folder to lock in a workdir shared by several processes.
-  """
-
-  def decorate(run: Journey) -> Journey:
+  def decorate(run: Stage) -> Stage:
     @functools.wraps(run)
     def alone(config: Any, workdir: str, *rest: Any, **named: Any) -> dict[str, Any]:
       # Lock before the config is read: two processes may begin at once.
@@ -67,7 +63,6 @@ def hold(workdir: str, file: str = FILE) -> Iterator[None]:
   the log names the folder, and other processes are not excluded.
 
   Args:
-    workdir: a folder.
     file: the lock file's name: a folder may have several locks, for its parts.
 
   Raises:

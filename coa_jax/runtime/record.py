@@ -65,20 +65,25 @@ def prepare_workdir(
   """
   # --- A run with output resumes with its config; another config is refused.
   path = os.path.join(workdir, "config.json")
+  now = named(as_json(config))
   if os.path.exists(path) and not _alone(path):
-    grown, faults = _grown(path, config, may_grow or {})
-    difference, remedy = _difference_from_record(
-      path, config, (*may_change, *grown), inputs or {}
+    record = _read_record(path)
+    grown, faults = _grown(record["config"], now, may_grow or {})
+    difference, remedy = _difference(
+      path, record, config, now, (*may_change, *grown), inputs or {}
     )
     if not difference:
-      _extend(path, grown)
+      for field, value in grown.items():
+        section, _, name = field.partition(".")
+        record["config"][section][name] = value
+      if grown:
+        _write(path, record)
       return
     if not _alone(path, scratch_dirs):
       raise ConfigError(f"{workdir} holds {difference}{faults}; {remedy}")
     for name in scratch_dirs:
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
   # --- A new run, or one without output.
-  now = named(as_json(config))
   record = {
     "begun": _begun_with(path, now) or round(time.time(), 3),
     "config": now,
@@ -86,20 +91,23 @@ def prepare_workdir(
     "inputs": inputs or {},
     "origin": origin,
   }
+  _write(path, record)
+
+
+def _write(path: str, record: dict[str, Any]) -> None:
   # Whole or absent: a partial record would refuse every resume.
   with atomic_write(path) as f:
     json.dump(record, f, indent=2)
 
 
-def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns the config and the input hashes from `prepare_workdir`'s `config.json`.
+def read_run(path: str) -> dict[str, Any]:
+  """Returns the config from `prepare_workdir`'s `config.json`.
 
   Raises:
     FileNotFoundError: there is no such file.
     ConfigError: `prepare_workdir` did not write the file; the message names the path.
   """
-  record = _read_record(path)
-  return record["config"], record["inputs"]
+  return _read_record(path)["config"]
 
 
 def _read_record(path: str) -> dict[str, Any]:
@@ -146,24 +154,22 @@ def read_begun(workdir: str) -> float | None:
 def _begun_with(path: str, config: dict[str, Any]) -> float | None:
   """Returns the recorded start if the record has the same config, else None."""
   try:
-    before, _ = read_run(path)
+    record = _read_record(path)
   except (FileNotFoundError, ConfigError):
     return None
   # Compare as JSON, which has lists for tuples.
-  same = before == json.loads(json.dumps(config))
+  same = record["config"] == json.loads(json.dumps(config))
   return read_begun(os.path.dirname(path)) if same else None
 
 
 def _grown(
-  path: str, config: Any, may_grow: Mapping[str, str]
+  before: dict[str, Any], now: dict[str, Any], may_grow: Mapping[str, str]
 ) -> tuple[dict[str, int], str]:
-  """Finds the fields with larger values now than in a `config.json`.
+  """Finds the fields with larger values now than before.
 
   Returns:
     New values of the fields that may grow, and the others' reasons, in brackets.
   """
-  before, _ = read_run(path)
-  now = named(as_json(config))
   grown = {}
   faults = ""
   for field, fault in may_grow.items():
@@ -180,30 +186,20 @@ def _grown(
   return grown, faults
 
 
-def _extend(path: str, grown: Mapping[str, int]) -> None:
-  """Writes the larger numbers into a `config.json`."""
-  if not grown:
-    return
-  record = _read_record(path)
-  for field, value in grown.items():
-    section, _, name = field.partition(".")
-    record["config"][section][name] = value
-  with atomic_write(path) as f:
-    json.dump(record, f, indent=2)
-
-
 _ANOTHER = (
   "without it no run can resume there: choose another workdir or delete this one"
 )
 
 
-def _difference_from_record(
+def _difference(
   path: str,
+  record: dict[str, Any],
   config: Any,
-  may_change: tuple[str, ...],
+  now: dict[str, Any],
+  may_change: Iterable[str],
   inputs: Mapping[str, str],
 ) -> tuple[str, str]:
-  """Compares a `config.json` with the current config and inputs.
+  """Compares a record with the current config, `now` in JSON, and inputs.
 
   Returns:
     A description of the difference ("" if none), and the remedy.
@@ -211,8 +207,7 @@ def _difference_from_record(
   remedy = "choose another workdir or delete it"
   # --- Compare the configs, except for changeable fields; an earlier version's config
   # first gets defaults for missing fields.
-  before, inputs_before = read_run(path)
-  now = named(as_json(config))
+  before = dict(record["config"])
   for field in may_change:
     _overwrite(before, now, field)
   if dataclasses.is_dataclass(config):
@@ -228,22 +223,13 @@ def _difference_from_record(
 
   # --- Compare the inputs; an earlier version hashed fewer.
   for name, value in inputs.items():
-    if inputs_before.get(name, value) != value:
+    if record["inputs"].get(name, value) != value:
       return f"a run that read other contents of {name}", remedy
   return "", ""
 
 
 def _other_version(path: str, config: dict[str, Any], unknown: str) -> tuple[str, str]:
-  """Describes a run whose record has a field that this version lacks.
-
-  Args:
-    path: the run's `config.json`.
-    config: the config in that file.
-    unknown: the field, as "section.field".
-
-  Returns:
-    A description of the difference, and the remedy.
-  """
+  """Describes a record with a field that this version lacks, and the remedy."""
   value: Any = config
   for name in unknown.split("."):
     value = value[name] if isinstance(value, dict) and name in value else None
@@ -349,14 +335,7 @@ def hash_files(path: str | None, samples: int | None = None) -> str:
 
 
 def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
-  """Writes a data file's manifest: config, commit, figures and sha256.
-
-  Args:
-    path: the path for the JSON manifest.
-    data: the path of the complete data file.
-    config: the settings for the data.
-    **figures: further facts, e.g. counts.
-  """
+  """Writes a data file's manifest: config, commit, figures and sha256."""
   with open(data, "rb") as f:
     sha256 = hashlib.file_digest(f, "sha256").hexdigest()
   value = {"config": named(config), "git_commit": git_commit(), **figures}

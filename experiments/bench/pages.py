@@ -255,7 +255,7 @@ def simulate(
     mock.patch.object(slot_cache, "page_counts", lambda *_: [pages]),
   ):
     device_loop = DeviceLoop(model, automaton, config)
-    replica = Scheduler(config, device_loop, automaton)
+    replica = Scheduler(device_loop)
     while waiting:
       new = waiting[: slots - running]
       waiting = waiting[len(new) :]

@@ -85,7 +85,7 @@ def our_engine(
   partitioner = make_partitioner(MeshConfig(), jax.devices()[:replicas])
   params = jax.device_put(params, partitioner.tree(params))
   config = RolloutConfig(slots=rows // replicas, **config)
-  return ReplicaPool(model, automaton, config, partitioner), params
+  return ReplicaPool(model, automaton, config, partitioner.decoding()), params
 
 
 def ours(folder: str, job: dict[str, Any]) -> Generate:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 
 from coa_jax.cli.deploy.manifests import PLAIN_RINGS
@@ -32,10 +32,12 @@ from coa_jax.model.distribution import TokenMask
 from coa_jax.model.flops import delta_flops, products
 from coa_jax.model.hf.io import load_config
 from coa_jax.model.kernels import ragged, triton
+from coa_jax.model.moving import gatherer
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
 from coa_jax.plan.rl import RLConfig, plan_rl
+from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.rollout import sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
 
@@ -147,21 +149,20 @@ def make_run(
 
   # --- The train state and frozen parameters, as shapes.
   grammar = _grammar(plan.cfg) if settings.rollout.constrain else None
-  update = plan.make_update(allowed=grammar)
+  update = plan.make_update(grammar)
   params = _placed(param_shapes(plan.cfg), plan.learner)
   state, frozen = jax.eval_shape(functools.partial(update.init, seed=0), params)
   where = state_shardings(state, plan.learner, settings.optim.offload)
   state = _with_sharding(state, where)
   frozen = _placed(frozen, plan.learner)
-  rollouts = plan.rollouts.decoding(settings.rollout.tensor)
   return Run(
     settings=settings,
     cfg=plan.cfg,
     decoder=plan.decoder,
     learner=plan.learner,
-    rollouts=rollouts,
-    replica=rollouts.replicas()[0],
-    pages=plan.cache_budget((state, frozen), int(hbm)).pages(settings.rollout),
+    rollouts=plan.rollouts,
+    replica=plan.rollouts.replicas()[0],
+    pages=plan.cache_budget((state, frozen), int(hbm)).pages,
     update=update,
     state=state,
     frozen=frozen,
@@ -307,7 +308,7 @@ def _handing_over(run: Run, beside: float) -> list[Program]:
   if run.settings.mesh.rollout:
     layer = converted["layer_0"]
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer))
-    gather = decode_params.gatherer(run.learner.mesh)
+    gather = gatherer(run.learner.mesh)
     out.append(
       Program(
         name="gather a layer, whole",
@@ -484,7 +485,7 @@ def _slots(run: Run, rows: int) -> sampler.SamplerState:
 def _tables(run: Run) -> sampler.Tables:
   constraint = None
   if run.settings.rollout.constrain:
-    grammar = _grammar(run.decoder)
+    grammar = TokenMask.of(_grammar(run.decoder))
     whole = jax.tree.map(lambda _: run.replica.sharding(""), grammar)
     constraint = _with_sharding(grammar, whole)
   class_V = _array(run.replica, ".", (run.decoder.vocab_size,), "int32")
@@ -492,10 +493,11 @@ def _tables(run: Run) -> sampler.Tables:
   return sampler.Tables(class_V, states, states, constraint)
 
 
-def _grammar(cfg: ModelConfig) -> TokenMask:
+def _grammar(cfg: ModelConfig) -> Constraint:
   """A grammar that allows everything."""
-  class_V = jnp.zeros(cfg.vocab_size, jnp.int32)
-  return TokenMask(class_V, jnp.zeros(_GRAMMAR, jnp.int32))
+  class_V = np.zeros(cfg.vocab_size, np.int32)
+  state_S = np.zeros(_GRAMMAR[0], np.int32)
+  return Constraint(class_V, np.zeros(_GRAMMAR, np.int32), state_S, state_S > 0)
 
 
 def _placed(tree: Any, partitioner: Partitioner) -> Any:

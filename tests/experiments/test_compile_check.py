@@ -222,7 +222,7 @@ def test_attention_over_heads_of_256_goes_back_on_a_tpu():
     return jax.ShapeDtypeStruct(shape, dtype, sharding=on_chip)
 
   def total(q, k, v, segment):
-    out = splash.attend_segments(q, k, v, segment, "out")
+    out = splash.attend_segments(q, k, v, segment)
     return out.astype(jnp.float32).sum()
 
   step = jax.jit(jax.grad(total, (0, 1, 2)))

@@ -33,9 +33,9 @@ ROWS, LENGTH, GROUPS, SAMPLES = 8, 128, 6, 3
 CRITIC = {"is_clip": 2.0, "kl_coef": 0.1, "kl_in": "reward", "critic_lr": 1e-3}
 # Loss, mesh, minibatches. If `context` spans processes, two processes hold each row.
 CASES = {
-  "grpo": (PRESETS["grpo"]["loss"], dict(fsdp=4), 1),
+  "grpo": (PRESETS["grpo"], dict(fsdp=4), 1),
   "whitened": (dict(advantage="reinforce++_baseline"), dict(fsdp=2, context=2), 2),
-  "critic": ({**PRESETS["ppo"]["loss"], **CRITIC}, dict(data=2, fsdp=2), 2),
+  "critic": ({**PRESETS["ppo"], **CRITIC}, dict(data=2, fsdp=2), 2),
 }
 
 

@@ -59,10 +59,7 @@ MORE = {
   },
   "gspo of token-mean": {"ratio": "sequence", "aggregation": "token-mean"},
 }
-LOSSES = {
-  **{name: sections["loss"] for name, sections in PRESETS.items()},
-  **MORE,
-}
+LOSSES = PRESETS | MORE
 ALGORITHMS = {
   name: LossConfig(**{"clip_low": 0.05, "clip_high": 0.05, **fields})
   for name, fields in LOSSES.items()
@@ -212,7 +209,7 @@ def split(rows: int, length: int, mesh: MeshConfig | None, contexts: bool = Fals
 def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   """Metrics from two PPO steps with critic, KL and importance weights."""
   fields = {"is_clip": 2.0, "kl_coef": 0.1, "critic_lr": 1e-3}
-  loss = LossConfig(**PRESETS["ppo"]["loss"] | fields)
+  loss = LossConfig(**PRESETS["ppo"] | fields)
   batch = BatchConfig(rows=4, length=128, minibatches=2)
   partitioner = make_partitioner(mesh) if mesh else ONE_DEVICE
   params = jax.tree.map(jnp.array, toy.params(layers=1, **DTYPES))

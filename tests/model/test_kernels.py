@@ -33,11 +33,11 @@ def plain(q, k, v, segment_BS):
 
 
 def by_blocks(q, k, v, segment_BS, block: int = 64):
-  return blockwise.attend_segments(q, k, v, segment_BS, "out", block)
+  return blockwise.attend_segments(q, k, v, segment_BS, block)
 
 
 def interpreted(q, k, v, segment_BS):
-  return triton.attend_segments(q, k, v, segment_BS, "out", interpret=True)
+  return triton.attend_segments(q, k, v, segment_BS, interpret=True)
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_a_gpus_kernels_make_no_array_of_queries_by_keys(kept: str, forward: int
 
   def total(q, k, v, segment):
     def layer(q, _):
-      return q + attention._triton(q, k, v, segment), None
+      return q + triton.attend_segments(q, k, v, segment), None
 
     out, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), q, length=2)
     return out.astype(jnp.float32).sum()

@@ -328,8 +328,8 @@ def test_counters_of_an_optimizer_are_replicated_and_moments_split():
   ("fields", "message"),
   [
     ({"tensor": -1}, "tensor is -1; it must be at least 1"),
-    ({"devices": -1}, "devices is -1; it must be 0 for all"),
-    ({"rollout": -1}, "rollout is -1; it must be 0 for none"),
+    ({"devices": -1}, "devices is -1; it must be at least 0"),
+    ({"rollout": -1}, "rollout is -1; it must be at least 0"),
     ({"rules": {"X": ()}}, "rules has axis 'X'; there are B, T, R, D"),
     ({"rules": {"D": ("model",)}}, "rules.D has 'model'; there are data, fsdp"),
     ({"rules": {"B": ("fsdp", "fsdp")}}, "rules.B has an axis twice: fsdp, fsdp"),

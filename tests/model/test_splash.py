@@ -24,7 +24,7 @@ def packed(T: int, H: int):
 
 
 def interpreted(q, k, v, segment):
-  return splash.attend_segments(q, k, v, segment, "out", interpret=True)
+  return splash.attend_segments(q, k, v, segment, interpret=True)
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_splash_is_the_same_attention(T: int, H: int, monkeypatch):
   q, k, v, _, segment = packed(T, H)
   np.testing.assert_allclose(
     interpreted(q, k, v, segment),
-    attention._xla(q, k, v, segment),
+    blockwise.attend_segments(q, k, v, segment),
     atol=2e-5 * math.sqrt(H),
   )
 
@@ -61,12 +61,12 @@ def test_splash_has_the_same_gradients(T: int, H: int, fused: int, monkeypatch):
 
     return jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v)
 
-  theirs = gradients(attention._xla)
+  theirs = gradients(blockwise.attend_segments)
   for a, b in zip(gradients(interpreted), theirs, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5 * math.sqrt(H))
 
 
-@pytest.mark.parametrize(("kept", "forward"), [("out", 1), ("another", 2)])
+@pytest.mark.parametrize(("kept", "forward"), [(blockwise.OUT, 1), ("another", 2)])
 def test_the_forward_kernel_runs_once_where_its_name_is_kept(
   kept: str, forward: int, monkeypatch
 ):

@@ -36,9 +36,8 @@ def engine(
 ) -> ReplicaPool:
   """Makes an engine; `changes` override CONFIG."""
   automaton = compile_stops(toy.VARIANT.yield_tags, toy.tokenizer(), model.vocab_size)
-  return ReplicaPool(
-    model, automaton, dataclasses.replace(CONFIG, **changes), partitioner
-  )
+  config = dataclasses.replace(CONFIG, **changes)
+  return ReplicaPool(model, automaton, config, partitioner.decoding(config.tensor))
 
 
 def toy_worker(model: ModelConfig = CFG, config: RolloutConfig = CONFIG, **options):

@@ -11,6 +11,7 @@ from playing import CONFIG
 
 from coa_jax.model import decode_params, memory
 from coa_jax.model.sharding import ONE_DEVICE
+from coa_jax.rollout.types import RolloutConfig
 
 
 def test_the_budget_counts_what_is_held():
@@ -32,18 +33,20 @@ def test_the_budget_counts_what_is_held():
 def test_what_leaves_no_room_says_so():
   budget = toy_budget(1000)
   assert budget.caches == 0 == budget.tokens
-  assert ": 0 tokens a replica" in budget.describe(CONFIG)
+  assert ": 0 tokens a replica" in budget.describe()
 
 
-def toy_budget(total: int, policies: int = 1) -> memory.CacheBudget:
+def toy_budget(
+  total: int, policies: int = 1, config: RolloutConfig = CONFIG
+) -> memory.CacheBudget:
   params = toy.params()
   return memory.cache_budget(
-    toy.MODEL, CONFIG, ONE_DEVICE, params, params, policies, total
+    toy.MODEL, config, ONE_DEVICE, params, params, policies, total
   )
 
 
 def test_a_budget_is_described_in_one_line():
-  line = toy_budget(16 * 10**9).describe(CONFIG)
+  line = toy_budget(16 * 10**9).describe()
   assert line.startswith("memory of a device that decodes: 16.0 GB; learner's state")
   asked = CONFIG.slots * CONFIG.max_len
   assert f"rollout.slots=5 of rollout.max_len={CONFIG.max_len} may take {asked}" in line
@@ -53,7 +56,7 @@ def test_a_budget_is_described_in_one_line():
 def test_memory_that_is_not_there_or_that_the_step_needs_is_refused():
   def check(gigabytes: float, policies: int) -> None:
     config = dataclasses.replace(CONFIG, memory=gigabytes)
-    memory.check_budget(toy_budget(10**9, policies), config, policies)
+    toy_budget(10**9, policies, config).check()
 
   check(0.5, 1)
   check(0.5, 2)

@@ -166,9 +166,10 @@ def test_a_call_is_what_stands_in_its_own_span_of_its_own_turn():
 def test_tasks_that_cannot_be_graded_are_refused_by_name(tokenizer):
   config = RolloutConfig(style="brief", slots=1, max_len=32)
   worker = make_worker(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
-  worker.check([TASK])
+  worker.grader.check([TASK], config.max_len)
+  odd = dataclasses.replace(TASK, id="odd", kind=Kind.CODE)
   with pytest.raises(ValueError, match=r"task 'odd'.*code tasks need hidden tests"):
-    worker.check([TASK, dataclasses.replace(TASK, id="odd", kind=Kind.CODE)])
+    worker.grader.check([TASK, odd], config.max_len)
 
 
 @pytest.mark.parametrize(

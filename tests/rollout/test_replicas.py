@@ -206,7 +206,7 @@ def test_what_a_device_holds_is_counted(novice, own):
   params = jax.device_put(novice, learner.tree(novice))
   on = engine(CFG, decoder, tensor=2)
   on.set_policy(params, 0)
-  weights = decode_params.decoding_shapes(on.model, decoder.decoding(2))
+  weights = decode_params.decoding_shapes(on.model, decoder)
   budget = memory.cache_budget(on.model, on.config, decoder, weights, params, 1, 10**6)
   device = decoder.mesh.devices.flat[0]
 
@@ -243,7 +243,7 @@ def test_half_precision_matrices_are_split_as_others_are(monkeypatch, tied):
   on = replicas(2, model)
   params = transformer.init_params(model, 0)
   partitioner = make_partitioner(MeshConfig(data=2, tensor=2))
-  view = decode_params.decoding_views(on.model, params, partitioner)[0]
+  view = decode_params.decoding_views(on.model, params, partitioner.decoding())[0]
   assert view["layer_0"]["o"].sharding.spec[1] == "tensor"
   assert view["layer_0"]["o"].dtype == jax.numpy.bfloat16
   played = play(params, range(4), on=on, temperature=0.0)
@@ -269,7 +269,7 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
     ) as collector:
       return [collector.next(params, step) for step in range(steps)]
 
-  on_all = toy_worker(partitioner=partitioner)
+  on_all = toy_worker(partitioner=partitioner.decoding())
   batches = collect(on_all, params)
   for step, batch in enumerate(batches):
     assert len(batch.groups) == 12 and set(ages(batch.groups, step)) <= {0, 1}

@@ -121,7 +121,7 @@ def describe_run(workdir: str) -> str:
     FileNotFoundError, ValueError: there is no such run, or see `StepSeconds.of`.
   """
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
-  config, _ = read_run(os.path.join(workdir, "config.json"))
+  config = read_run(os.path.join(workdir, "config.json"))
   team = config["rollout"]["tensor"] or config["mesh"]["tensor"]
   try:
     return "\n".join(lines(log, team))

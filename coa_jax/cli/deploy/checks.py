@@ -96,7 +96,8 @@ def _check_mesh(settings: Any, machines: Machines) -> None:
     section = "algo.batch"
     batch = settings.algo.batch
   else:
-    learner = decoder = make_partitioner(mesh, devices, tensor)
+    learner = make_partitioner(mesh, devices, tensor)
+    decoder = learner.decoding(tensor)
     section = "data"
     batch = getattr(settings, "data", None)
   if batch:
@@ -108,7 +109,7 @@ def _check_mesh(settings: Any, machines: Machines) -> None:
       )
     learner.check({"B": batch.rows, "T": batch.length}, section)
   if rollout and not settings.vllm:
-    decoder.decoding(tensor).replicas()
+    decoder.replicas()
 
 
 def _check_files(

@@ -314,8 +314,6 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
 
   Unknown fields are ignored, with one warning that names them.
 
-  budget: field after field.
-
   Raises:
     ValueError: the family is not in FAMILIES, a required field is missing, or a field's
       value is invalid or unsupported; the message names `where`, field and value.

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.model import memory
-from coa_jax.model.config import LoadConfig, ModelConfig
-from coa_jax.model.hf.io import gather, load_config, save_model
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import gather, save_model
 from coa_jax.model.hf.names import Entry, hf_name, sections_of
 from coa_jax.model.hf.stored import save_tensors
 from coa_jax.model.lora import LoraConfig, merged
@@ -22,28 +21,21 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.runtime.bucket.inputs import named
 
 
-def open_folder(
-  path: str | os.PathLike[str], load: LoadConfig | None = None
-) -> tuple[ModelConfig, Tokenizer]:
-  """Reads a model folder's architecture and tokenizer, and checks that they fit.
+def load_tokenizer(path: str | os.PathLike[str], cfg: ModelConfig) -> Tokenizer:
+  """Reads a model folder's tokenizer, and checks that it fits the architecture.
 
   Raises:
-    FileNotFoundError, ValueError: as `load_config` and `Tokenizer.load`; or the model
-      is too large for all devices together, the tokenizer has more ids than the model,
-      or there is no chat template.
+    FileNotFoundError, ValueError: as `Tokenizer.load`; or the tokenizer has more ids
+      than the model, or there is no chat template.
   """
-  # No check reads weights, so a bad folder is refused at once.
-  file = os.path.join(path, "config.json")
-  cfg = load_config(path, load)
-  memory.check_model(cfg, file)
   tokenizer = Tokenizer.load(path)
   if tokenizer.vocab_size > cfg.vocab_size:
     raise ValueError(
-      f"{file}: field 'vocab_size' is {cfg.vocab_size}; the tokenizer.json there has "
-      f"{tokenizer.vocab_size} ids"
+      f"{os.path.join(path, 'config.json')}: field 'vocab_size' is {cfg.vocab_size}; "
+      f"the tokenizer.json there has {tokenizer.vocab_size} ids"
     )
   _ = tokenizer.chat_frame  # a folder without a chat template is refused here
-  return cfg, tokenizer
+  return tokenizer
 
 
 def save_run(
@@ -61,12 +53,8 @@ def save_run(
   All processes call this function; the first one writes.
 
   Args:
-    workdir: the run's folder.
-    cfg: the architecture.
     trained: `lora.split`'s first half, after training.
     frozen: the other half.
-    config: the adapters' config; None if all parameters were trained.
-    tokenizer: saved in the model folder.
     like: the initial model folder; "" for none.
     origin: how the model was trained, for `coa.json` in both folders; None if unknown.
 
@@ -95,10 +83,7 @@ def save_adapter(
   All processes call this function; the first one writes.
 
   Args:
-    path: the folder, created if missing.
-    cfg: the architecture.
     adapters: a tree as from `init_adapters`.
-    config: the adapters' config.
     base: the base model's name or folder.
   """
   # Gathering is a collective, so every process takes part.

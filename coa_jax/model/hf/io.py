@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -25,7 +24,6 @@ import jax
 import numpy as np
 import safetensors
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig
@@ -37,6 +35,7 @@ from coa_jax.model.hf.config import (
 )
 from coa_jax.model.hf.names import Entry, name_table
 from coa_jax.model.hf.stored import StoredArray, save_tensors
+from coa_jax.model.moving import gatherer
 from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.protocol.tokens import Tokenizer
@@ -70,13 +69,9 @@ def save_model(
 ) -> None:
   """Writes a model folder for transformers and vLLM: weights, config, tokenizer.
 
-  budget: one order of writes, which leaves no half-written folder.
-
   All processes call this function; the first one writes.
 
   Args:
-    path: the folder, created if missing.
-    cfg: the architecture.
     params: the parameters, layers stacked or not, on any devices.
     tokenizer: saved beside the weights; the config gets its end and padding ids, with
       `end_id` first, so that other engines stop after the answer.
@@ -222,7 +217,6 @@ def _split(
 
 
 def _pick(params: Any, entry: Entry) -> Any:
-  """Returns an entry's array from the parameter tree."""
   for key in entry.path:
     params = params[key]
   if entry.layer is not None:
@@ -238,14 +232,8 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray | None:
   alone only if they are as many as the array's own devices.
   """
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    x = _replicated(x.sharding.mesh)(x).addressable_data(0)
+    x = gatherer(x.sharding.mesh)(x).addressable_data(0)
   return None if jax.process_index() else np.asarray(x)
-
-
-@functools.cache
-def _replicated(mesh: Mesh) -> Any:
-  """Returns the program that copies an array to all the mesh's devices."""
-  return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _write_json(path: str, name: str, value: dict[str, Any]) -> None:
@@ -259,7 +247,6 @@ def load_config(
   """Reads a model folder's architecture.
 
   Args:
-    path: the folder.
     load: options that the folder does not decide; None for the defaults.
 
   Raises:
@@ -298,27 +285,28 @@ def load_model(
   load: LoadConfig | None = None,
   partitioner: Partitioner = ONE_DEVICE,
 ) -> tuple[ModelConfig, dict[str, Any]]:
-  """Reads a model folder: a single safetensors file, or several with an index.
+  """Reads a model folder; see `load_config` and `load_params`."""
+  cfg = load_config(path, load)
+  return cfg, load_params(path, cfg, partitioner)
 
-  Args:
-    path: the folder.
-    load: options that the folder does not decide; None for the defaults.
-    partitioner: the parameters' mesh.
 
-  Returns:
-    The architecture and its parameters, with layers stacked if `scan`.
+def load_params(
+  path: str | os.PathLike[str],
+  cfg: ModelConfig,
+  partitioner: Partitioner = ONE_DEVICE,
+) -> dict[str, Any]:
+  """Reads a folder's parameters onto a mesh, with layers stacked if `cfg.scan`.
 
   Raises:
-    FileNotFoundError: config.json or a shard is missing.
+    FileNotFoundError: a weight file is missing.
     ValueError: an array is missing, left over, of the wrong shape or an unsupported
-      dtype (the message lists them), a file is damaged, config.json is not supported,
-      the mesh does not divide the model, or the devices lack the attention kernel; no
-      array is read before these checks, except to compare a tied output matrix with the
-      embedding. Or an array holds NaN or infinity.
+      dtype (the message lists them), a file is damaged, the mesh does not divide the
+      model, or the devices lack the attention kernel; no array is read before these
+      checks, except to compare a tied output matrix with the embedding. Or an array
+      holds NaN or infinity.
   """
   # --- Refuse mismatches before any array is read.
   path = os.fspath(path)
-  cfg = load_config(path, load)
   partitioner.check(cfg.axes)
   attention.check(cfg, partitioner)
   shapes = param_shapes(cfg)
@@ -341,7 +329,7 @@ def load_model(
 
     # --- Each device reads its own part of each array.
     where = partitioner.tree(shapes)
-    return cfg, jax.tree_util.tree_map_with_path(leaf, shapes, where)
+    return jax.tree_util.tree_map_with_path(leaf, shapes, where)
 
 
 def _reader(

@@ -87,7 +87,6 @@ class Entry:
     return tuple(map(self._size, self.groups))
 
   def _size(self, axes: tuple[int, ...]) -> int:
-    """Returns the product of these axes' sizes."""
     return math.prod(self.shape[i] for i in axes)
 
   def read(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""Attention kernels."""
+"""Attention kernels; outputs have the queries' shape and dtype."""

@@ -9,8 +9,6 @@ through their keys together. So no row waits for another row's longer segments, 
 operations are larger with little waste.
 
 Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
-
-budget: one kernel, forward and backward.
 """
 
 from __future__ import annotations
@@ -23,6 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+# The attention output's name for checkpoint policies, in all kernels.
+OUT = "attention_out"
+# Query blocks per operation.
+_TOGETHER = 4
 # Finite, so that a fully masked row of scores gives no NaN.
 _MASKED = -1e30
 
@@ -54,30 +56,19 @@ def attend_segments(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  name: str,
-  block: int = 64,
-  together: int = 4,
+  block: int = 0,
 ) -> jax.Array:
   """Attends causally inside segments; the queries are the last T of S places.
 
-  budget: mostly the arguments' shapes.
-
   Args:
-    q_BTNH: queries.
-    k_BSKH: keys.
-    v_BSKH: values.
     segment_BS: int segment number per place; a segment's places are contiguous.
-    name: names the backward pass's inputs for checkpoint policies.
-    block: U, queries and keys per block.
-    together: C, query blocks per operation.
-
-  Returns:
-    out_BTNH in q's dtype.
+    block: U, queries and keys per block; 0 for 64 on a CPU, where small blocks stay in
+      its cache, else 512.
   """
   # --- Sizes: n query blocks and m key blocks per row.
   B, T, N, H = q_BTNH.shape
   _, S, K, _ = k_BSKH.shape
-  U = block
+  U = block or (64 if jax.default_backend() == "cpu" else 512)
   before = S - T
   n = -(-T // U)
   near = _near(before, U)
@@ -99,7 +90,7 @@ def attend_segments(
     segment_JU=segment_BS.reshape(B * m, U),
     newest_M=(newest_Bn + m * jnp.arange(B)[:, None]).ravel(),
     visits_M=(newest_Bn - first_Bn + 1).ravel(),
-    C=min(together, B * n),
+    C=min(_TOGETHER, B * n),
   )
 
   # --- All rows' blocks on one axis; R = G U: a kv head's query rows.
@@ -111,7 +102,7 @@ def attend_segments(
   q_MKRH = q.reshape(B * n, K, -1, H)
   k_JKHU = key_blocks(k_BSKH)
   v_JKHU = key_blocks(v_BSKH)
-  out = _attend(q_MKRH, k_JKHU, v_JKHU, plan, before, name)
+  out = _attend(q_MKRH, k_JKHU, v_JKHU, plan, before)
 
   # --- Back to rows.
   out = out.reshape(B * n, K, N // K, U, H).transpose(0, 3, 1, 2, 4)
@@ -124,11 +115,7 @@ def _near(before: int, U: int) -> int:
 
 
 def starts(segment_BS: jax.Array) -> jax.Array:
-  """Returns each place's first visible place, int [B, S].
-
-  Args:
-    segment_BS: segment number per place; a segment's places are contiguous.
-  """
+  """Returns each place's first visible place, int [B, S]; segments are contiguous."""
   place_S = jnp.arange(segment_BS.shape[1])
   new_BS = segment_BS != jnp.roll(segment_BS, 1, axis=1)
   # The last segment start at or before each place.
@@ -162,7 +149,6 @@ def _take(x: jax.Array, at_C: jax.Array) -> jax.Array:
 
 
 def _add(total: jax.Array, more: jax.Array, at_C: jax.Array) -> jax.Array:
-  """Returns `total` with `more` added at at_C."""
   for i, x in zip(at_C, more, strict=True):
     total = total.at[i].add(x)
   return total
@@ -177,8 +163,6 @@ def _score(
   """Returns the masked score_CKRU in float32.
 
   Args:
-    q_CKRH: queries.
-    k_CKHU: keys.
     same_CUU: whether query and key share a segment.
     apart: places from a block's first key to its first query.
   """
@@ -197,14 +181,13 @@ def _score(
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(
   q_MKRH: jax.Array,
   k_JKHU: jax.Array,
   v_JKHU: jax.Array,
   plan: _Plan,
   before: int,
-  name: str,
 ) -> jax.Array:
   """Returns out_MKRH: each query block attends to its visible key blocks."""
   return _forward(q_MKRH, k_JKHU, v_JKHU, plan, before)[0]
@@ -282,15 +265,15 @@ def _in_place(grouped: Any, plan: _Plan) -> Any:
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[plan.place_M], grouped)
 
 
-def _forward_rule(q_MKRH, k_JKHU, v_JKHU, plan, before, name):
+def _forward_rule(q_MKRH, k_JKHU, v_JKHU, plan, before):
   out_MKRH, lse_MKR = _forward(q_MKRH, k_JKHU, v_JKHU, plan, before)
   # A checkpoint policy may keep this name, so that the forward pass runs only once.
-  out_MKRH = checkpoint_name(out_MKRH, name)
-  lse_MKR = checkpoint_name(lse_MKR, name)
+  out_MKRH = checkpoint_name(out_MKRH, OUT)
+  lse_MKR = checkpoint_name(lse_MKR, OUT)
   return out_MKRH, (q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR)
 
 
-def _backward_rule(before, name, residuals, d_out_MKRH):
+def _backward_rule(before, residuals, d_out_MKRH):
   q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR = residuals
   # The softmax normalization's term in each row's gradient (D in the paper).
   delta_MKR = jnp.sum(

@@ -57,7 +57,6 @@ def one_token(tokens: Tokens, state_BZMU: jax.Array) -> tuple[jax.Array, jax.Arr
   """Applies the rule to one token per row.
 
   Args:
-    tokens: T = 1.
     state_BZMU: each row's states before the token, float32.
 
   Returns:
@@ -89,7 +88,6 @@ def many_tokens(
   """Applies the rule to all of each row's tokens, in chunks.
 
   Args:
-    tokens: any number.
     state_BZMU: each row's states before the tokens, float32.
     segment_B: the states' segments.
 

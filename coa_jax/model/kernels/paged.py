@@ -5,8 +5,6 @@ unread places add exact zeros at the end, and results are bit-identical for any 
 size, page numbers and other rows (float32, CPU).
 
 This file's axis letters: J pages of P places; C blocks per row; R = G T query rows.
-
-budget: three ways to read the same pages, and their common code.
 """
 
 from __future__ import annotations
@@ -69,15 +67,9 @@ def attend(
   On a CPU, short rows read all blocks at once.
 
   Args:
-    q_BTNH: queries.
     keys: [J, K, H, P] with `places_last`, else [K, J, P, H].
     values: [J, K, P, H] with `places_last`, else [K, J, P, H].
-    rows: the rows' pages.
-    position_BT: each query's position in its own sequence.
     places_last: the layout of keys and values.
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   # --- One token per row: no page is moved.
   if rows.owner_J is not None:
@@ -176,14 +168,8 @@ def _attend_by_block(
   running maximum would rescale, and so round, earlier sums.
 
   Args:
-    q_BTNH: queries.
     blocks: maps (first block, count) to the rows' keys and values.
-    position_BT: each query's position.
     shape: K kv heads, C blocks, P places per block.
-    places_last: the keys' layout.
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   K, C, P = shape
   B, T, N, H = q_BTNH.shape

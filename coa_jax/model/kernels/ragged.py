@@ -40,13 +40,9 @@ def attend(
   """Attends causally from each row's tokens to the row's pages.
 
   Args:
-    q_BTNH: queries.
     pool_JPKH: 2 K heads, each head's keys before its values; zeros after H of each.
     table_BC: int page per block of a row; -1 if it has none.
     position_BT: each query's position, consecutive within a row.
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   B, T, N, H = q_BTNH.shape
   C = table_BC.shape[1]

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as library
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from coa_jax.model.kernels import blockwise
+from coa_jax.model.kernels.blockwise import OUT, starts
 
 # Maximum places per query or key block: a core's kernel memory limits them, unless a
 # flag raises it.
@@ -38,32 +38,18 @@ def attend_segments(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  name: str,
   interpret: bool = False,
 ) -> jax.Array:
   """Attends causally inside segments; the queries are the last T of S places.
 
+  T and S are multiples of 128.
+
   Args:
-    q_BTNH: queries.
-    k_BSKH: keys.
-    v_BSKH: values.
     segment_BS: int segment number per place; a segment's places are contiguous.
-    name: names the backward pass's inputs for checkpoint policies.
     interpret: runs the kernels without a TPU, slowly.
-
-  Returns:
-    out_BTNH in q's dtype.
-
-  Raises:
-    ValueError: T or S is not a multiple of 128.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
-  if T % 128 or S % 128:
-    raise ValueError(
-      f"splash attention needs rows of a multiple of 128 tokens, got {T} of {S}; set "
-      "the row length so, or model.attention='xla'"
-    )
 
   # --- The kernel's layout: heads before places, one call per row and kv head.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
@@ -71,7 +57,7 @@ def attend_segments(
   v_BKSH = v_BSKH.swapaxes(1, 2)
   sizes = block_sizes(T, S, H)
   kernel = _kernel(T, S, N // K, sizes, interpret)
-  start_BS = blockwise.starts(segment_BS)
+  start_BS = starts(segment_BS)
 
   def row(q_KGTH, k_KSH, v_KSH, segment_S, start_S):
     ids = library.SegmentIds(q=segment_S[S - T :], kv=segment_S)
@@ -80,7 +66,7 @@ def attend_segments(
       visited(start_S, T, sizes.block_q, sizes.block_kv),
       visited(start_S, T, sizes.block_q_dkv, sizes.block_kv_dkv),
     )
-    attend = jax.vmap(_attention(kernel, name), in_axes=(None, 0, 0, 0, None))
+    attend = jax.vmap(_attention(kernel), in_axes=(None, 0, 0, 0, None))
     return attend(blocks, q_KGTH, k_KSH, v_KSH, ids)
 
   out_BKGTH = jax.vmap(row)(q_BKGTH, k_BKSH, v_BKSH, segment_BS, start_BS)
@@ -103,16 +89,8 @@ def _kernel(
   )
 
 
-def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
-  """Makes the kernel a differentiable function.
-
-  Args:
-    kernel: the library's kernel.
-    name: names the backward pass's inputs for checkpoint policies.
-
-  Returns:
-    A function (blocks, q_GTH, k_SH, v_SH, ids) -> out_GTH, with gradients in q, k, v.
-  """
+def _attention(kernel: Any) -> Callable[..., jax.Array]:
+  """Returns the library's kernel with gradients in q, k and v."""
 
   @jax.custom_vjp
   def attend(blocks, q_GTH, k_SH, v_SH, ids):
@@ -123,8 +101,8 @@ def _attention(kernel: Any, name: str) -> Callable[..., jax.Array]:
     out_GTH, (lse_GT,) = type(kernel)(*blocks, **settings)(q_GTH, k_SH, v_SH, ids)
     # Named inside the gradient: only there can a checkpoint policy keep the backward
     # kernels' inputs, so that the forward kernel does not run again.
-    out_GTH = checkpoint_name(out_GTH, name)
-    lse_GT = checkpoint_name(lse_GT, name)
+    out_GTH = checkpoint_name(out_GTH, OUT)
+    lse_GT = checkpoint_name(lse_GT, OUT)
     return out_GTH, (blocks, q_GTH, k_SH, v_SH, ids, out_GTH, lse_GT)
 
   def backward(saved, d_out_GTH):
@@ -241,7 +219,6 @@ def _blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Blocks:
   """Makes the kernel's lists of these blocks, in place of its static mask's lists.
 
   Args:
-    kernel: the library's kernel.
     seen_ij: `visited` for the blocks of the out and dq kernels.
     back_ij: likewise for the dk and dv kernel.
   """

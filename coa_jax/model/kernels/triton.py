@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
+from coa_jax.model.kernels.blockwise import OUT
+
 # Places per read in the paged kernels: a core's memory is the limit.
 _PLACES = 64
 # Maximum parallel parts of a one-token row; their sums are added in the queries' dtype.
@@ -31,21 +33,14 @@ def attend_segments(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
-  name: str,
   interpret: bool = False,
 ) -> jax.Array:
   """Attends causally inside segments; the queries are the last T of S places.
 
   Args:
-    q_BTNH: queries.
     k_BSKH: keys; S is a multiple of 128.
-    v_BSKH: values.
     segment_BS: int segment number per place.
-    name: names the backward pass's inputs for checkpoint policies.
     interpret: runs the kernel without a GPU, slowly.
-
-  Returns:
-    out_BTNH in q's dtype.
   """
   # Imported here: without Triton bindings, as without a GPU, only calls fail.
   from jax.experimental.pallas.ops.gpu import attention as library
@@ -68,10 +63,10 @@ def attend_segments(
   q_BSNH = jnp.pad(q_BTNH, ((0, 0), (S - T, 0), (0, 0), (0, 0)))
   k_BSNH = jnp.repeat(k_BSKH, N // K, axis=2)
   v_BSNH = jnp.repeat(v_BSKH, N // K, axis=2)
-  return _named(kernel, name)(q_BSNH, k_BSNH, v_BSNH)[:, S - T :]
+  return _named(kernel)(q_BSNH, k_BSNH, v_BSNH)[:, S - T :]
 
 
-def _named(kernel: Any, name: str) -> Any:
+def _named(kernel: Any) -> Any:
   """Returns the kernel with names on its gradient's inputs: its output and its sums.
 
   With a name on the output alone, only the output would be kept, and the kernel would
@@ -84,7 +79,7 @@ def _named(kernel: Any, name: str) -> Any:
     known = {id(x): x for x in inputs}
 
     def named(x: jax.Array) -> jax.Array:
-      return known.setdefault(id(x), checkpoint_name(x, name))
+      return known.setdefault(id(x), checkpoint_name(x, OUT))
 
     return named(out), jax.tree.map(named, backward)
 
@@ -110,15 +105,11 @@ def attend_pages(
   """Attends from one token per row to the row's pages, up to the token's position.
 
   Args:
-    q_B1NH: queries.
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
-    table_BC: int page per block of a row; -1 if it has none.
-    position_B1: each query's position.
+    table_BC: int page per block of a row; -1 if it has none; zeros come out for a row
+      without pages.
     interpret: runs the kernel without a GPU, slowly.
-
-  Returns:
-    out_B1NH in q's dtype; zeros for rows without pages.
   """
   from jax.experimental.pallas.ops.gpu import paged_attention as library
 
@@ -152,15 +143,12 @@ def attend_tokens(
   (FlashAttention-2).
 
   Args:
-    q_BTNH: queries.
     keys_KJPH: J pages of P places.
     values_KJPH: likewise.
-    table_BC: int page per block of a row; -1 if it has none.
+    table_BC: int page per block of a row; -1 if it has none; zeros come out for a row
+      without pages.
     position_BT: each query's position; consecutive within a row.
     interpret: runs the kernel without a GPU, slowly.
-
-  Returns:
-    out_BTNH in q's dtype; zeros for rows without pages.
   """
   # Imported here: without Triton bindings, as without a GPU, only calls fail.
   from jax.experimental.pallas import triton as pallas_triton
@@ -206,8 +194,6 @@ def _attend_block(
   queries: int,
 ) -> None:
   """Attends from one query block in one row and kv head; see `attend_tokens`.
-
-  budget: the kernel, with its arguments.
 
   Args:
     q_ref: [R, H].

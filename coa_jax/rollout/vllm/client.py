@@ -3,8 +3,6 @@
 vLLM lives in its own environment and is never imported: with VLLM_SERVER_DEV_MODE=1 it
 offers the required functions (completions over ids, reloading weights) over HTTP.
 Written against vLLM 0.32.
-
-budget: all requests to a server, and all answer checks.
 """
 
 from __future__ import annotations
@@ -114,8 +112,6 @@ class VllmServer:
     """Connects and checks the server's model and flags.
 
     Args:
-      config: the server's address and limits.
-      max_len: maximum tokens per trajectory.
       vocab_size: V; ids from V on are refused.
       masks: whether the server needs our logits processor.
       samples: False for a server that only scores, which needs no flags.
@@ -199,12 +195,8 @@ class VllmServer:
     budget: the body sets every sampling parameter, field by field.
 
     Args:
-      ids: the prefix.
-      most: maximum tokens to sample.
       stops: texts after which the server may stop, or not.
       temperature: below `GREEDY_BELOW`, sampling is greedy.
-      truncation: excludes unlikely tokens.
-      seed: this request's seed.
       grammar: a file of tables and the initial state; see `vllm.plugin`.
 
     Returns:

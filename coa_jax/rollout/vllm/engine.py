@@ -40,7 +40,13 @@ from coa_jax.model.sharding import ONE_DEVICE, Partitioner
 from coa_jax.protocol.grammar.tables import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.pool import ReplicaThreads
-from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
+from coa_jax.rollout.types import (
+  Counters,
+  Episode,
+  RolloutConfig,
+  Timings,
+  prompt_ids,
+)
 from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import (
   PROCESSOR,
@@ -94,14 +100,8 @@ class VllmReplica:
     """Connects to a running server; our own server starts with the first refresh.
 
     Args:
-      vllm: the server's address and limits.
-      model: the served architecture.
-      automaton: finds the tags that stop decoding.
-      config: slots, limits and the sampling distribution.
       probe: ids for comparing log-probs at every refresh; two or more.
-      tokenizer: exported with the policy.
-      partitioner: the policy's.
-      constraint: the allowed tokens; None for all.
+      partitioner: a decoding mesh.
       policy_changes: whether newer policies arrive during episodes; requests are short
         then (`vllm.request_tokens`).
 
@@ -112,7 +112,7 @@ class VllmReplica:
     # --- The model and its limits.
     self.model = dataclasses.replace(model, scan=False, remat="none")
     self._whole = partitioner
-    self.partitioner = partitioner.decoding().replicas()[0]
+    self.partitioner = partitioner.replicas()[0]
     self.config = config
     self.slots = config.slots
     self.counters = Counters()
@@ -281,12 +281,7 @@ class VllmReplica:
     return weights.score(self.model, self.partitioner, view, self._probe)
 
   def _begin(self, episode: Episode) -> _Live:
-    ids = episode.start()
-    if len(ids) >= self.config.max_len:
-      raise ValueError(
-        f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
-        f"{self.config.max_len}; raise it or drop the task"
-      )
+    ids = prompt_ids(episode, self.config.max_len)
     if GREEDY_BELOW <= episode.temperature < _COLDEST:
       raise ValueError(
         f"temperature {episode.temperature:g}: vLLM would sample at {_COLDEST} in its "
@@ -309,7 +304,6 @@ class VllmReplica:
     x.future = None
 
   def _room(self, x: _Live) -> int:
-    """Counts the remaining tokens to sample."""
     return min(self.config.max_len, x.episode.limit) - len(x.ids)
 
   def _ask(self, x: _Live) -> None:

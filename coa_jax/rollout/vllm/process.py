@@ -37,8 +37,6 @@ class VllmProcess:
       program: the `vllm` program in its own environment.
       folder: the model, tokenizer included.
       max_len: maximum tokens per trajectory.
-      dtype: dtype of the computations.
-      flags: further `vllm serve` flags.
       start_s: maximum seconds until an answer.
 
     Raises:

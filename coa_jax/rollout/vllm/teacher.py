@@ -22,7 +22,6 @@ class ServerTeacher:
     """Connects to the server.
 
     Args:
-      url: the server's address.
       max_len: maximum tokens per trajectory, hint included.
       vocab_size: the policy's.
 

@@ -21,14 +21,7 @@ PROBE = 128  # maximum tokens in `score`
 def score(
   model: ModelConfig, partitioner: Partitioner, view: Any, ids: Sequence[int]
 ) -> np.ndarray:
-  """Returns each id's log-prob (nats, temperature 1), except the first's.
-
-  Args:
-    model: the architecture.
-    partitioner: the view's.
-    view: the decoding weights.
-    ids: the row, at most `PROBE` ids.
-  """
+  """Returns log-probs (nats, temperature 1) of all but the first of up to PROBE ids."""
   # All rows have one length: one program is compiled.
   tokens_BT = np.zeros((1, PROBE), np.int32)
   tokens_BT[:, : len(ids)] = ids

@@ -27,7 +27,6 @@ def localized(value: Any, cache: str) -> Any:
   """Fetches every gs:// and s3:// address in a value; returns the copies' paths.
 
   Args:
-    value: a string; any other value is returned unchanged.
     cache: the folder for copies. An existing copy is fetched again only if the objects
       have changed.
 

@@ -153,8 +153,6 @@ class Bucket:
     """Writes a file's current contents to an object.
 
     Args:
-      path: the file's path.
-      name: the object's name.
       seen: the object's required state: None for a missing object, True for any.
 
     Raises:
@@ -191,25 +189,18 @@ class Bucket:
     if "" in objects and len(objects) > 1:
       raise BucketError(f"{self.uri}: is an object and a folder of objects")
 
+    def read(name: str, path: str) -> None:
+      self._fs.get_file(self._path(name), path)
+      size = os.path.getsize(path)
+      if size != objects[name].size:
+        raise EOFError(f"{size} of {objects[name].size} bytes came")
+
     def get(name: str) -> None:
       path = path_below(folder, name, self.uri) if name else folder
-      self.get(name, path, objects[name].size)
+      os.makedirs(os.path.dirname(path), exist_ok=True)
+      self._tried(read, name, path)
 
     at_once(get, objects)
-
-  def get(self, name: str, path: str, size: int) -> None:
-    """Reads an object into a file; see `get_all` for untrusted names.
-
-    Checks the file's size; makes the folders above `path`.
-    """
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-
-    def read() -> None:
-      self._fs.get_file(self._path(name), path)
-      if os.path.getsize(path) != size:
-        raise EOFError(f"{os.path.getsize(path)} of {size} bytes came")
-
-    self._tried(read)
 
   def _path(self, name: str) -> str:
     return f"{self._root}/{name}" if name else self._root
