@@ -142,11 +142,6 @@ class Tokenizer:
     """One more than the largest id."""
     return self._trusted.get_vocab_size(with_added_tokens=True)
 
-  @property
-  def pad_id(self) -> int:
-    """An id for padding; lengths, not this id, mark the padding."""
-    return self.hf.pad_token_id or 0
-
   @functools.cached_property
   def end_id(self) -> int | None:
     """An answer's last id, at which `generate` and `vllm serve` stop.

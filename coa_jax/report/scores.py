@@ -329,15 +329,12 @@ def summary(
       out["ci95"][name] = interval(values, under)
     else:
       out["ci95"][name] = proportion_interval(values, under)
-  out |= _calibration(tasks)
+  error = calibration_error(tasks)
+  if error is not None:
+    out["calibration_error"] = error
   out["status"] = {s.value: status[s.value] for s in Status}
   out["tasks"] = len(tasks)
   return out
-
-
-def _calibration(tasks: Sequence[Sequence[Scored]]) -> dict[str, float]:
-  error = calibration_error(tasks)
-  return {} if error is None else {"calibration_error": error}
 
 
 def calibration_error(
