@@ -320,25 +320,11 @@ class Tokenizer:
 
   def _encode(self, parts: Sequence[_Part]) -> list[list[int]]:
     """Encodes each text, one batch per kind: the tokenizer is multi-threaded."""
-    # --- Split the texts by kind.
-    trusted = []
-    untrusted = []
-    for text, is_trusted in parts:
-      if is_trusted:
-        trusted.append(text)
-      else:
-        untrusted.append(text)
-
-    # --- Their ids, in input order.
-    ids_of_trusted = iter(self._ids(self._trusted, trusted))
-    ids_of_untrusted = iter(self._ids(self._untrusted, untrusted))
-    out = []
-    for _, is_trusted in parts:
-      if is_trusted:
-        out.append(next(ids_of_trusted))
-      else:
-        out.append(next(ids_of_untrusted))
-    return out
+    encoded = {}
+    for kind, tokenizer in ((True, self._trusted), (False, self._untrusted)):
+      texts = [text for text, is_trusted in parts if is_trusted == kind]
+      encoded[kind] = iter(self._ids(tokenizer, texts))
+    return [next(encoded[is_trusted]) for _, is_trusted in parts]
 
   def encode_trajectory(self, trajectory: Trajectory) -> None:
     """Fills the segments' missing ids, in place.
