@@ -153,7 +153,7 @@ def run() -> dict[str, Any]:
   return {"table": rows, "ratios": bench.ratios(rows, ["size"], figures)}
 
 
-NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
+NOTE = "Float32, rows of 1,024 tokens; medians of interleaved rounds; peak: ru_maxrss."
 
 if __name__ == "__main__":
   run_program(bench.program(run, "SFT step", _COLUMNS, NOTE))
