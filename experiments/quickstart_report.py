@@ -28,7 +28,7 @@ from coa_jax.report.cost import (
   instruction_tokens,
 )
 from coa_jax.report.metrics import duration, read_metrics, write_json
-from coa_jax.report.tables import Table, rich_table
+from coa_jax.report.tables import Table
 from coa_jax.report.viewer import write_page
 
 FIGURES = {
@@ -104,7 +104,7 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   # --- Show them.
   tables = _tables(results)
   for t in tables:
-    rich.print(rich_table(t))
+    rich.print(t)
   print(_saved(results["cost"]))
   path = os.path.abspath(os.path.join(workdir, "report.html"))
   _write_page(path, workdir, results, tables)

@@ -152,8 +152,9 @@ def ended(
 
 
 def whole_lines(path: pathlib.Path) -> list[str]:
-  """The lines of a growing file but the last one, which may be incomplete."""
-  return path.read_text().splitlines(keepends=True)[:-1] if path.exists() else []
+  """The complete lines of a growing file; [] without a file."""
+  lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+  return [line for line in lines if line.endswith("\n")]
 
 
 def reached(workdir: pathlib.Path) -> int:

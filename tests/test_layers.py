@@ -31,7 +31,7 @@ BELOW = {
   "heartbeat": set(),
   "compiling": {"heartbeat"},
   "processes": set(),
-  "bucket": {"lock"},
+  "bucket": {"lock", "manifest"},
   "config": set(),
   "record": {"bucket", "config", "lock"},
   "protocol": set(),

@@ -132,7 +132,7 @@ class Sandbox:
       memory_mb: MiB for the session; None for the sandbox's default.
       cpu_s: CPU seconds for the session; None for ten times `timeout_s`.
       wait_s: seconds to wait for a slot (held until the session ends); None waits
-        without a limit; not for `remote` (set in its config).
+        without a limit; `remote` ignores it (its config sets the wait).
       lease_s: idle seconds before the session is closed.
       seed: as in `run`, set once at the start.
       clock_s: as in `run`.
@@ -153,7 +153,6 @@ class Sandbox:
       wall_s=timeout_s, cpu_s=cpu_s, memory_mb=memory_mb, seed=seed, clock_s=clock_s
     )
 
-    # --- For a service, its config sets the wait.
     if isinstance(self._pool, RemotePool):
       return self._pool.session(limits, lease_s)
     return self._pool.session(limits, wait_s, lease_s)

@@ -22,7 +22,7 @@ import httpx
 
 from tools_sandbox.faults import ToolFault, Unavailable
 
-_REFUSES_CONTENT = (400, 413, 415, 422)
+REFUSES_REQUEST = (400, 413, 415, 422)
 _PASSING = (408, 409, 429)  # temporary, as are 500 and above
 _MAX_BYTES = 16_000_000  # of a reply
 _JSON = {"content-type": "application/json"}
@@ -224,7 +224,7 @@ class Service:
       return self.send(body, seconds, read)[0]
     except NoReply as e:
       message = e.faults[-1].message  # our words: a model reads them
-      if e.refusal in _REFUSES_CONTENT:
+      if e.refusal in REFUSES_REQUEST:
         raise ToolFault(f"{self._name} refuses the request ({message})") from None
       raise self.broken(message) from None
 

@@ -38,7 +38,7 @@ from coa_jax.data.tasks.sources import TasksConfig, select_tasks
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import iter_trajectories, write_jsonl
 from coa_jax.report.metrics import say, write_json
-from coa_jax.report.tables import Table, cell, html_table, markdown_table, rich_table
+from coa_jax.report.tables import Table, cell, html_table, markdown_table
 from coa_jax.runtime.config import ConfigError
 from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object
@@ -259,7 +259,7 @@ def main(words: list[str]) -> None:
     "rows": rows,
   }
   write_table(workdir, table, card)
-  rich.print(rich_table(table))
+  rich.print(table)
 
 
 def _define_flags() -> None:

@@ -31,9 +31,9 @@ from absl import flags
 
 from coa_jax.cli.compare_cost import print_costs
 from coa_jax.cli.launch import run_program
-from coa_jax.report.metrics import METRICS_FILE, read_all_metrics
+from coa_jax.report.metrics import METRICS_FILE, read_metrics
 from coa_jax.report.plots import seed_curves
-from coa_jax.report.tables import Table, cell, rich_table
+from coa_jax.report.tables import Table, cell
 from coa_jax.report.viewer import write_page
 from coa_jax.runtime.config import ConfigError, nearest
 from coa_jax.runtime.json_io import read_object
@@ -107,7 +107,7 @@ def read(path: str) -> Run:
     }
   log = []
   if os.path.exists(os.path.join(path, METRICS_FILE)):
-    log = read_all_metrics(path)
+    log = read_metrics(path)
   return Run(path, dict(_flat(config)), results, log)
 
 
@@ -288,7 +288,7 @@ def compare(
   for stage, members in stages.items():
     groups = group(members)
     tables.append(table(groups, figures, f"Runs of {stage}"))
-    rich.print(rich_table(tables[-1]))
+    rich.print(tables[-1])
     drawn |= figures_of(groups, curves, stage)
   unfinished = [run.path for run in runs if not run.results]
   if unfinished:

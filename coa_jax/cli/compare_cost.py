@@ -18,7 +18,6 @@ from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report.cost import cost, cost_tables, instruction_tokens
 from coa_jax.report.metrics import write_json
-from coa_jax.report.tables import rich_table
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.runtime.config import read_config
 from coa_jax.runtime.record import read_run
@@ -111,7 +110,7 @@ def print_costs(multi: str, single: str, out: str = "") -> None:
     if results[name] is not None:
       for table in cost_tables(results[name]):
         title = f"{table.title}, tokens as {name}"
-        rich.print(rich_table(dataclasses.replace(table, title=title)))
+        rich.print(dataclasses.replace(table, title=title))
   rich.print(*results["notes"], sep="\n")
   if out:
     write_json(out, results)

@@ -117,7 +117,7 @@ def read_class(stage: str) -> type:
 
 
 def reference() -> str:
-  """Returns the text of docs/config.md: all stages, a shared section only once."""
+  """Returns the text of docs/config.md: all stages, equal sections only once."""
   lines = [
     "# Every field of every config",
     "",
@@ -135,17 +135,32 @@ def reference() -> str:
       above = field.path.rpartition(".")[0] or f"{_WHOLE}{stage}"
       sections.setdefault(above, {}).setdefault(field, []).append(stage)
 
-  # --- A table for each section.
+  # --- A table for each section; a later section with the same rows refers to it.
+  tables: dict[tuple[str, ...], str] = {}
   for above, fields in sections.items():
     all_readers = sorted({name for readers in fields.values() for name in readers})
     lines += [f"## {above}", ""]
     if not above.startswith(_WHOLE):
       lines += [f"Of {', '.join(all_readers)}.", ""]
-    lines += ["| field | values | default | meaning |", "|---|---|---|---|"]
-    for field, readers in fields.items():
-      lines.append(_row(field, [] if sorted(readers) == all_readers else readers))
-    lines.append("")
+    rows = tuple(
+      _row(field, [] if sorted(readers) == all_readers else readers)
+      for field, readers in fields.items()
+    )
+    same = tables.setdefault(rows, above)
+    if same == above:
+      lines += [
+        "| field | values | default | meaning |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+      ]
+    else:
+      lines += [f"The fields of [{same}](#{_anchor(same)}).", ""]
   return "\n".join(lines).rstrip()
+
+
+def _anchor(chapter: str) -> str:
+  return chapter.replace(".", "").lower()
 
 
 def _row(field: Field, readers: list[str]) -> str:
@@ -156,7 +171,7 @@ def _row(field: Field, readers: list[str]) -> str:
     meaning = f"({', '.join(readers)}) {meaning}"
   if field.section:
     chapter = f"{field.path}.NAME" if field.kind == _SECTIONS_BY_NAME else field.path
-    name = f"[{name}](#{chapter.replace('.', '').lower()})"
+    name = f"[{name}](#{_anchor(chapter)})"
   default = f"`{field.default}`" if field.default else ""
   if not field.section and not field.default:
     default = "required"

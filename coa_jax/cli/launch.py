@@ -19,7 +19,7 @@ from coa_jax.cli.config_help import explain, reference
 from coa_jax.cli.shards import read_shard, run_shard
 from coa_jax.cli.streams import outlive_readers
 from coa_jax.data.teacher.backend import InfrastructureError, RefusedError
-from coa_jax.report.tables import Table, rich_table
+from coa_jax.report.tables import Table
 from coa_jax.runtime import disk, heartbeat
 from coa_jax.runtime.bucket import inputs
 from coa_jax.runtime.bucket.objects import Bucket, is_uri
@@ -122,7 +122,7 @@ def launch(
     results, is_all = _run_stage(stage, config, config_class, logs)
     if tables and is_all and not flags.FLAGS.json:
       for table in tables(results):
-        rich.print(rich_table(table))
+        rich.print(table)
     else:
       show(results)
 

@@ -32,7 +32,7 @@ from coa_jax.data.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.plan.rl import DevConfig
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.report.tables import Table, rich_table
+from coa_jax.report.tables import Table
 from coa_jax.rewards.code.tests import read_tests
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import Grader, RewardConfig
@@ -119,7 +119,7 @@ def check(settings: TasksCheckConfig) -> None:
     # --- Counts and samples.
     for name, found in sections.items():
       print(f"{name}:")
-      rich.print(rich_table(table_of(found, grader)))
+      rich.print(table_of(found, grader))
       for task in found[:_SAMPLES]:
         answers = " | ".join(task.answers)
         print(f"\n{task.id}\n  {task.question.strip()[:300]}\n  -> {answers[:200]}")

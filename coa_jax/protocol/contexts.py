@@ -75,7 +75,8 @@ def leave_context(
 
   Returns:
     The next context: the prompt, the other segments as `Author.CARRIED`, and the new
-    observation, which moves out of the last context. None if the last context goes on.
+    observation, which moves out of the last context. None if the last context
+    continues.
   """
   if not config.is_full(trajectory):
     return None

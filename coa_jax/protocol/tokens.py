@@ -142,11 +142,6 @@ class Tokenizer:
     """One more than the largest id."""
     return self._trusted.get_vocab_size(with_added_tokens=True)
 
-  @property
-  def pad_id(self) -> int:
-    """An id for padding; lengths, not this id, mark the padding."""
-    return self.hf.pad_token_id or 0
-
   @functools.cached_property
   def end_id(self) -> int | None:
     """An answer's last id, at which `generate` and `vllm serve` stop.
@@ -325,25 +320,11 @@ class Tokenizer:
 
   def _encode(self, parts: Sequence[_Part]) -> list[list[int]]:
     """Encodes each text, one batch per kind: the tokenizer is multi-threaded."""
-    # --- Split the texts by kind.
-    trusted = []
-    untrusted = []
-    for text, is_trusted in parts:
-      if is_trusted:
-        trusted.append(text)
-      else:
-        untrusted.append(text)
-
-    # --- Their ids, in input order.
-    ids_of_trusted = iter(self._ids(self._trusted, trusted))
-    ids_of_untrusted = iter(self._ids(self._untrusted, untrusted))
-    out = []
-    for _, is_trusted in parts:
-      if is_trusted:
-        out.append(next(ids_of_trusted))
-      else:
-        out.append(next(ids_of_untrusted))
-    return out
+    encoded = {}
+    for kind, tokenizer in ((True, self._trusted), (False, self._untrusted)):
+      texts = [text for text, is_trusted in parts if is_trusted == kind]
+      encoded[kind] = iter(self._ids(tokenizer, texts))
+    return [next(encoded[is_trusted]) for _, is_trusted in parts]
 
   def encode_trajectory(self, trajectory: Trajectory) -> None:
     """Fills the segments' missing ids, in place.

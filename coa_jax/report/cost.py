@@ -63,8 +63,8 @@ REDUCTIONS = {
 }
 INSTRUCTED = (
   "The team's agents read their instructions at every call. As played, the one model "
-  "reads what it was trained with, perhaps none; with instructions on both sides its "
-  "prompt tells it every role and tool, once a task."
+  "has the prompt of its training, perhaps none; with instructions on both sides its "
+  "prompt describes every role and tool, once a task."
 )
 
 

@@ -64,69 +64,70 @@ RULES = {
   "reward_variance_share": Rule(
     0.02,
     False,
-    "tasks are all too easy or all too hard for it (see `reward`): choose others "
-    "(coa tasks), raise algo.sampling.samples or .temperature",
+    "nearly all tasks are too easy or too hard (see `reward`): select others (coa "
+    "tasks), raise algo.sampling.samples or .temperature",
   ),
   "entropy": Rule(
     0.001,
     False,
-    f"it hardly explores any more: {_EXPLORE}",
+    f"too little exploration: {_EXPLORE}",
   ),
   "entropy_": Rule(
     0.02,
     False,
-    f"this role has collapsed: {_EXPLORE}",
+    f"collapse of this role: {_EXPLORE}",
     relative=True,
   ),
   "tokens_per_trajectory": Rule(
     2.5,
     True,
-    "lengths explode: reward.shaping.overlong, or algo.loss.advantage=dr_grpo",
+    "growing lengths: set reward.shaping.overlong, or algo.loss.advantage=dr_grpo",
     relative=True,
   ),
   "truncated_share": Rule(
     0.5,
     True,
-    "most rollouts end unfinished: raise rollout.max_len, or reward.shaping.overlong",
+    "many unfinished rollouts: raise rollout.max_len, or set reward.shaping.overlong",
   ),
   "repeated_share": Rule(
     0.7,
     True,
-    f"it repeats itself: reward.shaping.repetition, {_LOWER_LR}",
+    f"repetition: set reward.shaping.repetition, {_LOWER_LR}",
   ),
   "calls_per_trajectory": Rule(
     0.2,
     False,
-    "it no longer asks its tools: see whether their calls fail (`failed_calls_tool`, "
-    f"`failed_calls_infrastructure`) or cost too much (reward.shaping), {_LOWER_LR}",
+    "few tool calls: look for failed calls (`failed_calls_tool`, "
+    f"`failed_calls_infrastructure`) and their cost (reward.shaping), {_LOWER_LR}",
     relative=True,
   ),
   "logp_diff_share": Rule(
     0.05,
     True,
-    "sampler and learner disagree: compute more precisely (model.dtype), or correct "
-    "with algo.loss.is_clip",
+    "sampler and learner differ: raise the precision (model.dtype), or correct with "
+    "algo.loss.is_clip",
     on_policy=True,
   ),
   "ratio_outlier_share": Rule(
     0.01,
     True,
-    f"the policy has moved far from what sampled: fewer algo.batch.epochs, "
-    f"{_LOWER_LR}, or algo.loss.is_clip",
+    "the policy is far from the sampler's: lower algo.batch.epochs, "
+    f"{_LOWER_LR}, or set algo.loss.is_clip",
     on_policy=True,
   ),
   "removed_mass": Rule(
     0.2,
     True,
-    "it lives by the grammar's mask and has not learnt the protocol: more SFT, or "
-    "rollout.constrain=False with a reward for the format",
+    "only the grammar's mask keeps the protocol: more SFT, or rollout.constrain=False "
+    "with a reward for the format",
   ),
   "infrastructure_share": Rule(
     0.25,
     True,
-    "tools or judges are down: see the calls' errors in trajectories/",
+    "unavailable tools or judges: see the calls' errors in trajectories/",
   ),
 }
+_LIMITS = {metric: rule.limit for metric, rule in RULES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +153,7 @@ class WatchConfig:
 
   stop: bool = False
   patience: int = bounded(5, least=1)
-  limits: dict[str, float] = dataclasses.field(
-    default_factory=lambda: {metric: rule.limit for metric, rule in RULES.items()}
-  )
+  limits: dict[str, float] = dataclasses.field(default_factory=lambda: dict(_LIMITS))
 
   def __post_init__(self):
     check_fields(self)
@@ -163,8 +162,7 @@ class WatchConfig:
         raise ValueError(f"limits has no metric {metric!r}{nearest(metric, RULES)}")
       if not 0 <= limit < math.inf:
         raise ValueError(f"limits.{metric} is {limit}; it must be at least 0")
-    defaults = {metric: rule.limit for metric, rule in RULES.items()}
-    object.__setattr__(self, "limits", defaults | self.limits)
+    object.__setattr__(self, "limits", _LIMITS | self.limits)
 
 
 class HealthMonitor:
@@ -266,27 +264,18 @@ class HealthMonitor:
         return []
       limit *= sum(first) / patience
       limit_text += f" times its first {sum(first) / patience:.4g}"
-    if rule.above:
-      beyond = value > limit
-      where = "above"
-    else:
-      beyond = value < limit
-      where = "below"
+    beyond = value > limit if rule.above else value < limit
 
     # One limit may cover several metrics, one per role: each has its own count.
-    if beyond:
-      self._beyond[name] += 1
-    else:
-      self._beyond[name] = 0
+    self._beyond[name] = self._beyond[name] + 1 if beyond else 0
     count = self._beyond[name]
     if count < patience:
       self._standing.pop(name, None)
       return []
 
     # --- The fault, its size, and the usual remedy.
-    steps = "this step"
-    if count > 1:
-      steps = f"{count} steps in a row"
+    where = "above" if rule.above else "below"
+    steps = f"{count} steps in a row" if count > 1 else "this step"
     text = f"{name} is {value:.4g}, {where} {limit_text}, {steps}; {rule.remedy}"
     # The report stands, with its newest numbers, until a value is within the limit, but
     # is returned only once.

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from coa_jax.report import timers
-from coa_jax.report.tables import rich_table
 from coa_jax.report.tracking import LogConfig, Tracking
 from coa_jax.runtime import heartbeat
 from coa_jax.runtime.disk import atomic_write
@@ -118,7 +117,7 @@ class Metrics:
       say(f"{self.stage}: {self.non_finite} values were NaN or infinite")
     if self._phases.seconds:
       table = self._phases.table(f"{self.stage}: where the time went")
-      self._console.print(rich_table(table))
+      self._console.print(table)
 
   def log(self, step: int, values: dict[str, float], figure: str = "") -> None:
     """Appends one line and updates the progress.
@@ -289,30 +288,25 @@ def resume_log(
   return rows
 
 
-def read_metrics(path: str | os.PathLike[str], stage: str) -> list[dict[str, Any]]:
-  """Reads one stage's lines, in order; non-finite values are None.
+def read_metrics(path: str | os.PathLike[str], stage: str = "") -> list[dict[str, Any]]:
+  """Reads a stage's lines, in order; non-finite values are None.
 
   Skips an incomplete last line, which a killed run may leave.
 
   Args:
     path: the file, or its workdir.
-    stage: the stage.
+    stage: the stage; "" for all.
 
   Raises:
     FileNotFoundError: the file does not exist.
     ValueError: another line is malformed; the message names file and line.
   """
-  return [row for row in read_all_metrics(path) if row["stage"] == stage]
-
-
-def read_all_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Reads the lines of all stages; `path` and errors are as in `read_metrics`."""
   path = os.fspath(path)
   if os.path.isdir(path):
     path = os.path.join(path, METRICS_FILE)
   if not os.path.exists(path):
     raise FileNotFoundError(f"no metrics at {path}")
-  return _read_lines(path)
+  return [row for row in _read_lines(path) if stage in ("", row["stage"])]
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

@@ -274,9 +274,9 @@ def summary(
     attempts if there are any, else sampled), `malformed_rate` (per attempted call) and
     `protocol_ok` (per attempt, greedy and sampled); `ci95`, figure -> [low, high], by
     `interval` for means per task and by `proportion_interval` for all others;
-    `calibration_error`, if a judge read confidences;
-    `status`, name -> number of attempts; `tasks`, the number of tasks with graded
-    attempts. A figure without data is None.
+    `calibration_error`, if a judge read confidences; `status`, name -> number of
+    attempts; `tasks`, the number of tasks with graded attempts. A figure without data
+    is None.
   """
   # --- Attempts that count for the model, by task.
   greedy = [scored(t, tools) for t in greedy]
@@ -320,24 +320,19 @@ def summary(
   # --- The record: each figure and its interval.
   out: dict[str, Any] = {"ci95": {}}
   for name, values in by_figure.items():
-    under: list[float] = [1] * len(values)
-    if name == "malformed_rate":
-      under = call_counts
+    under = call_counts if name == "malformed_rate" else [1.0] * len(values)
     total = sum(under)
     out[name] = sum(values) / total if total else None
     if name.endswith("_per_task"):  # a count; all others are proportions
       out["ci95"][name] = interval(values, under)
     else:
       out["ci95"][name] = proportion_interval(values, under)
-  out |= _calibration(tasks)
+  error = calibration_error(tasks)
+  if error is not None:
+    out["calibration_error"] = error
   out["status"] = {s.value: status[s.value] for s in Status}
   out["tasks"] = len(tasks)
   return out
-
-
-def _calibration(tasks: Sequence[Sequence[Scored]]) -> dict[str, float]:
-  error = calibration_error(tasks)
-  return {} if error is None else {"calibration_error": error}
 
 
 def calibration_error(

@@ -16,7 +16,10 @@ import rich.text
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """A table's rows and columns.
+  """A table's rows and columns; `rich.print` shows it.
+
+  On a terminal cells wrap between words. Columns that still do not fit go into further
+  tables below; each repeats the first column.
 
   `columns`: row key -> column heading, in order.
   """
@@ -25,6 +28,19 @@ class Table:
   rows: Sequence[Mapping[str, Any]]
   columns: Mapping[str, str]
   note: str = ""
+
+  def __rich_console__(
+    self, console: rich.console.Console, options: rich.console.ConsoleOptions
+  ) -> rich.console.RenderResult:
+    """Yields the title, the parts and the note, each at the console's width."""
+    columns = []
+    for key, heading in self.columns.items():
+      columns.append([heading, *(cell(row.get(key)) for row in self.rows)])
+    yield rich.text.Text(self.title, "bold")
+    for part in _parts(columns, options.max_width):
+      yield _fitted(part, options.max_width)
+    if self.note:
+      yield rich.text.Text(self.note, "italic dim")
 
 
 def cell(value: Any) -> str:
@@ -58,31 +74,6 @@ def markdown_table(
   for cells in lines:
     out += "| " + " | ".join(cells) + " |\n"
   return out
-
-
-@dataclasses.dataclass(frozen=True)
-class _TerminalTable:
-  """A table that fits a terminal of any width and breaks no word.
-
-  Cells wrap between words. Columns that still do not fit go into further tables below;
-  each repeats the first column.
-  """
-
-  table: Table
-
-  def __rich_console__(
-    self, console: rich.console.Console, options: rich.console.ConsoleOptions
-  ) -> rich.console.RenderResult:
-    """Yields the title, the parts and the note, each at the console's width."""
-    table = self.table
-    columns = []
-    for key, heading in table.columns.items():
-      columns.append([heading, *(cell(row.get(key)) for row in table.rows)])
-    yield rich.text.Text(table.title, "bold")
-    for part in _parts(columns, options.max_width):
-      yield _fitted(part, options.max_width)
-    if table.note:
-      yield rich.text.Text(table.note, "italic dim")
 
 
 _WORD = re.compile(r"\([^)]{1,20}\)|\S+")
@@ -128,11 +119,6 @@ def _fitted(columns: list[list[str]], width: int) -> rich.table.Table:
     # Text objects, for rich reads [word] in a string as markup.
     out.add_row(*map(rich.text.Text, row))
   return out
-
-
-def rich_table(table: Table) -> rich.console.RenderableType:
-  """Makes a table for a terminal; print it with `rich.print`."""
-  return _TerminalTable(table)
 
 
 def html_table(table: Table) -> str:

@@ -17,18 +17,18 @@ RATE = "_tokens_per_second"
 OTHER = "other"
 # Phase -> meaning, in the order of tables and figures.
 PHASES = {
-  "data": "rows of tokens",
-  "sync": "weights to the sampler",
+  "data": "making rows of tokens",
+  "sync": "weight transfer to the sampler",
   "decode": "the sampler's programs",
   "tools": "waiting for tools",
   "host": "between the sampler's programs: episodes, parsing, grading",
-  "rollout": "waiting for rollouts that run beside the learner",
+  "rollout": "waiting for concurrent rollouts",
   "learn": "gradients and optimizer",
   "step": "gradients and optimizer",
   "eval": "loss of held-out trajectories",
   "dev": "evaluation by rollouts",
   "save": "checkpoints and records",
-  OTHER: "the host, all else",
+  OTHER: "the rest, on the host",
 }
 _WIDTH = 78  # characters per line
 
@@ -76,15 +76,17 @@ class StepTimer:
 
 def seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
   """Reads seconds by phase from a metrics row, in the order of PHASES."""
-  by_phase = {}
-  for name, value in row.items():
-    if name.startswith(SECONDS) and value is not None:
-      by_phase[name.removeprefix(SECONDS)] = float(value)
-  out = {}
-  for name in PHASES:
-    if name in by_phase:
-      out[name] = by_phase.pop(name)
-  return out | by_phase  # phases of other versions come last
+  by_phase = {
+    name.removeprefix(SECONDS): float(value)
+    for name, value in row.items()
+    if name.startswith(SECONDS) and value is not None
+  }
+  return _ordered(by_phase)
+
+
+def _ordered(by_phase: Mapping[str, float]) -> dict[str, float]:
+  """Returns the phases in the order of PHASES; those of other versions come last."""
+  return {name: by_phase[name] for name in (*PHASES, *by_phase) if name in by_phase}
 
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -130,18 +132,17 @@ class PhaseTotals:
     """Makes a table with a row for each phase above 0 seconds."""
     total = sum(self.seconds.values())
     rows = []
-    for name, seconds in self.seconds.items():
+    for name, seconds in _ordered(self.seconds).items():
       if seconds <= 0:
         continue
-      row = {"phase": name, "what": PHASES.get(name, ""), "seconds": seconds}
-      row["share"] = f"{seconds / total:.1%}"
-      row["rate"] = None
-      if self._tokens[name]:
-        row["rate"] = self._tokens[name] / seconds
-      rows.append(row)
-    # In the order of PHASES, not by seconds; phases of other versions come last.
-    order = list(PHASES)
-    order += self.seconds.keys() - PHASES.keys()
-    rows.sort(key=lambda row: order.index(row["phase"]))
+      rows.append(
+        {
+          "phase": name,
+          "what": PHASES.get(name, ""),
+          "seconds": seconds,
+          "share": f"{seconds / total:.1%}",
+          "rate": self._tokens[name] / seconds or None,
+        }
+      )
     columns = {"phase": "phase", "seconds": "seconds", "share": "share"}
     return Table(title, rows, {**columns, "rate": "tokens/s", "what": "what"})

@@ -13,7 +13,6 @@ import concurrent.futures
 import dataclasses
 import difflib
 import functools
-import importlib
 import logging
 import numbers
 import os
@@ -32,7 +31,7 @@ from coa_jax.rewards.code.tests import read_tests
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.rewards.judge import Judge, JudgeConfig
 from coa_jax.rewards.shaping import ShapingConfig
-from coa_jax.runtime.fields import bounded, check_fields, choice
+from coa_jax.runtime.fields import bounded, check_fields, choice, import_named
 
 GRADERS = ("qa", "gaia", "math", "math_verify", "code", "judge")
 # Training rules for a `|`-joined answer: which parts must be right, or their F1.
@@ -349,13 +348,7 @@ class _Custom:
       ValueError: the module or function does not exist.
     """
     self._path = path
-    module, _, name = path.partition(":")
-    try:
-      self._function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
-      raise ValueError(f"reward.graders: {path!r} cannot be imported: {e}") from e
-    if not callable(self._function):
-      raise ValueError(f"reward.graders: {path!r} is no function")
+    self._function = import_named(path, "reward.graders:")
 
   def __call__(self, task: Task, answer: str | None, trajectory: Trajectory) -> Graded:
     where = f"reward function {self._path} on task {task.id!r}"

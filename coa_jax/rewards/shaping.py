@@ -13,7 +13,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Trajectory
-from coa_jax.runtime.fields import check_fields, choice
+from coa_jax.runtime.fields import bounded, check_fields, choice
 
 FORMATS = ("product", "weighted", "none")
 # The maximum total tool cost: below 1, so a right answer is worth any number of calls.
@@ -45,14 +45,13 @@ class RepetitionConfig:
   """Config section `reward.shaping.repetition`.
 
   Attributes:
-    weight: the penalty if a tool call, think or plan is written twice (the released
+    weight: subtracted if a tool call, think or plan is written twice (the released
       web agent's term).
   """
 
-  weight: float = 0.5
+  weight: float = bounded(0.5, above=0)
 
   def __post_init__(self):
-    _check_weight(self.weight, "repetition")
     check_fields(self)
 
 
@@ -61,21 +60,15 @@ class ToolCostConfig:
   """Config section `reward.shaping.tool_cost`.
 
   Attributes:
-    per_call: penalty per call, at most 0.5; all calls together cost at most 0.5.
+    per_call: subtracted for each call; all calls together cost at most 0.5.
     by_turn: True charges calls made at once only once: the longest chain of calls.
   """
 
-  per_call: float
+  per_call: float = bounded(above=0, most=MAX_TOOL_COST)
   by_turn: bool = False
 
   def __post_init__(self):
-    _check_weight(self.per_call, "tool_cost", "per_call")
     check_fields(self)
-    if self.per_call > MAX_TOOL_COST:
-      raise ValueError(
-        f"per_call is {self.per_call}; it must be at most {MAX_TOOL_COST}, the cost of "
-        "all calls"
-      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +101,6 @@ class ShapingConfig:
         f"format_weight={self.format_weight:g} and format={self.format!r}: the format "
         "would count twice or not at all; format_weight belongs to format='weighted'"
       )
-
-
-def _check_weight(value: float, name: str, field: str = "weight") -> None:
-  if value <= 0:
-    raise ValueError(
-      f"{field}={value:g} must be above 0 (it is subtracted); leave {name} out for none"
-    )
 
 
 def correctness(config: ShapingConfig, parts: dict[str, float]) -> float:
@@ -169,18 +155,14 @@ def overlong(config: OverlongConfig, trajectory: Trajectory) -> float:
 
 def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
   """The repetition term; see `RepetitionConfig`."""
-  own = [s for s in trajectory.segments if s.author == Author.POLICY]
   # A repeated call, thought or plan, ignoring blanks. No other span counts: giving the
   # same score twice is not repetition.
   spans = [(call.name, call.arguments) for call in trajectory.calls]
-  spans += [(s.role, s.text) for s in own if s.role in (roles.THINK, roles.PLAN)]
-  seen: set[tuple[str, str]] = set()
-  for role, text in spans:
-    span = (role, " ".join(text.split()))
-    if span in seen:
-      return -config.weight
-    seen.add(span)
-  return 0.0
+  for segment in trajectory.segments:
+    if segment.author == Author.POLICY and segment.role in (roles.THINK, roles.PLAN):
+      spans.append((segment.role, segment.text))
+  different = {(role, " ".join(text.split())) for role, text in spans}
+  return -config.weight if len(different) < len(spans) else 0.0
 
 
 def tool_cost(config: ToolCostConfig, trajectory: Trajectory) -> float:

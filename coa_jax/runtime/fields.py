@@ -11,9 +11,31 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
+
+# `module:name`, a config's way to name a user's function or class.
+PYTHON_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+
+
+def import_named(path: str, field: str) -> Any:
+  """Imports a user's function or class, given as `module:name`.
+
+  Raises:
+    ValueError: it does not exist or cannot be called; the message begins with `field`.
+  """
+  module, _, name = path.partition(":")
+  try:
+    found = getattr(importlib.import_module(module), name)
+  except Exception as e:  # a user's module may raise anything
+    message = f"{field} {path!r} cannot be imported: {type(e).__name__}: {e}"
+    raise ValueError(message) from e
+  if not callable(found):
+    raise ValueError(f"{field} {path!r} is no function")
+  return found
 
 
 def bounded(

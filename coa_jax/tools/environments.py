@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
 import json
 import math
-import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from coa_jax.protocol.tool_bodies import parse_function_call
 from coa_jax.protocol.tools import FUNCTION_TAG
-from coa_jax.runtime.fields import check_fields
+from coa_jax.runtime.fields import PYTHON_PATH, check_fields, import_named
 from coa_jax.tools.code_session import SandboxSession
 from tools_sandbox.faults import BadCall, SessionEnded, ToolFault, Unavailable
 from tools_sandbox.jail.wire import Verdict
 
 _RESERVED = ("reset", "reward", "close")
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
 class Environment(Protocol):
@@ -64,7 +61,7 @@ class EnvironmentConfig:
 
   def __post_init__(self):
     check_fields(self)
-    if not _PATH.fullmatch(self.path):
+    if not PYTHON_PATH.fullmatch(self.path):
       raise ValueError(f"environment.path {self.path!r} must be module:Class")
     if not self.functions:
       raise ValueError("environment.functions is empty; the policy could call nothing")
@@ -82,11 +79,7 @@ def load_class(config: EnvironmentConfig) -> type:
   Raises:
     ValueError: the module or class does not exist, or lacks a function.
   """
-  module, _, name = config.path.partition(":")
-  try:
-    found = getattr(importlib.import_module(module), name)
-  except Exception as e:  # a user's module may raise anything
-    raise ValueError(f"environment {config.path!r}: {type(e).__name__}: {e}") from e
+  found = import_named(config.path, "environment")
   for name in config.functions:
     if not callable(getattr(found, name, None)):
       raise ValueError(f"environment {config.path!r} has no method {name}")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import json
-import re
 from collections.abc import Iterable, Mapping
 
 from coa_jax.protocol.tool_bodies import parse_function_call
+from coa_jax.runtime.fields import PYTHON_PATH, import_named
 from coa_jax.tools.types import CALL_CONTEXT
 from tools_sandbox.faults import BadCall, Unavailable
 from tools_sandbox.mcp_client import McpConfig, McpTool
-
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +34,7 @@ class FunctionTool:
   def __post_init__(self):
     if (self.mcp is None) == (self.function is None):
       raise ValueError("a function tool has either mcp or function")
-    if self.function is not None and not _PATH.fullmatch(self.function):
+    if self.function is not None and not PYTHON_PATH.fullmatch(self.function):
       raise ValueError(f"function {self.function!r} must be module:name")
 
 
@@ -45,13 +42,7 @@ class _Function:
   """A Python function as a tool; a call's content is a JSON object of arguments."""
 
   def __init__(self, path: str):
-    module, _, name = path.partition(":")
-    try:
-      self._function = getattr(importlib.import_module(module), name)
-    except Exception as e:  # a user's module may raise anything
-      raise ValueError(f"function {path!r}: {type(e).__name__}: {e}") from e
-    if not callable(self._function):
-      raise ValueError(f"function {path!r} is no function")
+    self._function = import_named(path, "function")
     signature = inspect.signature(self._function)
     self._takes_context = "context" in signature.parameters
     # The model does not see this parameter, and can not set it.

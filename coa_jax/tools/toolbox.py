@@ -67,9 +67,8 @@ class _Call:
   future: CallFuture = dataclasses.field(default_factory=CallFuture)
 
   def finish(self, status: CallStatus, result: str) -> None:
-    seconds = 0.0
-    if self.began:  # a refused call never began
-      seconds = time.monotonic() - self.began
+    # A refused call never began.
+    seconds = time.monotonic() - self.began if self.began else 0.0
     call = ToolCall(self.name, self.arguments, result, status, seconds)
     self.future.set_result(call)
 
@@ -156,7 +155,7 @@ class Toolbox(Tools):
   def code_session(self) -> CodeSession | None:
     """Returns a session if `tools.session` is on and the sandbox runs `code`."""
     # Programs on an MCP server have no session here.
-    runs_code = _CODE in self._tools and _CODE not in self.config.mcp
+    runs_code = isinstance(self._tools.get(_CODE), CodeTool)
     if not (self.config.session and runs_code):
       return None
     return CodeSession(self._session_ended)
@@ -175,10 +174,7 @@ class Toolbox(Tools):
   def _open_session(self) -> SandboxSession:
     """Opens a sandbox session for an environment."""
     limit = self._limit(FUNCTION_TAG)
-    options: dict[str, Any] = {"timeout_s": limit, "memory_mb": self.config.memory_mb}
-    if self.config.remote is None:  # services have their own `wait_s`
-      options["wait_s"] = limit
-    return self._sandbox.session(**options)
+    return self._sandbox.session(limit, self.config.memory_mb, wait_s=limit)
 
   def _session_ended(self, session: CodeSession) -> None:
     # Its sandbox slot is free for a waiting call.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, parse_code
@@ -276,7 +275,6 @@ class CodeTool(Tool):
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
     self._memory_mb = config.memory_mb
     self._sandbox = sandbox
-    self._local = config.remote is None
 
   def __call__(self, content: str, seconds: float) -> tuple[CallStatus, str]:
     call = parse_code(content)
@@ -319,10 +317,7 @@ class CodeTool(Tool):
     return status, note + text
 
   def _open(self, seconds: float) -> SandboxSession:
-    options: dict[str, Any] = {"timeout_s": seconds, "memory_mb": self._memory_mb}
-    if self._local:  # services have their own `wait_s`
-      options["wait_s"] = seconds
-    return self._sandbox.session(**options)
+    return self._sandbox.session(seconds, self._memory_mb, wait_s=seconds)
 
   def _read(self, result: Result, seconds: float) -> tuple[CallStatus, str]:
     out = result.stdout.strip()

@@ -4,7 +4,6 @@ r"""Compiles an RL run's programs for a TPU slice without one: do they fit, how 
   python -m experiments.bench.compile_check --config=configs/rl_qwen.py \
     --slice=v5p:2x2x4 --config.algo.batch.rows=16 [--slices=2 --config.mesh.data=2] \
     [--model=qwen2.5-7b] [--config.SECTION.FIELD=VALUE] [--list] [--top=N]
-    [--text=FOLDER]
   python -m experiments.bench.compile_check [--cases=REGEX] [--out=FILE]
 
 With a config the command compiles that run's programs as `rl.run` builds them, for one
@@ -36,8 +35,8 @@ rest). Nothing is measured.
 --slice=h100:8 (or h200; up to a host's eight, or whole hosts) compiles for absent GPUs:
 pip install 'jax[cuda13]'. Their compiler estimates no cycles.
 --top=N adds each program's N longest operations, with their place in the model: by
-cycles, on GPUs by traffic at HBM's peak; without kernels. --text keeps the compiled
-programs' text.
+cycles, on GPUs by traffic at HBM's peak; without kernels. XLA writes the compiled
+programs' text if XLA_FLAGS has --xla_dump_to=FOLDER.
 
 The exit status is 1 if a program does not compile or fit. Each program compiles in its
 own process, because the compiler keeps its memory.
@@ -87,7 +86,6 @@ _LIVE = flags.DEFINE_integer(
   "live", 0, "Tokens a slot holds on average; 0 for a quarter of rollout.max_len.", 0
 )
 _LIST = flags.DEFINE_bool("list", False, "Print the programs' names and stop.")
-_TEXT = flags.DEFINE_string("text", "", "Folder to write compiled programs' text to.")
 _TOP = flags.DEFINE_integer("top", 0, "Print so many of the longest operations.", 0)
 _CHILD = flags.DEFINE_string("child", "", "Used by the program itself: one program.")
 
@@ -198,11 +196,6 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
   compiled = program.lower().compile()
   seconds = time.monotonic() - start_time
   text = compiled.as_text()
-  if _TEXT.value:
-    os.makedirs(_TEXT.value, exist_ok=True)
-    file = re.sub(r"\W+", "-", program.name) + ".txt"
-    with open(os.path.join(_TEXT.value, file), "w", encoding="utf-8") as f:
-      f.write(text)
 
   # --- Memory, as the compiler says.
   m = compiled.memory_analysis()
@@ -245,7 +238,6 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "hbm": chip.hbm,
     "temporaries": m.temp_size_in_bytes,
     "needed": program.needed,
-    "xla_bytes": (compiled.cost_analysis() or {}).get("bytes accessed"),
     **dataclasses.asdict(done),
     "collectives": sum(c.count for c in traffic) / program.units,
     "overlapped": sum(c.count for c in traffic if c.overlapped) / program.units,

@@ -35,7 +35,7 @@ import rich
 from absl import flags
 
 from coa_jax.cli.launch import run_program
-from coa_jax.report.tables import Table, rich_table
+from coa_jax.report.tables import Table
 from experiments.bench import peers
 
 # Default time limit per stage, seconds.
@@ -92,7 +92,7 @@ def main() -> None:
     rows = result["rows"]
     columns = {name: name for row in rows for name in row} or {"": "no figures"}
     note = f"{result['ended']}, {result['seconds']:.0f} s; log: {stage}.log"
-    rich.print(rich_table(Table(stage, rows, columns, note)), flush=True)
+    rich.print(Table(stage, rows, columns, note), flush=True)
 
 
 if __name__ == "__main__":

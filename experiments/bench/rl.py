@@ -77,7 +77,7 @@ def measure(
     for latency in latencies:
       # --- Interleaved steps. Later, rounding lets weights diverge, so no check.
       check = None if rows else check_tokens
-      turns = peers.warm_turns(workers, rounds, check, steps=1, latency=latency)
+      turns = peers.warm_turns(workers, rounds, check, latency=latency)
 
       # --- One row per contestant.
       for who, answers in turns.items():

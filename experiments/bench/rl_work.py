@@ -31,9 +31,8 @@ _B2 = 0.95
 _CLIP = 1.0
 _ROWS = 8  # per micro-batch, for all
 
-# (steps, whether tools take time) -> every trajectory's last-turn ids in the last step,
-# and seconds by phase.
-Steps = Callable[[int, bool], tuple[list[list[int]], dict[str, float]]]
+# Whether tools take time -> every trajectory's last-turn ids, and seconds by phase.
+Step = Callable[[bool], tuple[list[list[int]], dict[str, float]]]
 
 
 def make_plan(job: dict[str, Any], latency: bool) -> agentic.TrajectoryPlan:
@@ -84,7 +83,7 @@ def _our_learner(model: Any, job: dict[str, Any]) -> Any:
   )
 
 
-def ours(folder: str, job: dict[str, Any]) -> Steps:
+def ours(folder: str, job: dict[str, Any]) -> Step:
   """This project's scheduler and learner, as in `rl.run`."""
   import jax
 
@@ -114,30 +113,27 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
       self.segments.append(Segment(Author.TOOL, "", "", ids=result))
       return super().observed(result)
 
-  def steps(count: int, latency: bool) -> tuple[list[list[int]], dict[str, float]]:
+  def step(latency: bool) -> tuple[list[list[int]], dict[str, float]]:
     nonlocal state
     plan = make_plan(job, latency)
-    rollout_s = 0.0
-    learn_s = 0.0
     before = engine.timings
-    for _ in range(count):
-      # --- Roll out.
-      began = time.perf_counter()
-      tools = agentic.TimedTools(plan)
-      episodes = [Recorded(i, plan, tools) for i in range(size)]
-      plain.play(engine, learner.policy(state, frozen), episodes)
-      groups = [[] for _ in range(job["prompts"])]
-      for e in episodes:
-        g, i = divmod(e.sequence, job["samples"])
-        t = Trajectory(f"{g}", e.segments, sample=i, reward=reward(i))
-        groups[g].append(t)
-      rollout_s += time.perf_counter() - began
 
-      # --- Learn.
-      began = time.perf_counter()
-      state, _ = learner(state, frozen, groups)
-      jax.block_until_ready(state)
-      learn_s += time.perf_counter() - began
+    # --- Roll out.
+    began = time.perf_counter()
+    tools = agentic.TimedTools(plan)
+    episodes = [Recorded(i, plan, tools) for i in range(size)]
+    plain.play(engine, learner.policy(state, frozen), episodes)
+    groups = [[] for _ in range(job["prompts"])]
+    for e in episodes:
+      g, i = divmod(e.sequence, job["samples"])
+      groups[g].append(Trajectory(f"{g}", e.segments, sample=i, reward=reward(i)))
+    rollout_s = time.perf_counter() - began
+
+    # --- Learn.
+    began = time.perf_counter()
+    state, _ = learner(state, frozen, groups)
+    jax.block_until_ready(state)
+    learn_s = time.perf_counter() - began
 
     # --- Time by phase; rollout time without a phase is the host's.
     phases = engine.timings.since(before)
@@ -146,7 +142,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
     phases |= {"learn": learn_s, "other": other_s}
     return [e.new[-1] for e in episodes], phases
 
-  return steps
+  return step
 
 
 # tunix reads and writes text. Id 0 pads; the end id is outside every vocabulary.
@@ -176,7 +172,7 @@ class _StepState:
     return wrapped
 
 
-def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
+def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Step:
   """tunix's agentic GRPO learner over its Qwen3 and its own ("vanilla") sampler.
 
   Args:
@@ -189,22 +185,22 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
   from flax import nnx
 
   # --- The learner, with its trainer's time measured.
-  step = _StepState(job["prompts"] * job["samples"])
+  shared = _StepState(job["prompts"] * job["samples"])
   cluster = _cluster(folder, job)
-  cluster.update_actor = step.timed(cluster.update_actor)
-  learner = _learner(cluster, job, _environment(job, step), in_step)
+  cluster.update_actor = shared.timed(cluster.update_actor)
+  learner = _learner(cluster, job, _environment(job, shared), in_step)
 
-  # --- The learner trains in a separate thread, which waits between turns.
-  requests: queue.Queue[int] = queue.Queue()  # steps to make
+  # --- The learner trains in a separate thread, which waits between steps.
+  requests: queue.Queue[None] = queue.Queue()
   endings: queue.Queue[BaseException | None] = queue.Queue()  # None: done
 
   def batches() -> Iterator[dict[str, Any]]:
-    """Yields a turn's batches; the learner waits here for the next turn."""
+    """Yields each step's batch; the learner waits here for the next step."""
     while True:
-      for _ in range(requests.get()):
-        texts = [" ".join(map(str, p)) for p in step.plan.prompts[:: job["samples"]]]
-        yield {"prompts": texts}
-      step.timed(jax.block_until_ready)(nnx.state(cluster.actor_trainer.model))
+      requests.get()
+      texts = [" ".join(map(str, p)) for p in shared.plan.prompts[:: job["samples"]]]
+      yield {"prompts": texts}
+      shared.timed(jax.block_until_ready)(nnx.state(cluster.actor_trainer.model))
       endings.put(None)
 
   def work() -> None:
@@ -216,19 +212,18 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
 
   threading.Thread(target=work, daemon=True).start()
 
-  # --- A turn: `steps` batches.
-  def steps(count: int, latency: bool) -> tuple[list[list[int]], dict[str, float]]:
-    step.plan = make_plan(job, latency)
-    step.learn = 0.0
+  def step(latency: bool) -> tuple[list[list[int]], dict[str, float]]:
+    shared.plan = make_plan(job, latency)
+    shared.learn = 0.0
     began = time.perf_counter()
-    requests.put(count)
+    requests.put(None)
     failure = endings.get()
     if failure:
       raise failure
-    rest = time.perf_counter() - began - step.learn
-    return [list(x) for x in step.last], {"learn": step.learn, "other": rest}
+    rest = time.perf_counter() - began - shared.learn
+    return [list(x) for x in shared.last], {"learn": shared.learn, "other": rest}
 
-  return steps
+  return step
 
 
 def _cluster(folder: str, job: dict[str, Any]) -> Any:
@@ -376,7 +371,7 @@ class BatchedCalls:
     )
 
 
-CONTESTANTS: dict[str, Callable[[str, dict[str, Any]], Steps]] = {
+CONTESTANTS: dict[str, Callable[[str, dict[str, Any]], Step]] = {
   "ours": ours,
   "tunix": functools.partial(tunix, in_step=False),
   "tunix in step": functools.partial(tunix, in_step=True),
@@ -384,13 +379,13 @@ CONTESTANTS: dict[str, Callable[[str, dict[str, Any]], Steps]] = {
 
 
 def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
-  """A contestant's turn: {"steps": n, "latency": bool}; training continues."""
+  """A contestant's turn: {"latency": bool} makes one step; training continues."""
   if name == "ours":
     plain.use_cores(job)
-  make_steps = CONTESTANTS[name](folder, job)
+  step = CONTESTANTS[name](folder, job)
 
-  def turn(steps: int, latency: bool) -> dict[str, Any]:
-    last, phases = make_steps(steps, latency)
+  def turn(latency: bool) -> dict[str, Any]:
+    last, phases = step(latency)
     return {"first": [ids[:16] for ids in last], "phases": phases}
 
   return turn

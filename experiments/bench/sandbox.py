@@ -1,11 +1,11 @@
-"""Programs per second: the jail, our subprocess back-end, other jails, a plain process.
+"""Programs per second: the jail, our subprocess back-end, bubblewrap, a plain process.
 
   python -m experiments.bench.sandbox [--quick] [--cases=REGEX] [--out=FILE.json]
 
 Three programs (print, numpy, sympy) run with 1, 2, 8 and 64 callers; every round
 interleaves the contestants. Our two back-ends, the jail and subprocess, have two slots
 each. The plain process starts an interpreter per program, like a harness without our
-code; bubblewrap and nsjail, if on PATH, start an interpreter behind similar walls.
+code; bubblewrap, if on PATH, starts an interpreter behind similar walls.
 Every answer is checked. A ratio is the jail's runs per second with one caller over the
 plain process's: above 1 the jail is faster. Last, one session runs cells in sequence.
 
@@ -81,33 +81,26 @@ def _readable() -> list[str]:
 
 
 def others() -> dict[str, Callable[[str], str]]:
-  """A plain process and other installed jails; prints the missing ones."""
-  contestants = {"plain": _command(sys.executable, "-I", "-c")}
+  """A plain process, and bubblewrap if installed."""
   # A linked interpreter still finds its packages, by its own folder.
   python = [sys.executable, "-I", "-c"]
-  if path := shutil.which("bwrap"):
-    binds = []
-    for folder in _readable():
-      binds += ["--ro-bind", folder, folder]
-    walls = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
-    # If /lib is a link, binding its target does not make /lib.
-    links = []
-    for name in ("lib64", "lib"):
-      if os.path.islink(f"/{name}"):
-        links += ["--symlink", f"usr/{name}", f"/{name}"]
-    scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    # The scratch folder first: an environment below /tmp goes into it.
-    contestants["bubblewrap"] = _command(
-      path, *walls, *scratch, *binds, *links, *python
-    )
-  if path := shutil.which("nsjail"):
-    binds = []
-    for folder in _readable():
-      binds += ["-R", folder]
-    walls = ["-Mo", "-Q", "--user", "99999", "--group", "99999", "--rlimit_as", "2048"]
-    contestants["nsjail"] = _command(path, *walls, "-T", "/tmp", *binds, "--", *python)
-  for name in {"bubblewrap", "nsjail"} - set(contestants):
-    print(f"{name}: not on PATH, left out")
+  contestants = {"plain": _command(*python)}
+  path = shutil.which("bwrap")
+  if path is None:
+    print("bubblewrap: not on PATH, left out")
+    return contestants
+  binds = []
+  for folder in _readable():
+    binds += ["--ro-bind", folder, folder]
+  walls = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+  # If /lib is a link, binding its target does not make /lib.
+  links = []
+  for name in ("lib64", "lib"):
+    if os.path.islink(f"/{name}"):
+      links += ["--symlink", f"usr/{name}", f"/{name}"]
+  # The scratch folder first: an environment below /tmp goes into it.
+  scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+  contestants["bubblewrap"] = _command(path, *walls, *scratch, *binds, *links, *python)
   return contestants
 
 

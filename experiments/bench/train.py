@@ -12,7 +12,7 @@ interleaved turns. Their first losses, before and after updates, must agree to 1
 
 Small models have small vocabularies, 1,344 (the quickstart's) and 4,096, and 100M has
 32,768, so the output matrix does not outweigh the layers. Every contestant uses its
-entry in `SETTINGS` (--settings changes the entry): rows per forward pass, compilation.
+entry in `SETTINGS`: rows per forward pass, compilation.
 All use glibc's allocator with `launch.prepare`'s settings.
 
 tokens/s: tokens over the rounds' median wall time; `cores` is processor time over wall
@@ -24,14 +24,10 @@ activations.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags
-
 from coa_jax.cli.launch import run_program
-from coa_jax.model.config import LoadConfig
 from experiments.bench import peers
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES, Size
@@ -129,27 +125,6 @@ def measure(
   return rows
 
 
-def merged(changes: str) -> dict[str, dict[str, Any]]:
-  """Returns `SETTINGS`, overridden by --settings."""
-  try:
-    settings = json.loads(changes)
-  except json.JSONDecodeError as e:
-    raise ValueError(f"--settings: not JSON ({e})") from e
-  out = {name: dict(values) for name, values in SETTINGS.items()}
-  load_fields = {f.name for f in dataclasses.fields(LoadConfig)}
-  for name, values in settings.items():
-    known = set(out.get(name, ()))
-    if name == "ours":
-      known |= load_fields
-    for key in values:
-      if key not in known:
-        raise ValueError(
-          f"--settings: {name} has no {key!r}; accepted: {sorted(known)}"
-        )
-    out[name] |= values
-  return out
-
-
 _COLUMNS = {
   "size": "size",
   "vocabulary": "vocabulary",
@@ -163,7 +138,6 @@ _COLUMNS = {
 
 def run() -> dict[str, Any]:
   """Runs the selected cases; returns the table and the ratios."""
-  settings = merged(flags.FLAGS.settings)
   pythons = bench.available("torch", "tunix")
   rows = []
   for name, size in bench.chosen(SIZES).items():
@@ -172,20 +146,14 @@ def run() -> dict[str, Any]:
       able = {who: python for who, python in pythons.items() if who != "tunix"}
     if bench.QUICK.value:
       small = dataclasses.replace(size, rows=2, steps=1)
-      rows += measure(name, small, able, settings, rounds=2, checked=2)
+      rows += measure(name, small, able, SETTINGS, rounds=2, checked=2)
     else:
-      rows += measure(name, size, able, settings, bench.ROUNDS.value)
+      rows += measure(name, size, able, SETTINGS, bench.ROUNDS.value)
   figures = ("tokens_per_second", "peak_mb")
   return {"table": rows, "ratios": bench.ratios(rows, ["size"], figures)}
 
 
-NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
+NOTE = "Float32, rows of 1,024 tokens; medians of interleaved rounds; peak: ru_maxrss."
 
 if __name__ == "__main__":
-  # Not at import: `bench.gpu_work` imports this file and has no such flag.
-  flags.DEFINE_string(
-    "settings",
-    "{}",
-    'Other settings, as JSON: {"torch": {"rows": 2, "compile": true}}.',
-  )
   run_program(bench.program(run, "SFT step", _COLUMNS, NOTE))

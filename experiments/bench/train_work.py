@@ -35,8 +35,7 @@ class Size:
     rows: per step, over all forward passes.
     steps: per round.
     length: tokens per row, a multiple of 32.
-    dtype: computation and frozen parameters' dtype; trained parameters are float32.
-    lora: adapter rank on every layer matrix; 0 trains all parameters.
+    dtype: computation dtype; parameters are float32.
     shares: segment lengths, relative to their sum.
   """
 
@@ -45,13 +44,7 @@ class Size:
   steps: int
   length: int = 1024
   dtype: str = "float32"
-  lora: int = 0
   shares: tuple[int, ...] = _SHARES
-
-  @property
-  def param_dtype(self) -> str:
-    """The model folder's weight dtype."""
-    return self.dtype if self.lora else "float32"
 
 
 def model_fields(
@@ -140,7 +133,7 @@ def write_work(folder: str) -> None:
   from coa_jax.model.transformer import init_params
 
   size = Size(**read_job(folder)["size"])
-  cfg = architecture(size.model, param_dtype=size.param_dtype)
+  cfg = architecture(size.model)
   save_model(os.path.join(folder, _MODEL), cfg, init_params(cfg, 0))
   batches = [make_rows(size, i) for i in range(_BATCHES)]
   stacked = {k: np.stack([b[k] for b in batches]) for k in batches[0]}
@@ -189,7 +182,6 @@ _DECAY = 0.1
 _B1 = 0.9
 _B2 = 0.95
 _CLIP = 1.0
-_ALPHA = 2.0  # LoRA's alpha over rank
 
 # number of steps -> each step's loss, nats per weighted token.
 Train = Callable[[int], list[float]]
@@ -208,21 +200,16 @@ def ours(work: Work) -> Train:
   from coa_jax.learner.cross_entropy import cross_entropy
   from coa_jax.learner.optim import OptimConfig, make_optimizer
   from coa_jax.learner.state import Learner, init_state
-  from coa_jax.model import lora as adapters
   from coa_jax.model.config import LoadConfig
   from coa_jax.model.hf.io import load_model
   from coa_jax.model.sharding import MeshConfig, make_partitioner
 
   # --- The model.
-  size = work.size
-  load = LoadConfig(dtype=size.dtype, param_dtype=size.param_dtype, **work.setting)
+  load = LoadConfig(dtype=work.size.dtype, param_dtype="float32", **work.setting)
   partitioner = make_partitioner(MeshConfig(data=devices))
   cfg, params = load_model(work.model, load, partitioner)
-  lora = adapters.LoraConfig(size.lora, _ALPHA * size.lora) if size.lora else None
-  trained, frozen = adapters.split(cfg, params, lora, 0, partitioner)
 
-  def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
-    params = adapters.assemble(trained, frozen, lora)
+  def loss(params: Any, _: Any, batch: Any) -> tuple[jax.Array, dict]:
     return cross_entropy(cfg, params, batch, partitioner), {}
 
   # --- The learner.
@@ -231,15 +218,15 @@ def ours(work: Work) -> Train:
   )
   optimizer = make_optimizer(config, 1_000)
   learner = Learner(loss, optimizer, partitioner)
-  state = init_state(trained, optimizer, partitioner)
-  del params, trained
+  state = init_state(params, optimizer, partitioner)
+  del params
 
   def train(steps: int) -> list[float]:
     nonlocal state
     values = []
     for _ in range(steps):
       micro = [_batch(b) for b in work.micro_batches()]
-      state, metrics = learner.step(state, micro, work.tokens, frozen)
+      state, metrics = learner.step(state, micro, work.tokens)
       # Read at every step, as in `sft.run`: queued steps would hold memory.
       values.append(float(metrics["loss"]))
     jax.block_until_ready(state)
@@ -262,8 +249,7 @@ def _batch(b: Mapping[str, np.ndarray]) -> Any:
 def torch(work: Work) -> Train:
   """transformers' model and loss, torch's fused AdamW; segments as a 4D mask.
 
-  Runs on a GPU if torch sees one. In half precision trained parameters are float32 and
-  computation uses autocast; adapters are peft's.
+  Runs on a GPU if torch sees one. In half precision, computation uses autocast.
   """
   import torch
   import transformers
@@ -274,22 +260,15 @@ def torch(work: Work) -> Train:
   dtype = getattr(torch, size.dtype)
   model = transformers.AutoModelForCausalLM.from_pretrained(
     work.model,
-    dtype=getattr(torch, size.param_dtype),
+    dtype=torch.float32,
     attn_implementation=work.setting["attention"],
   ).to(device)
   model.config.use_cache = False
   if work.setting["remat"]:
     model.gradient_checkpointing_enable({"use_reentrant": False})
-  if size.lora:
-    import peft
-
-    config = peft.LoraConfig(
-      r=size.lora, lora_alpha=_ALPHA * size.lora, target_modules="all-linear"
-    )
-    model = peft.get_peft_model(model, config)
   model.train()
   forward = torch.compile(model) if work.setting["compile"] else model
-  trained = [p for p in model.parameters() if p.requires_grad]
+  trained = list(model.parameters())
   # --- The optimizer.
   groups = [
     {"params": [p for p in trained if p.ndim > 1], "weight_decay": _DECAY},

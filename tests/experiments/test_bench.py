@@ -118,14 +118,6 @@ def test_ratios_are_ours_over_theirs():
   }
 
 
-def test_settings_of_contestants_are_checked():
-  out = train.merged('{"ours": {"remat": "full"}, "torch": {"compile": true}}')
-  assert out["ours"] == {**train.SETTINGS["ours"], "remat": "full"}
-  for wrong in ('{"tunix": {"compile": 1}}', '{"vllm": {"rows": 1}}', "{"):
-    with pytest.raises(ValueError, match="--settings"):
-      train.merged(wrong)
-
-
 # --- RL benchmarks, from a quickstart's model.
 
 

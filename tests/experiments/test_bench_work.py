@@ -22,7 +22,6 @@ from experiments.bench import (
   algorithms,
   gpu_work,
   hlo_text,
-  pages,
   peers,
   rl_work,
   run_programs,
@@ -111,31 +110,6 @@ def test_every_algorithm_has_its_presets_fields_and_the_same_budget(
   assert algo.steps == other.steps == (2 if quick else 5)
   assert algo.sampling.prompts == other.sampling.prompts
   assert algo.sampling.samples == other.sampling.samples
-
-
-# --- Simulated pages.
-
-
-@pytest.mark.slow
-def test_pages_hold_more_trajectories_at_once():
-  """The chips have room for 14 trajectories of maximum length; most are far shorter."""
-  case = pages.CASES["qwen3-8b v6e"]
-  lengths = [8_000] * 30 + [32_768] * 2 + [2_000] * 60
-  seconds = np.array([1.0, 20.0])
-  dense = pages.simulate(case, True, lengths, seconds)
-  paged = pages.simulate(case, False, lengths, seconds)
-  assert round(dense["live"]) == 14 < 28 < paged["live"] and dense["pauses"] == 0
-  assert paged["rate"] > dense["rate"] and paged["busy"] < dense["busy"] <= 100
-
-
-def test_a_hybrids_rows_of_32k_need_a_quarter_of_the_memory():
-  """Its states have a constant size, and only a quarter of its layers has keys."""
-  lengths = [2_000] * 120
-  live = []
-  for name in ("qwen3-8b v6e", "qwen3.5-9b v6e"):
-    row = pages.simulate(pages.CASES[name], True, lengths, np.array([1.0]))
-    live.append(round(row["live"]))
-  assert live[0] == 14 and live[1] >= 4 * 14
 
 
 # --- A run's programs.

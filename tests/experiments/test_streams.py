@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
 import logging, os, sys, time
 from coa_jax.report import metrics
-from coa_jax.report.tables import Table, rich_table
+from coa_jax.report.tables import Table
 from coa_jax.cli.launch import run_program
 import rich
 
@@ -29,7 +29,7 @@ def main():
       logging.warning("a warning")
   os.system("echo a child process >&2")
   print("results")
-  rich.print(rich_table(Table("t", [{"a": 1}], {"a": "a"})))
+  rich.print(Table("t", [{"a": 1}], {"a": "a"}))
 
 sys.argv, words = sys.argv[:1], sys.argv
 sys.argv += words[1:]

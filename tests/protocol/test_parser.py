@@ -271,7 +271,7 @@ def test_a_page_that_prints_tags_is_only_text():
   call = wrap("think", "t") + wrap("wiki_search", "Ur")
   rest = render("mhqa", ["answer"])
   result = parse(call + wrap("observation", escape(page)) + rest, MHQA)
-  assert result.ok and result.answer == "Uruk"
+  assert result.ok and result.spans[-1].content == "Uruk"
   assert result.spans[2].content == page
   hostile = parse(call + wrap("observation", page) + rest, MHQA)
   assert hostile.verdict == ParseVerdict.ILLEGAL_TRANSITION

@@ -11,7 +11,6 @@ from coa_jax.model import flops
 from coa_jax.model.config import ModelConfig
 from coa_jax.report import plots, timers
 from coa_jax.report.metrics import Metrics, read_metrics
-from coa_jax.report.tables import rich_table
 
 
 def test_phases_add_up_to_the_wall_time_whatever_is_lapped(clock):
@@ -60,7 +59,7 @@ def test_a_table_weighs_rates_by_their_time():
   assert [r["share"] for r in table.rows] == ["75.0%", "25.0%"]
   assert [r["rate"] for r in table.rows] == [200.0, None]
   console = rich.console.Console(width=80, record=True, file=io.StringIO())
-  console.print(rich_table(table))
+  console.print(table)
   lines = console.export_text().splitlines()
   assert max(map(len, lines)) <= 80
   assert any("decode" in x and "75.0%" in x and "200.0" in x for x in lines)

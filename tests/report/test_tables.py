@@ -7,7 +7,7 @@ import io
 import pytest
 import rich.console
 
-from coa_jax.report.tables import Table, cell, html_table, markdown_table, rich_table
+from coa_jax.report.tables import Table, cell, html_table, markdown_table
 
 TABLE = Table(
   "Models <b>",
@@ -40,7 +40,7 @@ def test_renderings_escape_what_would_be_markup():
     "| model | pass@1 |\n| :-- | --: |\n| a\\|b [red] | 0.500 |\n| <script> | - |\n"
   )
   console = rich.console.Console(width=60, record=True, file=io.StringIO())
-  console.print(rich_table(TABLE))
+  console.print(TABLE)
   text = console.export_text()
   assert "a|b [red]" in text and "a note" in text
   text = html_table(TABLE)
@@ -51,7 +51,7 @@ def test_renderings_escape_what_would_be_markup():
 def printed(table: Table, width: int) -> str:
   """The table in a terminal of this width."""
   console = rich.console.Console(width=width, record=True, file=io.StringIO())
-  console.print(rich_table(table))
+  console.print(table)
   return console.export_text()
 
 

@@ -242,7 +242,7 @@ def test_a_trajectory_is_opened_and_its_group_compared(visit):
   assert detail.locator(".sample").count() == 1
   text = detail.text_content()
   assert "matches gold 'Paris' after normalisation" in text
-  assert "a gold answer first stands in observation 1, after wiki_search" in text
+  assert "observation 1 is the first with a gold answer, after wiki_search" in text
   assert detail.locator(".gold").count() == 1
   page.get_by_label("find text").fill("needle")
   page.get_by_label("view").select_option("all")

@@ -116,7 +116,10 @@ def test_a_grader_that_judges_no_task_is_named(key, meant, caplog):
     ("my_rewards:nonsense", "gave 'answer' 3.0; it must be from 0 to 1"),
     ("my_rewards:unnumbered", "gave 'why': 'because'; it must be a finite number"),
     ("my_rewards:nowhere", "'my_rewards:nowhere' cannot be imported"),
-    ("no_module:x", "cannot be imported: No module named 'no_module'"),
+    (
+      "no_module:x",
+      "cannot be imported: ModuleNotFoundError: No module named 'no_module'",
+    ),
     ("my_rewards:__doc__", "is no function"),
   ],
 )

@@ -55,7 +55,6 @@ DEFAULT_PRELOAD = (
   "sympy.sets.setexpr",
   "scipy.special",
 )
-# fmt: on
 
 _CLOSED = "the sandbox pool is closed"
 

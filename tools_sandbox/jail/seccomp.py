@@ -220,7 +220,6 @@ _LIMITED = {
   "lremovexattr": 198,
   "fremovexattr": 199,
 }
-# fmt: on
 NUMBERS = {**_ALLOWED, **_LIMITED}
 # Name -> (argument, allowed values): harmless uses, on the program itself.
 _ALLOWED_WITH = {

@@ -29,6 +29,7 @@ from tools_sandbox.faults import SessionEnded, Unavailable
 from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.host.session import CellRefused, Session
 from tools_sandbox.http_client import (
+  REFUSES_REQUEST,
   BadReply,
   check_url,
   exchange,
@@ -42,7 +43,6 @@ from tools_sandbox.service import sandbox_fusion
 APIS = ("tools_sandbox", "sandbox_fusion")
 _PATHS = {"tools_sandbox": "/run", "sandbox_fusion": "/run_code"}
 _T = TypeVar("_T")
-_REFUSES_REQUEST = (400, 413, 415, 422)
 _SESSION_ENDED = 410
 _REFUSES_US = (401, 403, 404, 405)  # a wrong token or URL: asking again won't help
 _CONNECT_S = 3.0  # a replica that does not connect in this time is skipped
@@ -278,7 +278,7 @@ class RemotePool:
       raise _NoAnswer(str(e)) from e
 
     # --- The status: the cause, and whether another replica may succeed.
-    if status in _REFUSES_REQUEST:
+    if status in REFUSES_REQUEST:
       raise ValueError(
         f"{url} refuses the run: {data[:500].decode('utf-8', 'replace')}"
       )

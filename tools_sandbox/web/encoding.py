@@ -105,7 +105,7 @@ def decode(data: bytes, charset: str) -> str:
   """
   text = _decode(data, charset)
   # In any encoding, an image or a program shows by its unreadable characters.
-  odd = len(CONTROL.findall(text)) + text.count("\ufffd")
+  odd = len(CONTROL.findall(text))
   if odd > 8 + len(text) // 20:
     raise ToolFault("the body is no text")
   return text

@@ -1,12 +1,12 @@
-// The chat page of a server: asks it, and shows every role in its colour as it streams.
+// A server's chat page: sends questions, and streams every role in its colour.
 //
-// What the model and its tools write become text nodes, never markup. A question knows
-// nothing of those before it, unless the server was started with --conversation.
+// Text of the model and its tools becomes text nodes, never markup. Earlier turns are
+// sent along only if the server runs with --conversation.
 'use strict';
 
 const settings = JSON.parse(document.getElementById('data').textContent);
 const TAG = new RegExp(`<(/?)(${Object.keys(settings.kinds).join('|')})>`);
-const PART = /<\/?[a-z_]*$/; // what may become a tag
+const PART = /<\/?[a-z_]*$/; // an incomplete tag
 const talk = document.getElementById('talk');
 const form = document.getElementById('ask');
 const text = document.getElementById('text');
@@ -39,7 +39,7 @@ const unescapeTags = x => x.replace(
   (all, levels, tag) =>
     levels ? `&${levels.slice('amp;'.length)}lt;${tag}>` : `<${tag}>`);
 
-// Cuts text that comes bit by bit into spans.
+// Cuts streamed text into spans.
 class Spans {
   constructor(parent) {
     this.parent = parent;
@@ -144,7 +144,7 @@ async function play(question) {
     spans.read('', true);
     turns.push({role: 'user', content: question}, {role: 'assistant', content: said});
   } catch (error) {
-    status.textContent = error.name === 'AbortError' ? 'called off'
+    status.textContent = error.name === 'AbortError' ? 'stopped'
       : 'error: ' + error.message;
     if (error.name !== 'AbortError') status.className = 'fault';
   }

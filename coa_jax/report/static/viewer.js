@@ -1,10 +1,10 @@
-// The viewer of trajectories: filter, search, sort, open one, compare its group.
+// The trajectory viewer: filter, search, sort, open one trajectory, compare its group.
 //
-// What is chosen and filtered stands in the address after `#/`, so that a reload and a
-// link keep it, and the browser's history; the rest of the page has ordinary anchors.
-// Data become text nodes, never markup: the page shows what hostile tools printed. A
-// row of the list is cheap; a trajectory is rendered when it is chosen, its tokens when
-// a colour is chosen. `viewer.py` says what the data hold.
+// The address keeps filters and selection after `#/`, for reloads, links and the
+// browser's history; the rest of the page has ordinary anchors. Data become text nodes,
+// never markup, because tool output is hostile. List rows are cheap; a trajectory is
+// rendered when selected, its tokens when a colour is selected. `viewer.py` writes the
+// data.
 'use strict';
 
 const data = JSON.parse(document.getElementById('data').textContent);
@@ -19,11 +19,11 @@ const VERSIONS = ['plan', 'tool', 'answer', 'reflection', 'suggested_answer',
 const bar = document.getElementById('bar');
 const list = document.getElementById('list');
 const detail = document.getElementById('detail');
-let shown = []; // what passes the filters, in order
-let drawn = 0; // how many of them the list has drawn
+let shown = []; // rows that pass the filters, in order
+let drawn = 0; // number of them drawn in the list
 let chosen = null;
-let hits = []; // the marks of the text that is searched for, in what is shown
-let hit = -1; // which of them was jumped to
+let hits = []; // marks of the search text
+let hit = -1; // index of the current one
 
 function element(tag, name, text, parent) {
   const e = document.createElement(tag);
@@ -44,7 +44,7 @@ function toneOf(r) {
   return (r.parts.answer ?? r.reward) >= 1 ? ' right' : ' wrong';
 }
 
-// A row's name in the address: that of a second run of the same sample has a number.
+// A row's name in the address; a repeated sample's name has a number.
 const named = new Map();
 const groups = new Map();
 rows.forEach((r, i) => {
@@ -137,7 +137,7 @@ const ORDERS = {
   'least likely token first': by(r => r.low),
   'least likely on average first': by(r => r.mean),
 };
-const GROUPED = Object.keys(ORDERS).slice(0, 4); // a group's rows stand together
+const GROUPED = Object.keys(ORDERS).slice(0, 4); // keep a group's rows together
 const byGroup = by(r => groupOf(r)[0].i);
 
 const find = field('search', 'find text', (r, x) => textOf(r).includes(x));
@@ -188,12 +188,12 @@ for (const author of ['policy', 'tool', 'carried', 'environment'])
 if (rows.some(r => r.mean !== null)) {
   const example = element('span', 'example r-other', undefined, legend);
   strip([-.5, -1.2, -.4, -4, -.2, -.8], example);
-  element('span', '', 'one bar a token: the higher, the less likely', example);
+  element('span', '', 'one bar per token: the higher, the less likely', example);
 }
 
-// ---- Marks of the text that is searched for. ----
+// ---- Marks of the search text. ----
 
-// A text, with what is searched for marked in it.
+// Appends a text with its hits marked.
 function put(text, parent) {
   const sought = find.value.trim();
   if (!sought) {
@@ -215,7 +215,7 @@ function hitsIn(text, sought) {
     .map(m => [m.index, m.index + m[0].length]);
 }
 
-// Goes to a hit, around both ends; `far` moves the page too, not only its panes.
+// Scrolls to a hit, cyclically; `far` scrolls the page too, not only its panes.
 function jump(to, far = true) {
   hits = find.value.trim() ? [...detail.querySelectorAll('mark, .t.hit')] : [];
   for (const e of detail.querySelectorAll('.at')) e.classList.remove('at');
@@ -250,7 +250,7 @@ function save() {
     if (chosen && chosen !== shown[0]) state.set('open', chosen.name);
     const text = state.toString();
     if (!text && !location.hash.startsWith('#/')) return;
-    // A page within a page, as in a notebook, has no address of its own.
+    // A page in a frame, as in a notebook, has no address.
     try { history.replaceState(null, '', '#/' + text); } catch {}
   }, 100);
 }
@@ -336,7 +336,7 @@ function choose(r) {
   show();
 }
 
-// How rewards and lengths of the list are spread; behind them those of all, faintly.
+// Draws histograms of the listed rewards and lengths, in front of those of all rows.
 function histograms() {
   const charts = document.getElementById('charts');
   charts.replaceChildren();
@@ -376,7 +376,7 @@ function histograms() {
   }
 }
 
-// Whether what is chosen stands below the list, out of sight, and not beside it.
+// Whether the selected trajectory is below the list, not beside it.
 const isNarrow = () => detail.offsetTop > list.offsetTop;
 
 list.addEventListener('click', event => {
@@ -397,7 +397,7 @@ list.addEventListener('keydown', event => {
   list.querySelector('[aria-selected=true]')?.scrollIntoView({block: 'nearest'});
 });
 
-// ---- What is chosen. ----
+// ---- The selected trajectory. ----
 
 function show() {
   detail.replaceChildren();
@@ -413,7 +413,7 @@ function show() {
   save();
 }
 
-// The chosen sample's first hit, where it has one: others of its group stand before it.
+// Finds the selected sample's first hit: other samples of its group may come first.
 function firstHit() {
   const all = [...detail.querySelectorAll('mark, .t.hit')];
   return Math.max(0, all.findIndex(e => e.closest('.chosen')));
@@ -465,7 +465,7 @@ function sample(r, parent, mark) {
   r.spans.forEach((s, i) => span(s, i === r.evidence, e));
 }
 
-// What earned the reward, or lost it.
+// Describes the reward and its parts.
 function earned(r) {
   if (r.reward === null) return 'none: ' + r.status;
   const parts = Object.entries(r.parts).map(([k, v]) => `${k} ${dash(v)}`).join(', ');
@@ -476,12 +476,12 @@ function earned(r) {
 }
 
 function evidence(r) {
-  if (r.evidence === null) return 'a gold answer stands in no observation';
+  if (r.evidence === null) return 'no observation has a gold answer';
   const before = r.spans.slice(0, r.evidence);
   const number = before.filter(s => s.role === 'observation').length + 1;
   const tool = before.at(-1)?.role ?? '';
   const after = kindOf(tool) === 'tool' ? `, after ${tool}` : '';
-  return `a gold answer first stands in observation ${number}${after}`;
+  return `observation ${number} is the first with a gold answer${after}`;
 }
 
 function span(s, gold, parent) {
@@ -489,7 +489,7 @@ function span(s, gold, parent) {
   const e = element('div', style, undefined, parent);
   const head = element('div', 'head', undefined, e);
   chip(s.role, head);
-  if (gold) element('span', 'gold', 'a gold answer stands here', head);
+  if (gold) element('span', 'gold', 'has a gold answer', head);
   if (s.segments) strip(s.segments.flatMap(x => x.logps ?? []), head);
   const tokens = s.tokens ? `, ${s.tokens} tokens` : '';
   element('span', 'who', (s.authors ?? [s.author]).join(' + ') + tokens, head);
@@ -504,7 +504,7 @@ function span(s, gold, parent) {
   }
 }
 
-// A strip of bars over the sampled tokens: the higher, the less likely one was.
+// Draws one bar per sampled token: the higher, the less likely.
 function strip(numbers, parent) {
   const logps = numbers.map(x => x ?? UNKNOWN);
   const out = element('span', 'logp', undefined, parent);

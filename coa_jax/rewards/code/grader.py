@@ -21,7 +21,6 @@ import enum
 import inspect
 import json
 import secrets
-import threading
 from typing import Any
 
 from coa_jax.data.tasks.task import Task
@@ -128,7 +127,6 @@ class CodeGrader:
         requirement.
     """
     self.config = config
-    self._lock = threading.Lock()
     try:
       self._sandbox = Sandbox(
         slots=config.workers,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
-from coa_jax.runtime.fields import bounded, check_fields, choice
+from coa_jax.runtime.fields import PYTHON_PATH, bounded, check_fields, choice
 
 FORMATS = ("chat", "team")
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +30,7 @@ class AgentConfig:
 
   def __post_init__(self):
     check_fields(self)
-    if not _PATH.fullmatch(self.path):
+    if not PYTHON_PATH.fullmatch(self.path):
       raise ValueError(f"agent.path {self.path!r} must be module:function")
 
   def check_format(self, shaping: str) -> None:

@@ -6,12 +6,11 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
-import importlib
 import inspect
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.data.tasks.task import Task
@@ -26,6 +25,7 @@ from coa_jax.rollout.agents.sessions import Session
 from coa_jax.rollout.agents.types import Sampling
 from coa_jax.rollout.types import Attempt, Engine
 from coa_jax.rollout.worker import RolloutWorker
+from coa_jax.runtime.fields import import_named
 from coa_jax.tools.types import Tools
 
 _log = logging.getLogger(__name__)
@@ -44,22 +44,6 @@ class Client:
   base_url: str
   api_key: str
   model: str = MODEL
-
-
-def load_agent(path: str) -> Callable[[dict[str, Any], Client], Any]:
-  """Imports an agent's function.
-
-  Raises:
-    ValueError: the module or function does not exist.
-  """
-  module, _, name = path.partition(":")
-  try:
-    found = getattr(importlib.import_module(module), name)
-  except Exception as e:  # a user's module may raise anything
-    raise ValueError(f"agent.path {path!r}: {type(e).__name__}: {e}") from e
-  if not callable(found):
-    raise ValueError(f"agent.path {path!r} is no function")
-  return found
 
 
 @functools.cache
@@ -125,7 +109,7 @@ class AgentWorker(RolloutWorker):
       worker.form,
     )
     self._config = config
-    self._agent = load_agent(config.path)
+    self._agent = import_named(config.path, "agent.path")
     self._places = threading.Semaphore(config.workers)
     self._runs: dict[str, AgentRun] = {}
     self._server = AgentServer(self._runs.get, worker.tokenizer)

@@ -39,9 +39,9 @@ from coa_jax.runtime.bucket import lease
 from coa_jax.runtime.bucket.objects import Bucket, BucketError, at_once
 from coa_jax.runtime.lock import FILE as LOCK_FILE
 from coa_jax.runtime.lock import InUseError, hold
+from coa_jax.runtime.manifest import MANIFEST
 
 CHECKPOINTS = "checkpoints"
-PROOF = "manifest.json"  # of a checkpoint: runtime.manifest
 PUSH_EVERY_S = 60.0
 _TRIES = 5  # for a push disturbed by a late write
 # Other processes' files, needed by any process: if the number of processes has changed,
@@ -246,7 +246,9 @@ class Mirror:
       folders[:] = [name for name in folders if not name.endswith(".tmp")]
       if inside == CHECKPOINTS:
         folders[:] = [
-          name for name in folders if os.path.exists(os.path.join(parent, name, PROOF))
+          name
+          for name in folders
+          if os.path.exists(os.path.join(parent, name, MANIFEST))
         ]
       for name in names:
         if name == LOCK_FILE or name.endswith(".tmp"):
@@ -309,4 +311,4 @@ def _step(name: str) -> str | None:
 
 
 def _is_proof(name: str) -> bool:
-  return os.path.basename(name) == PROOF
+  return os.path.basename(name) == MANIFEST
