@@ -227,7 +227,6 @@ def run(
       journal = Journal(
         os.path.join(workdir, CALLS), done=runs.__contains__, usd=backends[0].config.usd
       )
-      stack.enter_context(journal)
     work = functools.partial(
       _run_one,
       backends=backends,
@@ -276,7 +275,7 @@ def run(
 
   # --- Write pictures, manifest and results.
   funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
-  _draw(workdir, funnels, before, after)
+  plots.write_filter_figures(os.path.join(workdir, ""), funnels, before, after)
   write_manifest(
     os.path.join(workdir, MANIFEST),
     os.path.join(workdir, TRAJECTORIES),
@@ -324,25 +323,6 @@ def _run_one(
     call = journal.tools(call, key)
   done = solve(task, backend, call, tools, limits, encode, sample)
   return grade_run(done, task, grader)
-
-
-def _draw(
-  workdir: str,
-  funnels: dict[str, tuple[int, dict[str, int]]],
-  before: plots.Statistics,
-  after: plots.Statistics,
-) -> None:
-  """Writes the filters' pictures."""
-  pictures = {
-    "funnel.png": plots.funnel_bars(funnels),
-    "statistics.png": plots.filter_statistics(before, after),
-  }
-  titles = {
-    "funnel.png": "What each filter kept of the team's runs",
-    "statistics.png": "The team's runs before, trajectories after filtering",
-  }
-  for name, figure in pictures.items():
-    plots.write_png(os.path.join(workdir, name), figure, titles[name])
 
 
 def _filtered(

@@ -355,16 +355,7 @@ def _report(
   bars = {"import": (imported["kept"], imported["dropped"])}
   if pipeline.filters:
     bars |= filters.stages(counts["filters"])
-  pictures = {
-    "funnel": plots.funnel_bars(bars),
-    "statistics": plots.filter_statistics(before, after),
-  }
-  titles = {
-    "funnel": "Rows kept by import and by each filter",
-    "statistics": "Trajectories before and after filtering",
-  }
-  for name, figure in pictures.items():
-    plots.write_png(f"{out}.{name}.png", figure, titles[name])
+  plots.write_filter_figures(f"{out}.", bars, before, after)
 
   # --- The manifest.
   importer = pipeline.importer

@@ -75,7 +75,7 @@ class ViolationsConfig(TeacherChatConfig):
 
 
 class ViolationInspector:
-  """Inspects trajectories and counts the verdicts. Use `with`, or close it."""
+  """Inspects trajectories and counts the verdicts. Use as a context manager."""
 
   def __init__(self, config: ViolationsConfig, path: str, api_key: str | None = None):
     """Opens the journal for the judge's calls; sends nothing yet.
@@ -83,7 +83,7 @@ class ViolationInspector:
     Raises:
       ValueError: as `Journal`.
     """
-    self._config = config
+    self._workers = config.workers
     self._journal = Journal(path, usd=config.usd)
     self._backend = ChatBackend(config, api_key)
     self._counts = {"inspected": 0, "violating": 0, "unread": 0}
@@ -95,17 +95,19 @@ class ViolationInspector:
     return self
 
   def __exit__(self, *unused: object) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Closes the journal and the connections."""
-    self._journal.close()
     self._backend.close()
 
   def __call__(self, trajectories: Iterable[Trajectory]) -> Iterator[Inspection]:
-    """Inspects each trajectory, in order; see `inspect_all`."""
-    verdicts = inspect_all(trajectories, self._backend, self._journal, self._config)
-    for verdict in verdicts:
+    """Yields a verdict on each trajectory, in order; calls go through the journal.
+
+    Raises:
+      InfrastructureError, RefusedError: the judge cannot be reached or refuses.
+    """
+
+    def work(t: Trajectory) -> Inspection:
+      return _inspect(t, self._journal.backend(self._backend, (t.task_id, t.sample)))
+
+    for verdict in self._journal.in_order(work, trajectories, self._workers):
       self._counts["inspected"] += 1
       self._counts["violating"] += bool(verdict.violations)
       self._counts["unread"] += not verdict.read
@@ -118,29 +120,8 @@ class ViolationInspector:
     return {**self._counts, "rules": rules, **self._journal.bill()}
 
 
-def inspect_all(
-  trajectories: Iterable[Trajectory],
-  backend: ModelBackend,
-  journal: Journal,
-  config: ViolationsConfig,
-) -> Iterator[Inspection]:
-  """Gives a verdict on each trajectory, in order; calls go through the journal.
-
-  Raises:
-    InfrastructureError, RefusedError: the judge cannot be reached or refuses; there is
-      no verdict.
-  """
-
-  def work(t: Trajectory) -> Inspection:
-    return inspect(t, journal.backend(backend, (t.task_id, t.sample)), config)
-
-  return journal.in_order(work, trajectories, config.workers)
-
-
-def inspect(
-  trajectory: Trajectory, backend: ModelBackend, config: ViolationsConfig
-) -> Inspection:
-  """Gives the verdict on one trajectory; see `inspect_all`."""
+def _inspect(trajectory: Trajectory, backend: ModelBackend) -> Inspection:
+  """Gives the verdict on one trajectory."""
   # --- The record goes as data: a judge that followed its text could be misled.
   instructions = ""
   task = ""
