@@ -35,12 +35,12 @@ def test_files_of_public_data_sets(name, count, kind):
 @pytest.mark.parametrize(
   ("uri", "error", "message"),
   [
-    ("gs://b/x.jsonl", ValueError, "is no path; a config's are fetched"),
+    ("gs://b/x.jsonl", ValueError, "is not a path; only a config's"),
     ("{}/*.jsonl", FileNotFoundError, "no task file matches"),
     ("{}", FileNotFoundError, "no task file in the folder"),
     ("{}/a.jsonl,", ValueError, "a name in the list is empty"),
     ("{}/a.jsonl,{}/b.jsonl", FileNotFoundError, "no task file at .*a.jsonl"),
-    ("{}/sub/a.csv", ValueError, "a.csv row 0: has not the 2 columns"),
+    ("{}/sub/a.csv", ValueError, "a.csv row 0: has . cells, the heading 2"),
     ("{}/sub/empty.jsonl", ValueError, "holds no task"),
   ],
 )

@@ -192,9 +192,9 @@ def _unpacked(packed: str, where: str) -> str:
       elif opcode.name not in _TEXT_OPCODES:
         raise ValueError(f"a pickle with {opcode.name}, which is never run")
   except (binascii.Error, zlib.error, ValueError) as e:
-    raise ValueError(f"{where} is no list of tests: {e}") from e
+    raise ValueError(f"{where} is not a list of tests: {e}") from e
   if len(texts) != 1:
-    raise ValueError(f"{where} is no list of tests: it holds {len(texts)} texts")
+    raise ValueError(f"{where} is not a list of tests: it has {len(texts)} texts")
   return texts[0]
 
 

@@ -96,8 +96,8 @@ def list_uris(uri: str) -> list[str]:
     return [uri]
   if "://" in uri:
     raise ValueError(
-      f"{uri} is no path; a config's are fetched by its program where they are "
-      "gs:// or s3://; fetch any other yourself"
+      f"{uri} is not a path; only a config's gs:// and s3:// files are fetched; fetch "
+      "other files yourself"
     )
   if os.path.isdir(uri):
     if _saved(uri):
@@ -170,7 +170,7 @@ def _csv(path: str) -> Rows:
       for number, cells in enumerate(filter(None, lines)):
         where = f"{path} row {number}"
         if len(cells) != len(names):
-          raise ValueError(f"{where}: has not the {len(names)} columns of the heading")
+          raise ValueError(f"{where}: has {len(cells)} cells, the heading {len(names)}")
         pairs = zip(names, cells, strict=True)
         yield where, {name: listed(text) for name, text in pairs if text}
   except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as e:

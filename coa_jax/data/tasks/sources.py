@@ -165,7 +165,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
   kind = Kind(config.kind) if config.kind else None
   for uri in list_uris(config.uri):
     stem = os.path.splitext(os.path.basename(uri).removesuffix(".gz"))[0]
-    name = _source_of(uri)
+    source = config.source or _source_of(uri)
     for where, row in read_rows(uri):
       # Files with one name in several folders share a count, so that ids stay unique.
       default_id = f"{stem}-{numbers[stem]}"
@@ -174,7 +174,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
       if column is not None:
         left_out[uri, column] += 1
         continue
-      reading = Reading(default_id, config.fields, kind, config.source, name)
+      reading = Reading(default_id, config.fields, kind, source)
       task, said = read_row(row, where, reading)
       # DAPO-Math repeats every row a hundred times.
       if "reward_model" in row:
@@ -212,8 +212,8 @@ def _warn_unasked(
   )
   for source, count in systems.items():
     _log.warning(
-      "%s: rows with a system message: %d; it is kept in meta.system and is no part of "
-      "the question",
+      "%s: rows with a system message: %d; it is kept in meta.system, not in the "
+      "question",
       source,
       count,
     )

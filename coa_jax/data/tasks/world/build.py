@@ -175,7 +175,9 @@ def world_tasks(
     namesakes = {}
     for entity in _entities(program, values, world):
       # One generator per entity: an entity has the same namesakes in every task.
-      namesakes[entity] = _namesakes(entity, names, random.Random(f"{seed}/{entity}"))
+      kind = world.facts[entity]["kind"]
+      entity_rng = random.Random(f"{seed}/{entity}")
+      namesakes[entity] = _namesakes(entity, kind, names, entity_rng)
     meta = {
       "program": program,
       "values": values,
@@ -220,16 +222,11 @@ def _entities(
 
 
 def _namesakes(
-  entity: str, names: Mapping[_NamePart, list[str]], rng: random.Random
+  entity: str, kind: str, names: Mapping[_NamePart, list[str]], rng: random.Random
 ) -> list[str]:
   """Draws same-kind names: one with the same second word, one with the same first."""
   out = []
   words = entity.split(" ")
-  # A town and a person may share a word, so take the full name's kind.
-  for kind in NAME_WORDS:
-    if entity in names.get((kind, 0, words[0]), ()):
-      break
-  # --- One name with the same last word, one with the same first word, if any.
   for place in (1, 0):
     others = [n for n in names[kind, place, words[place]] if n != entity]
     if others:
