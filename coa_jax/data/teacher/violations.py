@@ -10,7 +10,6 @@ verdict; unreadable replies leave the trajectory unchecked.
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import json
@@ -157,48 +156,26 @@ def _inspect(trajectory: Trajectory, backend: ModelBackend) -> Inspection:
 def read_violations(reply: str) -> tuple[tuple[int, str], ...] | None:
   """Reads a reply's violations as (rule, quote) pairs; None if unreadable.
 
-  Ignores fences, prose and thoughts around the object, and accepts single quotes,
-  trailing commas, and rules as bare numbers; the last of several objects counts. An
-  unknown rule makes the reply unreadable.
+  Ignores fences, prose and thoughts around the object; the last of several objects
+  counts. An unknown rule makes the reply unreadable.
   """
   reply = reply.rpartition("</think>")[2]
   starts = [match.start() for match in re.finditer(r"\{", reply)]
   for start in reversed(starts):
-    value = _object(reply[start:])
-    if isinstance(value, dict) and isinstance(value.get("violations"), list):
-      violations = list(map(_violation, value["violations"]))
-      if None in violations:
+    try:
+      value = json.JSONDecoder().raw_decode(reply, start)[0]
+    except (ValueError, RecursionError):
+      continue
+    if isinstance(value.get("violations"), list):
+      try:
+        return tuple(map(_violation, value["violations"]))
+      except (ValueError, TypeError, LookupError, OverflowError):
         return None
-      return tuple(violations)
   return None
 
 
-def _object(text: str) -> Any:
-  """Reads the JSON object (or Python dict) at the start of a text; or None."""
-  try:
-    return json.JSONDecoder().raw_decode(text)[0]
-  except (ValueError, RecursionError):
-    pass
-  # Python's notation: single quotes, trailing commas. Prose may follow.
-  try:
-    return ast.literal_eval(text[: text.rindex("}") + 1])
-  except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-    return None
-
-
-def _violation(item: Any) -> tuple[int, str] | None:
-  """Reads one violation as (rule, quote); a rule may be 2, "2" or "2. It ..."."""
-  rule = item
-  quote = ""
-  if isinstance(item, dict):
-    rule = item.get("rule")
-    quote = str(item.get("quote") or "")
-  if isinstance(rule, str):
-    number = re.match(r"\s*(\d{1,3})\b", rule)
-    if number is None:
-      return None
-    rule = int(number[1])
-  is_number = isinstance(rule, int) and not isinstance(rule, bool)
-  if not is_number or not 1 <= rule <= len(RULES):
-    return None
-  return rule, quote
+def _violation(item: dict[str, Any]) -> tuple[int, str]:
+  rule = int(item["rule"])
+  if not 1 <= rule <= len(RULES):
+    raise ValueError(f"there is no rule {rule}")
+  return rule, str(item.get("quote") or "")
