@@ -156,7 +156,7 @@ def main() -> None:
   job = ImportJob(pipeline, _WORKERS.value)
   if not shard:
     with _output() as out:
-      _write(out, chosen, pipeline, job, functools.partial(job.lines, records))
+      _write(out, pipeline, job, functools.partial(job.lines, records))
     return
 
   def run(folder: str, part: Shard | None) -> dict[str, Any]:
@@ -166,10 +166,10 @@ def main() -> None:
         return {"rows": job.write_part(rows, records, part)}
     with _output() as out:
       lines = functools.partial(job.joined_lines, rows)
-      return {"rows": _write(out, chosen, pipeline, job, lines)}
+      return {"rows": _write(out, pipeline, job, lines)}
 
   hashes = [hash_files(uri) for uri in list_uris(_FILE.value)]
-  settings = {**_settings(chosen, pipeline), "sha256": hashes}
+  settings = {**_settings(pipeline), "sha256": hashes}
   work = f"{_OUT.value}.work"
   run_shard(run, inputs.named(settings), work, shard, (_ROWS,), SCRATCH.value)
 
@@ -193,7 +193,6 @@ def _output() -> Iterator[str]:
 
 def _write(
   out: str,
-  chosen: str,
   pipeline: RowPipeline,
   job: ImportJob,
   lines_of: Callable[..., Iterator[str]],
@@ -234,7 +233,7 @@ def _write(
 
   # --- Report the outcome.
   counts = job.counts()
-  _report(out, _settings(chosen, pipeline), pipeline, counts, before, after)
+  _report(out, _settings(pipeline), pipeline, counts, before, after)
   dropped, filtered = _dropped(counts)
   for reason, first in sorted(dropped_first.items()):
     _print(f"hint: {reason}: {hints.hint(pipeline.importer, *first)}")
@@ -372,11 +371,11 @@ def _report(
   )
 
 
-def _settings(chosen: str, pipeline: RowPipeline) -> dict[str, Any]:
+def _settings(pipeline: RowPipeline) -> dict[str, Any]:
   """Returns the settings that reproduce the file."""
   return {
     "file": _FILE.value,
-    "format": chosen,
+    "format": pipeline.importer.format,
     "variant": pipeline.importer.variant.name,
     "prompt": pipeline.importer.prompt,
     "described_tools": _DESCRIBED_TOOLS.value,
