@@ -316,7 +316,6 @@ def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def _as_json(value: Any) -> str:
-  """Returns a config's value as text, for comparison."""
   return json.dumps(value, sort_keys=True)
 
 

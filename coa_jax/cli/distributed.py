@@ -74,7 +74,6 @@ def leave_devices_alone() -> None:
 
 
 def _join_at(where: str) -> None:
-  """Joins the processes at HOST:PORT,PROCESSES,PROCESS."""
   import jax
 
   # --- Read the flag.

@@ -146,7 +146,6 @@ def _check_flags() -> None:
 
 
 def _read_env() -> dict[str, str]:
-  """Reads the variables in --env."""
   out = {}
   for text in FLAGS.env:
     name, equals, value = text.partition("=")
@@ -227,7 +226,6 @@ def main(words: list[str]) -> None:
 
 
 def _machines(job: PodJob) -> Machines:
-  """Describes the hosts for the config's checks."""
   name = f"--slice={FLAGS.slice}" if FLAGS.slice else f"--shards={FLAGS.shards}"
   if FLAGS.slices > 1:
     name += f" --slices={FLAGS.slices}"
@@ -262,7 +260,6 @@ def _read_command(words: list[str], shards: int) -> tuple[list[str], list[str]]:
 
 
 def _apply(manifest: str) -> None:
-  """Passes a manifest to kubectl."""
   kubectl = shutil.which("kubectl")
   if not kubectl:
     stop("--apply needs kubectl, which is not on the PATH")

@@ -112,7 +112,6 @@ def make_shards(job: PodJob) -> dict[str, Any]:
 
 
 def _metadata(job: PodJob) -> dict[str, Any]:
-  """Returns a manifest's name, namespace and queue."""
   out: dict[str, Any] = {"name": job.flags.name}
   if job.flags.namespace:
     out["namespace"] = job.flags.namespace
@@ -122,7 +121,6 @@ def _metadata(job: PodJob) -> dict[str, Any]:
 
 
 def _pod_spec(job: PodJob) -> dict[str, Any]:
-  """Returns a host's pod spec, with all its chips."""
   # --- The pod's disks: the node's own, memory, and the shared one.
   volumes: list[dict[str, Any]] = [
     {"name": "scratch", "emptyDir": {}},

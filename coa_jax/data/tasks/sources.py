@@ -254,7 +254,6 @@ def _tell_ids_apart(found: list[_Found]) -> None:
 
 
 def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> None:
-  """Warns once about each column that may mean a field."""
   for column, field in columns.items():
     if column in warned:
       continue

@@ -208,18 +208,15 @@ class _Mind:
     return self.known.get(int(entity[1:]))  # "$2" is step 2's value
 
   def _last(self, *kinds: str) -> _Entry | None:
-    """Returns the last entry with one of these kinds."""
     for entry in reversed(self.entries):
       if entry.kind in kinds:
         return entry
     return None
 
   def _mentions(self, text: str) -> int:
-    """Counts the entries containing a text."""
     return sum(text in entry.content for entry in self.entries)
 
   def _open(self) -> list[int]:
-    """Lists the steps without a known value."""
     return [i for i in range(len(self.program)) if i not in self.known]
 
   def _expression(self, argument: str) -> str:

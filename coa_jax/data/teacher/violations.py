@@ -120,7 +120,6 @@ class ViolationInspector:
 
 
 def _inspect(trajectory: Trajectory, backend: ModelBackend) -> Inspection:
-  """Gives the verdict on one trajectory."""
   # --- The record goes as data: a judge that followed its text could be misled.
   instructions = ""
   task = ""
