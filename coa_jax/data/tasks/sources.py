@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
 import os
 import random
 import re
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from coa_jax.data.tasks.kinds import are_whole_numbers, check_kinds
 from coa_jax.data.tasks.rows import list_uris, read_rows
@@ -104,13 +105,9 @@ def select_tasks(config: TasksConfig) -> list[Task]:
 
 
 def _first_of_each_source(tasks: Sequence[Task], limit: int) -> list[Task]:
-  counts: collections.Counter[str] = collections.Counter()
-  chosen = []
-  for task in tasks:
-    counts[task.source] += 1
-    if counts[task.source] <= limit:
-      chosen.append(task)
-  return chosen
+  by_source: dict[str, Iterator[int]]
+  by_source = collections.defaultdict(lambda: itertools.count(1))
+  return [task for task in tasks if next(by_source[task.source]) <= limit]
 
 
 def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:

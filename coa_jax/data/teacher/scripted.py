@@ -208,10 +208,7 @@ class _Mind:
     return self.known.get(int(entity[1:]))  # "$2" is step 2's value
 
   def _last(self, *kinds: str) -> _Entry | None:
-    for entry in reversed(self.entries):
-      if entry.kind in kinds:
-        return entry
-    return None
+    return next((e for e in reversed(self.entries) if e.kind in kinds), None)
 
   def _mentions(self, text: str) -> int:
     return sum(text in entry.content for entry in self.entries)

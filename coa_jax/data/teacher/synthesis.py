@@ -172,10 +172,8 @@ class Synthesizer:
     titles = list(task.meta["titles"])
     subject = titles[0]
     answer = task.answers[0]
-    others = []
-    for title in self._corpus.mentioning(subject):
-      if title not in titles and not _stands_in(answer, title):
-        others.append(title)
+    others = [t for t in self._corpus.mentioning(subject) if t not in titles]
+    others = [t for t in others if not _stands_in(answer, t)]
     if not others or subject not in task.question:
       return SynthesisResult(None, "no_link")
     title = random.Random(f"{self._config.seed}/{task.id}").choice(others)

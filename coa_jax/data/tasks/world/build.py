@@ -224,13 +224,10 @@ def _namesakes(
   entity: str, kind: str, names: Mapping[_NamePart, list[str]], rng: random.Random
 ) -> list[str]:
   """Draws same-kind names: one with the same second word, one with the same first."""
-  out = []
   words = entity.split(" ")
-  for place in (1, 0):
-    others = [n for n in names[kind, place, words[place]] if n != entity]
-    if others:
-      out.append(rng.choice(others))
-  return out
+  groups = [names[kind, place, words[place]] for place in (1, 0)]
+  others = [[name for name in group if name != entity] for group in groups]
+  return [rng.choice(some) for some in others if some]
 
 
 def write_world(
