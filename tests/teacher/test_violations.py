@@ -123,7 +123,7 @@ def test_too_long_for_the_judge_is_no_verdict(tmp_path):
     server.faults, server.error = [400], "maximum context length is 8"
     with ViolationInspector(config(server), str(tmp_path / "v.jsonl")) as inspector:
       (verdict,) = inspector([trajectory(0)[1]])
-  assert not verdict.read and not verdict.violations
+  assert verdict is None
 
 
 def test_a_long_record_is_shown_without_its_middle(tmp_path, monkeypatch):

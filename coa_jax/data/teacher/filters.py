@@ -85,21 +85,10 @@ class FiltersConfig:
     check_fields(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class Inspection:
-  """A verdict on a trajectory's instruction violations; see `violations`.
-
-  Attributes:
-    violations: (rule, quote) pairs; () for none.
-    read: False if the violations are unknown: no reply was readable, or the trajectory
-      was too long for the judge.
-  """
-
-  violations: tuple[tuple[int, str], ...] = ()
-  read: bool = True
-
-
-Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]  # one verdict each
+# Instruction violations as (rule, quote) pairs; None if unknown: no reply was readable,
+# or the trajectory was too long for the judge. See `violations`.
+Inspection = tuple[tuple[int, str], ...] | None
+Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]  # one for each
 
 
 def load_benchmarks(config: FiltersConfig) -> Benchmarks:
@@ -253,10 +242,10 @@ def filter_trajectories(
     passed = [(t, result) for t, result in results if result.fault is None]
     verdicts = inspect([t for t, _ in passed])
     for (trajectory, result), verdict in zip(passed, verdicts, strict=True):
-      if verdict.violations:
-        result.fault = ("quality", "instruction_violation")
-      elif not verdict.read:
+      if verdict is None:
         trajectory.meta["uninspected"] = True
+      elif verdict:
+        result.fault = ("quality", "instruction_violation")
 
   # --- All trajectories together, in order.
   out: list[Trajectory] = []

@@ -108,9 +108,9 @@ class ViolationInspector:
 
     for verdict in self._journal.in_order(work, trajectories, self._workers):
       self._counts["inspected"] += 1
-      self._counts["violating"] += bool(verdict.violations)
-      self._counts["unread"] += not verdict.read
-      self._rules.update({rule for rule, _ in verdict.violations})
+      self._counts["violating"] += bool(verdict)
+      self._counts["unread"] += verdict is None
+      self._rules.update({rule for rule, _ in verdict or ()})
       yield verdict
 
   def counts(self) -> dict[str, Any]:
@@ -145,15 +145,15 @@ def _inspect(trajectory: Trajectory, backend: ModelBackend) -> Inspection:
     except Unsolvable:  # the record exceeds the judge's context
       break
     if not reply.cut:
-      violations = read_violations(reply.text)
-      if violations is not None:
-        return Inspection(violations)
+      verdict = read_violations(reply.text)
+      if verdict is not None:
+        return verdict
     messages += [Message("assistant", reply.text), Message("user", _AGAIN)]
-  return Inspection(read=False)
+  return None
 
 
-def read_violations(reply: str) -> tuple[tuple[int, str], ...] | None:
-  """Reads a reply's violations as (rule, quote) pairs; None if unreadable.
+def read_violations(reply: str) -> Inspection:
+  """Reads a reply's violations; None if unreadable.
 
   Ignores fences, prose and thoughts around the object; the last of several objects
   counts. An unknown rule makes the reply unreadable.
