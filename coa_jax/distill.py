@@ -227,7 +227,6 @@ def run(
       journal = Journal(
         os.path.join(workdir, CALLS), done=runs.__contains__, usd=backends[0].config.usd
       )
-      stack.enter_context(journal)
     work = functools.partial(
       _run_one,
       backends=backends,
@@ -276,16 +275,7 @@ def run(
 
   # --- Write pictures, manifest and results.
   funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
-  plots.write_png(
-    os.path.join(workdir, "funnel.png"),
-    plots.funnel_bars(funnels),
-    "What each filter kept of the team's runs",
-  )
-  plots.write_png(
-    os.path.join(workdir, "statistics.png"),
-    plots.filter_statistics(before, after),
-    "The team's runs before, trajectories after filtering",
-  )
+  plots.write_filter_figures(os.path.join(workdir, ""), funnels, before, after)
   write_manifest(
     os.path.join(workdir, MANIFEST),
     os.path.join(workdir, TRAJECTORIES),

@@ -9,23 +9,19 @@ test (worlds with unseen names), ood (untrained families, over the test worlds).
 from absl import flags
 
 from coa_jax.cli.launch import run_program
-from coa_jax.data.tasks.world.build import (
-  MOST_TASKS,
-  TRAIN_MIX,
-  WorldConfig,
-  write_world,
-)
+from coa_jax.data.tasks.world.build import TRAIN_MIX, WorldConfig, write_world
 from coa_jax.data.tasks.world.questions import HELD_OUT
 from coa_jax.runtime.lock import hold
 
+_MOST_TASKS = 1_000_000  # more than any split's worlds have questions
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "The output folder.")
 _WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Seed of the facts of every world.")
 _TRAIN = flags.DEFINE_integer(
-  "train", 13000, "Number of tasks to distil.", 1, MOST_TASKS
+  "train", 13000, "Number of tasks to distil.", 1, _MOST_TASKS
 )
-_RL = flags.DEFINE_integer("rl", 6000, "Number of tasks for RL.", 1, MOST_TASKS)
+_RL = flags.DEFINE_integer("rl", 6000, "Number of tasks for RL.", 1, _MOST_TASKS)
 _HELD_OUT = flags.DEFINE_integer(
-  "held_out", 600, "Number of tasks each in dev, test and ood.", 1, MOST_TASKS
+  "held_out", 600, "Number of tasks each in dev, test and ood.", 1, _MOST_TASKS
 )
 _FILLER = flags.DEFINE_integer(
   "filler", 0, "Words without a fact at the end of each page.", 0

@@ -25,7 +25,6 @@ from collections.abc import Iterator
 import ml_collections
 from absl import flags
 from rich.console import Console
-from rich.panel import Panel
 from rich.text import Text
 
 from coa_jax.cli import launch
@@ -78,16 +77,9 @@ class Screen:
     """Shows pieces on `console`."""
     self._console = console
     self._fresh = True  # none of this span's text is shown yet
-    self._answer: list[TextDelta] = []  # shown in the frame
 
   def show(self, piece: TextDelta) -> None:
-    """Adds a piece; on a terminal, an answer's pieces wait for the frame."""
-    if piece.role == roles.ANSWER and self._console.is_terminal:
-      self._answer.append(piece)
-    else:
-      self._write(piece)
-
-  def _write(self, piece: TextDelta) -> None:
+    """Shows a piece."""
     style = "red"  # text outside every span violates the protocol
     if piece.role:
       style = STYLES.get(piece.role, TOOL_STYLE)
@@ -108,14 +100,8 @@ class Screen:
       self._fresh = True
 
   def end(self, trajectory: Trajectory) -> None:
-    """Prints the outcome; a terminal shows a whole answer in a frame."""
-    answer = answer_of(trajectory)
-    if self._console.is_terminal and answer is not None:
-      text = Text(clean(answer), STYLES[roles.ANSWER])
-      self._console.print(Panel(text, title="answer", expand=False))
-    elif self._answer:
-      for piece in self._answer:
-        self._write(piece)
+    """Prints the status and the cost."""
+    if not self._fresh:  # the last span was cut off
       self._print("\n", "")
     usage = trajectory.usage
     self._print(
@@ -205,7 +191,7 @@ def main(config: ml_collections.ConfigDict) -> None:
         if t:
           answer = answer_of(t)
         failed |= answer is None
-        # A terminal shows the answer in the frame; elsewhere each answer is one line.
+        # A terminal has shown the answer already; elsewhere each answer is one line.
         if not (sys.stdout.isatty() and sys.stderr.isatty() and not _QUIET.value):
           print(" ".join(clean(answer or "").split()), flush=True)
         if sys.stdin.isatty():

@@ -133,7 +133,6 @@ class Choice:
 
   @property
   def _parts(self) -> tuple[str, str]:
-    """Returns the reasoning and the answer."""
     t = self.trajectory
     # Unlike a stream, a response can retract: only the last answer counts.
     if t.status != Status.ENDED:

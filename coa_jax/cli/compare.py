@@ -134,11 +134,11 @@ def find(paths: Sequence[str]) -> list[str]:
       without.append(path)
   if not out:
     raise FileNotFoundError(
-      f"{', '.join(paths)}: no run is there (no config.json of a run); give workdirs, "
+      f"{', '.join(paths)}: no run found (no config.json of a run); give workdirs, "
       "or a folder of them"
     )
   if without:
-    print(f"left out, for no run is there: {', '.join(without)}", file=sys.stderr)
+    print(f"left out, no run found: {', '.join(without)}", file=sys.stderr)
   return list(dict.fromkeys(out))
 
 
@@ -316,7 +316,6 @@ def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def _as_json(value: Any) -> str:
-  """Returns a config's value as text, for comparison."""
   return json.dumps(value, sort_keys=True)
 
 

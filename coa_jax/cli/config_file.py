@@ -7,7 +7,6 @@ import re
 import runpy
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 import ml_collections
 from absl import flags
@@ -168,26 +167,21 @@ def read_file(file: str) -> ml_collections.ConfigDict:
     raise ConfigError(
       f"{file}: get_config returns a {kind}, not an ml_collections.ConfigDict"
     )
-  _check_values(config, f"{file}: config", ())
+  try:
+    _drop_placeholders(config)
+  except RecursionError:
+    raise ConfigError(f"{file}: the config contains itself") from None
   return config
 
 
-def _check_values(value: Any, path: str, above: tuple[int, ...]) -> None:
-  """Drops required placeholders; refuses a value that contains itself."""
-  if id(value) in above:
-    raise ConfigError(f"{path} contains itself")
-  above = (*above, id(value))
-  inside: list[tuple[str, Any]] = []
-  if isinstance(value, ml_collections.ConfigDict):
-    for name in list(value):
-      try:
-        inside.append((f".{name}", value[name]))
-      except RequiredValueError:
-        with value.unlocked():
-          del value[name]
-  elif isinstance(value, dict):
-    inside = [(f".{name}", inner) for name, inner in value.items()]
-  elif isinstance(value, list | tuple):
-    inside = [(f"[{i}]", inner) for i, inner in enumerate(value)]
-  for name, inner in inside:
-    _check_values(inner, path + name, above)
+def _drop_placeholders(config: ml_collections.ConfigDict) -> None:
+  """Removes required placeholders without a value: `read_config` names the field."""
+  for name in list(config):
+    try:
+      value = config[name]
+    except RequiredValueError:
+      with config.unlocked():
+        del config[name]
+      continue
+    if isinstance(value, ml_collections.ConfigDict):
+      _drop_placeholders(value)

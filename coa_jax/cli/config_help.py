@@ -80,15 +80,15 @@ def list_fields(cls: type, path: str = "") -> list[Field]:
   return out + inside
 
 
-def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
-  """Explains a config, or the section or field `wanted`, for a terminal.
+def explain(cls: type, wanted: str, config: Values) -> str:
+  """Explains a config, or the section or field `wanted`, at the terminal's width.
 
-  `config` has the file's values. By default, `width` is the terminal's, in columns.
+  `config` has the file's values.
 
   Raises:
     ConfigError: the path is unknown; the nearest is named.
   """
-  width = width or min(shutil.get_terminal_size().columns, 100)
+  width = min(shutil.get_terminal_size().columns, 100)
   fields = list_fields(cls)
   chosen = fields
   if wanted:

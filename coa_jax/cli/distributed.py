@@ -27,7 +27,6 @@ WHERE = flags.DEFINE_string(
   "Slurm, otherwise HOST:PORT,PROCESSES,PROCESS with the address of process 0.",
 )
 
-
 _WAIT_S = flags.DEFINE_integer(
   "distributed_wait_s",
   0,
@@ -35,7 +34,6 @@ _WAIT_S = flags.DEFINE_integer(
   "or 45 where HOST is this machine's loopback.",
   lower_bound=0,
 )
-
 
 _HEARTBEAT_S = flags.DEFINE_integer(
   "heartbeat_s",
@@ -74,30 +72,28 @@ def leave_devices_alone() -> None:
 
 
 def _join_at(where: str) -> None:
-  """Joins the processes at HOST:PORT,PROCESSES,PROCESS."""
   import jax
 
   # --- Read the flag.
-  match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where)
-  if not match or int(match[3]) >= int(match[2]):
+  match = re.fullmatch(r"(.+):(\d+),(\d+),(\d+)", where)
+  host = ""
+  port = processes = process = 0
+  if match:
+    host = match[1]
+    port, processes, process = map(int, match.groups()[1:])
+  if not 0 < port < 2**16 or not process < processes <= _MOST_PROCESSES:
     raise ValueError(
-      f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS"
+      f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS; a port is "
+      f"from 1 to {2**16 - 1}, PROCESS below PROCESSES, which are at most "
+      f"{_MOST_PROCESSES}"
     )
-  address = match[1]
-  processes = int(match[2])
-  process = int(match[3])
-  host, _, port = address.rpartition(":")
-  if not 0 < int(port) < 2**16 or processes > _MOST_PROCESSES:
-    raise ValueError(
-      f"--distributed={where}: a port is from 1 to {2**16 - 1}, and there are at most "
-      f"{_MOST_PROCESSES} processes"
-    )
+  address = f"{host}:{port}"
   # --- Wait for process 0, or for the others.
   here = host == "localhost" or host.startswith("127.") or host == "[::1]"
   seconds = _WAIT_S.value or (45 if here else 300)
   began = time.monotonic()
   if process:
-    _await_coordinator(host.strip("[]"), int(port), seconds)
+    _await_coordinator(host.strip("[]"), port, seconds)
   left = max(1.0, seconds - (time.monotonic() - began))
   if not process:
     print(

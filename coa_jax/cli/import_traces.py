@@ -15,8 +15,8 @@ r"""Converts external agent traces into trajectories for SFT.
 Reads released Chain-of-Agents SFT records, OAgents, smolagents and LangChain runs,
 conversations with tool calls (messages of OpenAI, Anthropic, Hermes, LangChain and
 LLaMA-Factory, ShareGPT, verifiers, ATIF, Responses; each question of a record becomes a
-trajectory), ReAct and Search-R1 text, our own runs and trajectories, and released RL
-rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources.
+trajectory), ReAct and Search-R1 text, our own runs and trajectories; from JSON,
+parquet, `hf:` and `tfds:` sources. Released RL rows are tasks: see `tasks.uri`.
 A row with a call unknown to all importers is dropped (unread_call).
 --formats.copies writes each trajectory in other tool formats too; --described_tools
 makes prompts describe only the tools of the later run. Unmapped fields and dropped rows
@@ -25,8 +25,6 @@ line has the counts. Next to OUT it writes OUT's manifest (flags, commit, counts
 stage, statistics before and after, the file's hash) and pictures of the funnel and the
 statistics. With --shard=I/N each process reads every N-th row from the I-th on; the
 last of these N processes joins all (`coa_jax.cli.shards`; parts stay in OUT.work).
-
-budget: a third is the flags, each with its help.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ from coa_jax.data.importers import hints, importers
 from coa_jax.data.importers.importers import FORMATS, RL, Importer, Record
 from coa_jax.data.importers.pipeline import ImportedRow, ImportJob, RowPipeline
 from coa_jax.data.tasks.rows import list_uris
-from coa_jax.data.tasks.schemas import read_task
 from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.data.teacher import filters
 from coa_jax.data.teacher.convert import ConvertConfig, Dropped
@@ -98,7 +95,7 @@ _DESCRIBED_TOOLS = flags.DEFINE_multi_string(
 _FORMAT = flags.DEFINE_enum(
   "format",
   "auto",
-  ["auto", *FORMATS, RL],
+  ["auto", *FORMATS],
   "Format of the rows; auto: by the first.",
 )
 _KEEP_ILLEGAL = flags.DEFINE_bool(
@@ -140,23 +137,17 @@ def main() -> None:
   if not asked:
     print(f"{inputs.named(_FILE.value)}: format {chosen}, by its first row")
   if chosen == RL:
-    for flag, given in (
-      ("--filter", _FILTER.value),
-      ("--formats.copies", _FORMATS.value.copies),
-      ("--shard", shard),
-    ):
-      if given:
-        raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
-    with _output() as out:
-      _write_tasks(records, out)
-    return
+    raise ValueError(
+      f"{_FILE.value}: these rows are tasks, without trajectories; use the file as "
+      "tasks.uri"
+    )
 
   # --- Import all rows, or this shard's rows; the last shard joins all.
   pipeline = _pipeline(chosen)
   job = ImportJob(pipeline, _WORKERS.value)
   if not shard:
     with _output() as out:
-      _write(out, chosen, pipeline, job, functools.partial(job.lines, records))
+      _write(out, pipeline, job, functools.partial(job.lines, records))
     return
 
   def run(folder: str, part: Shard | None) -> dict[str, Any]:
@@ -166,10 +157,10 @@ def main() -> None:
         return {"rows": job.write_part(rows, records, part)}
     with _output() as out:
       lines = functools.partial(job.joined_lines, rows)
-      return {"rows": _write(out, chosen, pipeline, job, lines)}
+      return {"rows": _write(out, pipeline, job, lines)}
 
   hashes = [hash_files(uri) for uri in list_uris(_FILE.value)]
-  settings = {**_settings(chosen, pipeline), "sha256": hashes}
+  settings = {**_settings(pipeline), "sha256": hashes}
   work = f"{_OUT.value}.work"
   run_shard(run, inputs.named(settings), work, shard, (_ROWS,), SCRATCH.value)
 
@@ -193,7 +184,6 @@ def _output() -> Iterator[str]:
 
 def _write(
   out: str,
-  chosen: str,
   pipeline: RowPipeline,
   job: ImportJob,
   lines_of: Callable[..., Iterator[str]],
@@ -234,7 +224,7 @@ def _write(
 
   # --- Report the outcome.
   counts = job.counts()
-  _report(out, _settings(chosen, pipeline), pipeline, counts, before, after)
+  _report(out, _settings(pipeline), pipeline, counts, before, after)
   dropped, filtered = _dropped(counts)
   for reason, first in sorted(dropped_first.items()):
     _print(f"hint: {reason}: {hints.hint(pipeline.importer, *first)}")
@@ -318,29 +308,6 @@ def _counted(reasons: Counter[str]) -> str:
   return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
 
 
-def _write_tasks(records: Iterator[importers.Record], out: str) -> None:
-  """Writes released RL rows as tasks, in JSON lines."""
-  if not _OUT.value.endswith(".jsonl"):
-    raise ValueError(f"{_OUT.value}: tasks are written as .jsonl")
-  dropped: Counter[str] = Counter()
-  stem = importers.stem(_FILE.value)
-
-  # A generator: rows are read as lines are written.
-  def tasks() -> Iterator[dict[str, Any]]:
-    for number, where, row in records:
-      try:
-        yield read_task(row, where, f"{stem}-{number}").to_json()
-      except ValueError as e:
-        dropped["unreadable"] += 1
-        _print(f"{stem}-{number}: unreadable: {e}")
-
-  try:
-    num_tasks = write_lines(out, tasks(), at_least_one=True)
-  except EOFError:
-    stop(f"{_FILE.value}: no row is left ({_counted(dropped)})")
-  print(f"{num_tasks} tasks kept, {dropped.total()} dropped")
-
-
 def _report(
   out: str,
   settings: dict[str, Any],
@@ -355,16 +322,7 @@ def _report(
   bars = {"import": (imported["kept"], imported["dropped"])}
   if pipeline.filters:
     bars |= filters.stages(counts["filters"])
-  pictures = {
-    "funnel": plots.funnel_bars(bars),
-    "statistics": plots.filter_statistics(before, after),
-  }
-  titles = {
-    "funnel": "Rows kept by import and by each filter",
-    "statistics": "Trajectories before and after filtering",
-  }
-  for name, figure in pictures.items():
-    plots.write_png(f"{out}.{name}.png", figure, titles[name])
+  plots.write_filter_figures(f"{out}.", bars, before, after)
 
   # --- The manifest.
   importer = pipeline.importer
@@ -381,11 +339,11 @@ def _report(
   )
 
 
-def _settings(chosen: str, pipeline: RowPipeline) -> dict[str, Any]:
+def _settings(pipeline: RowPipeline) -> dict[str, Any]:
   """Returns the settings that reproduce the file."""
   return {
     "file": _FILE.value,
-    "format": chosen,
+    "format": pipeline.importer.format,
     "variant": pipeline.importer.variant.name,
     "prompt": pipeline.importer.prompt,
     "described_tools": _DESCRIBED_TOOLS.value,

@@ -76,11 +76,6 @@ _LISTED = (
 _MAX_LINE = 2000  # characters of an error; longer lines are cut in the middle
 
 
-def show(results: dict[str, Any]) -> None:
-  """Prints a stage's results as JSON."""
-  print(json.dumps(results, indent=2, sort_keys=True))
-
-
 def launch(
   stage: Stage,
   config_class: type,
@@ -124,7 +119,7 @@ def launch(
       for table in tables(results):
         rich.print(table)
     else:
-      show(results)
+      print(json.dumps(results, indent=2, sort_keys=True))
 
   start(work, config_class)
 
@@ -267,7 +262,7 @@ def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
       with_clear_errors(lambda: main(argv[1:]))
       return
     if argv[1:]:
-      stop(f"unexpected argument {argv[1]!r}; quote what has spaces or is a glob")
+      stop(f"unexpected argument {argv[1]!r}; quote values with spaces, and globs")
     with_clear_errors(main)
 
   app.run(checked, flags_parser=parse)

@@ -38,12 +38,7 @@ from absl import flags
 from coa_jax.cli.deploy.arrangements import describe_run
 from coa_jax.cli.deploy.checks import Machines, check_command
 from coa_jax.cli.deploy.manifests import PodJob, make_jobset, make_shards
-from coa_jax.cli.deploy.scripts import (
-  NOT_SENT,
-  SlurmJob,
-  make_sbatch,
-  make_vm_commands,
-)
+from coa_jax.cli.deploy.scripts import NOT_SENT, make_sbatch, make_vm_commands
 from coa_jax.cli.deploy.slices import describe_gpus, describe_slices, read_slice
 from coa_jax.cli.launch import run_program, stop
 from coa_jax.cli.main import split_program
@@ -151,7 +146,6 @@ def _check_flags() -> None:
 
 
 def _read_env() -> dict[str, str]:
-  """Reads the variables in --env."""
   out = {}
   for text in FLAGS.env:
     name, equals, value = text.partition("=")
@@ -191,19 +185,7 @@ def main(words: list[str]) -> None:
       stop("--slurm is for GPUs; it does not go with --slice, --slices and --spot")
     hosts = f"--nodes={FLAGS.nodes} --gpus={FLAGS.gpus}"
     check_command(words, Machines(describe_gpus(FLAGS.nodes, FLAGS.gpus), hosts))
-    job = SlurmJob(
-      name=FLAGS.name,
-      command=command,
-      nodes=FLAGS.nodes,
-      gpus=FLAGS.gpus,
-      time=FLAGS.time,
-      account=FLAGS.account,
-      partition=FLAGS.partition,
-      image=FLAGS.image,
-      venv=FLAGS.venv,
-      env=env,
-    )
-    print(make_sbatch(job), end="")
+    print(make_sbatch(FLAGS, command, env), end="")
     return
 
   # --- TPUs, or shards on hosts of any kind.
@@ -215,25 +197,8 @@ def main(words: list[str]) -> None:
   claim, colon, path = FLAGS.disk.partition(":")
   if FLAGS.disk and not (claim and colon and path.startswith("/")):
     stop(f"--disk={FLAGS.disk}: give CLAIM:/PATH")
-  requests = {"cpu": FLAGS.cpu, "memory": FLAGS.memory}
-  job = PodJob(
-    name=FLAGS.name,
-    image=FLAGS.image,
-    command=command,
-    slice=tpus,
-    slices=FLAGS.shards or FLAGS.slices,
-    claim=claim,
-    path=path,
-    requests={name: value for name, value in requests.items() if value},
-    env=env,
-    secrets=_read_secrets(),
-    spot=FLAGS.spot,
-    restarts=FLAGS.restarts,
-    grace_s=FLAGS.grace_s,
-    namespace=FLAGS.namespace,
-    service_account=FLAGS.service_account,
-    queue=FLAGS.queue,
-  )
+  slices = FLAGS.shards or FLAGS.slices
+  job = PodJob(FLAGS, command, tpus, slices, claim, path, env, _read_secrets())
   if FLAGS.vm:
     if not FLAGS.zone:
       stop("--vm needs --zone, as --zone=us-east5-b")
@@ -250,7 +215,7 @@ def main(words: list[str]) -> None:
       f"--slices={job.slices}: GKE joins slices of several hosts, and {job.slice.name} "
       f"({job.slice.topology}) is one host"
     )
-  if not job.image:
+  if not FLAGS.image:
     stop("--image must be given: build the Dockerfile, and push it")
   check_command(words, _machines(job))
   made = make_shards(job) if FLAGS.shards else make_jobset(job)
@@ -261,7 +226,6 @@ def main(words: list[str]) -> None:
 
 
 def _machines(job: PodJob) -> Machines:
-  """Describes the hosts for the config's checks."""
   name = f"--slice={FLAGS.slice}" if FLAGS.slice else f"--shards={FLAGS.shards}"
   if FLAGS.slices > 1:
     name += f" --slices={FLAGS.slices}"
@@ -296,7 +260,6 @@ def _read_command(words: list[str], shards: int) -> tuple[list[str], list[str]]:
 
 
 def _apply(manifest: str) -> None:
-  """Passes a manifest to kubectl."""
   kubectl = shutil.which("kubectl")
   if not kubectl:
     stop("--apply needs kubectl, which is not on the PATH")

@@ -322,7 +322,6 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
 async def _events(
   exchange: Exchange, parsed: ChatRequest, name: str
 ) -> AsyncIterator[str]:
-  """Yields the exchange as server-sent events."""
   kind = "text_completion" if parsed.is_text else "chat.completion.chunk"
   shared = choices.envelope(kind, name)
   if parsed.include_usage:

@@ -204,7 +204,7 @@ def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> No
   noted = parse_object(known or b"", f"{place.workdir}/{_CLAIM}")
   if not isinstance(noted.get("config"), dict) or "shards" not in noted:
     raise ValueError(
-      f"{place.workdir}/{_CLAIM}: has not the fields 'config' and 'shards'; delete it, "
+      f"{place.workdir}/{_CLAIM}: lacks the fields 'config' and 'shards'; delete it, "
       "once no shard runs"
     )
   if noted["shards"] != count:

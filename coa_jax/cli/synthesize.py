@@ -28,6 +28,7 @@ from coa_jax.data.teacher.journal import Journal
 from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.data.teacher.synthesis import (
   SAMPLE,
+  TOOL,
   Corpus,
   SynthesisConfig,
   SynthesisResult,
@@ -47,7 +48,6 @@ from tools_sandbox.search.index import read_corpus
 CALLS = "calls.jsonl"
 # A shard's result files, joined by the last shard.
 LOGS = (CALLS,)
-_TOOL = "wiki_search"
 _MAY_CHANGE = (
   "synthesis.workers",
   "chat.base_url",
@@ -81,8 +81,8 @@ class SynthesizeConfig:
         f"config has no section 'chat' with synthesis.backend={backend!r}: it is read "
         "with synthesis.backend='chat' alone"
       )
-    if _TOOL not in self.tools.tools or not self.tools.corpus:
-      raise ValueError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
+    if TOOL not in self.tools.tools or not self.tools.corpus:
+      raise ValueError(f"tools: synthesis needs {TOOL} in tools.tools, and a corpus")
 
 
 @exclusive()
@@ -131,7 +131,7 @@ def run(
       backend = ChatBackend(settings.chat, os.environ.get("COA_API_KEY"))
       stack.enter_context(backend)
       usd = {"usd": settings.chat.usd}
-    journal = stack.enter_context(Journal(path, **usd))
+    journal = Journal(path, **usd)
 
     # --- Make tasks from documents, then from pairs of tasks. Calls are recorded under
     # the document's or the pair's key, so a resumed run pays for none twice.
@@ -142,7 +142,6 @@ def run(
         journal.backend(backend, run_key),
         journal.tools(toolbox.call, run_key),
         plan,
-        _TOOL,
       )
 
     def grow(title: str) -> list[SynthesisResult]:

@@ -142,7 +142,6 @@ def check(settings: TasksCheckConfig) -> None:
 
 
 def _fields() -> dict[str, str] | None:
-  """Reads the flag --fields as a mapping."""
   if _FIELDS.value is None:
     return None
   fields = {}

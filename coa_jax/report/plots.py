@@ -432,5 +432,16 @@ def write_png(path: str, figure: Figure, title: str = "") -> None:
     figure.suptitle(title, color=_INK)
   with open(path, "wb") as f:
     f.write(to_png(figure))
-  if title:  # the page's figure has no title
-    figure.suptitle("").set_in_layout(False)
+
+
+def write_filter_figures(
+  prefix: str,
+  stages: Mapping[str, tuple[int, Mapping[str, int]]],
+  before: Statistics,
+  after: Statistics,
+) -> None:
+  """Writes PREFIXfunnel.png and PREFIXstatistics.png; args as in the figures."""
+  title = "Kept and dropped at each stage"
+  write_png(f"{prefix}funnel.png", funnel_bars(stages), title)
+  title = "Trajectories before and after filtering"
+  write_png(f"{prefix}statistics.png", filter_statistics(before, after), title)

@@ -173,25 +173,17 @@ def test_nothing_that_steers_a_terminal_comes_through():
   assert "\x1b[2J" not in coloured and "\x9b" not in coloured
 
 
-def test_the_answer_stands_in_a_frame_on_a_terminal():
+def test_an_answer_that_is_cut_off_is_shown_and_is_no_answer():
   out = io.StringIO()
-  text = "<answer> Uruk\x1b[2J</answer>"
-  screen_on(out, force_terminal=True).end(answered(text))
-  plain = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
-  assert "Uruk\\x1b[2J" in plain and "answer" in plain and "\x1b" not in plain
-  assert chat.answer_of(answered(text)) == text[9:-9]
-  assert chat.answer_of(answered(text, Status.TRUNCATED)) is None
-
-
-def test_an_answer_that_is_cut_off_is_shown_without_a_frame():
-  out = io.StringIO()
-  screen = screen_on(out, force_terminal=True)
+  screen = screen_on(out)
   tag, text = TextDelta("answer", "<answer>", is_tag=True), " Paris is the capi"
   for piece in (tag, TextDelta("answer", text)):
     screen.show(piece)
-  assert "Paris" not in out.getvalue()
-  screen.end(answered(tag.text + text, Status.TRUNCATED))
-  assert "Paris is the capi" in out.getvalue()
+  cut = answered(tag.text + text, Status.TRUNCATED)
+  screen.end(cut)
+  assert "  Paris is the capi\ntruncated: " in out.getvalue()
+  assert chat.answer_of(cut) is None
+  assert chat.answer_of(answered("<answer> Uruk</answer>")) == "Uruk"
 
 
 def test_a_port_is_not_shared_with_a_server_that_still_loads():

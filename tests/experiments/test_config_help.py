@@ -31,7 +31,7 @@ def test_every_field_has_a_meaning(name: str):
 
 
 def test_a_field_is_explained_with_the_value_of_the_file():
-  text = explain(RLConfig, "algo.batch", {"algo": {"batch": {"rows": 3}}}, 80)
+  text = explain(RLConfig, "algo.batch", {"algo": {"batch": {"rows": 3}}})
   assert "algo.batch.rows: int, at least 1 = 3 (default 16)\n      rows per" in text
   assert "algo.batch.epochs: int, at least 1 = 1\n" in text
   assert "algo.loss" not in text
@@ -39,7 +39,7 @@ def test_a_field_is_explained_with_the_value_of_the_file():
 
 
 def test_a_section_by_a_name_of_ones_own_is_explained():
-  text = explain(RLConfig, "tools.functions", {}, 80)
+  text = explain(RLConfig, "tools.functions", {})
   assert "tools.functions.NAME.description: str" in text
 
 

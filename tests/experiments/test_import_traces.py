@@ -14,7 +14,6 @@ import recorded
 from forked import ROOT
 
 from coa_jax import sft
-from coa_jax.data.tasks.sources import load_tasks
 from coa_jax.protocol.trajectory import Author, read_trajectories
 
 HEAD = (
@@ -218,22 +217,12 @@ def test_shards_write_what_one_process_writes(tmp_path):
   assert done.returncode == 2 and "the other shards have sha256=" in done.stderr
 
 
-def test_rl_rows_become_tasks(tmp_path):
-  rows = [
-    {
-      "data_source": "s",
-      "prompt": [{"role": "user", "content": "Head\n\nQuestion: Who?"}],
-      "reward_model": {"ground_truth": truth},
-      "extra_info": {"index": str(n)},
-    }
-    for n, truth in enumerate(['{"target": ["x", "y"]}', None])
-  ]
-  source, out = tmp_path / "rl.jsonl", tmp_path / "tasks.jsonl"
-  source.write_text("".join(json.dumps(r) + "\n" for r in rows))
-  *lines, last = imported(f"--file={source}", "--variant=web", f"--out={out}")
-  assert last == "1 tasks kept, 1 dropped" and "rl-1: unreadable" in str(lines)
-  (task,) = load_tasks(out)
-  assert (task.question, task.answers) == ("Who?", ("x", "y"))
+def test_rl_rows_are_tasks(tmp_path):
+  source = tmp_path / "rl.jsonl"
+  row = {"prompt": [{"role": "user", "content": "Who?"}], "reward_model": {}}
+  source.write_text(json.dumps(row))
+  done = program(f"--file={source}", "--variant=web", f"--out={tmp_path / 't.jsonl'}")
+  assert done.returncode == 2 and "use the file as tasks.uri" in done.stderr
 
 
 def chat(number: int) -> dict:

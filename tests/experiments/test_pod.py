@@ -11,6 +11,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import types
 
 import forked
 import jsonschema
@@ -156,8 +157,9 @@ def test_the_sandboxs_manifest_fits_the_published_schemas():
 
 
 def test_a_saved_run_is_requeued_and_a_failed_one_is_not(tmp_path):
-  job = scripts.SlurmJob("run", ["sh", "-c", 'exit "$STATUS"'], env={"A": "b 'c"})
-  script = scripts.make_sbatch(job)
+  flags = types.SimpleNamespace(name="run", nodes=1, gpus=8, time="24:00:00")
+  flags.account = flags.partition = flags.image = flags.venv = ""
+  script = scripts.make_sbatch(flags, ["sh", "-c", 'exit "$STATUS"'], {"A": "b 'c"})
   (tmp_path / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
   (tmp_path / "scontrol").write_text("#!/bin/sh\necho requeued\n")
   for name in ("srun", "scontrol"):
@@ -174,7 +176,8 @@ def test_a_saved_run_is_requeued_and_a_failed_one_is_not(tmp_path):
 
 
 def test_the_commands_of_a_queued_resource_keep_every_word():
-  job = manifests.PodJob("run", ["python", "-m", *COMMAND], Slice("v5p", "4x4x4"))
+  flags = types.SimpleNamespace(name="run", spot=False)
+  job = manifests.PodJob(flags, ["python", "-m", *COMMAND], Slice("v5p", "4x4x4"))
   script = scripts.make_vm_commands(job, "us-east5-a")
   subprocess.run(["bash", "-n"], input=script, text=True, check=True)
   assert "--accelerator-type=v5p-128 " in script

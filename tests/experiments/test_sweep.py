@@ -102,7 +102,7 @@ def test_runs_are_grouped_over_seeds_and_compared(journey, tmp_path, capsys):
 
 
 def test_what_can_not_be_compared_is_named(journey, tmp_path):
-  with pytest.raises(FileNotFoundError, match="no run is there"):
+  with pytest.raises(FileNotFoundError, match="no run found"):
     compare.find([str(tmp_path)])
   sweep.sweep(str(tmp_path / "sweep"), ["toy_journey"], GRID, seeds=1)
   with pytest.raises(ConfigError, match=r"no run has 'los'; did you mean 'loss'\?"):
@@ -124,7 +124,7 @@ def test_a_model_folder_is_no_run(tmp_path):
   one = a_run(tmp_path / "a", {"data": {"seed": 0}})
   two = a_run(tmp_path / "b", {"data": {"seed": 1}})
   assert compare.find([one, two]) == compare.find([str(tmp_path)]) == [one, two]
-  with pytest.raises(FileNotFoundError, match="no run is there"):
+  with pytest.raises(FileNotFoundError, match="no run found"):
     compare.find([f"{one}/model"])
   (tmp_path / "c").mkdir()
   (tmp_path / "c" / "config.json").write_text("{")

@@ -25,8 +25,7 @@ TABLE = [
   (f"{WORLD}:", "evaluate_world answers '' and 'tiny', not 'tiny:'"),
   ("rl --config=configs/rl_world.py:gpro", "names are grpo"),
   ("sft --config=placeholder.py", "'data' lacks field 'trajectories'"),
-  ("sft --config=recursive.py", "recursive.py: config.data.me contains itself"),
-  ("sft --config=recursive_list.py", "config.a[0][0] contains itself"),
+  ("sft --config=recursive.py", "recursive.py: the config contains itself"),
   # --- Flags: names and types.
   (f"{SFT} --config.data.=3", "--config.data.: names no field"),
   (f"{SFT} --config.=3", "--config.: names no field"),
@@ -121,13 +120,6 @@ import ml_collections
 def get_config():
   config = ml_collections.ConfigDict(dict(data={}))
   config.data.me = config
-  return config
-""",
-  "recursive_list.py": b"""
-import ml_collections
-def get_config():
-  config = ml_collections.ConfigDict(dict(a=[[]]))
-  config.a[0].append(config.a[0])
   return config
 """,
   "pages.jsonl": b'{"id": "p", "title": "a", "text": "b"}\n',

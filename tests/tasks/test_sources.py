@@ -35,12 +35,12 @@ def test_files_of_public_data_sets(name, count, kind):
 @pytest.mark.parametrize(
   ("uri", "error", "message"),
   [
-    ("gs://b/x.jsonl", ValueError, "is no path; a config's are fetched"),
+    ("gs://b/x.jsonl", ValueError, "is not a path; only a config's"),
     ("{}/*.jsonl", FileNotFoundError, "no task file matches"),
     ("{}", FileNotFoundError, "no task file in the folder"),
     ("{}/a.jsonl,", ValueError, "a name in the list is empty"),
     ("{}/a.jsonl,{}/b.jsonl", FileNotFoundError, "no task file at .*a.jsonl"),
-    ("{}/sub/a.csv", ValueError, "a.csv row 0: has not the 2 columns"),
+    ("{}/sub/a.csv", ValueError, "a.csv row 0: has . cells, the heading 2"),
     ("{}/sub/empty.jsonl", ValueError, "holds no task"),
   ],
 )
@@ -193,13 +193,8 @@ def test_large_cells_doubled_names_and_heads_of_tables(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match=r"t.csv: cannot be read: field larger than"):
     load_tasks(path)
   path.write_text("question,answer, answer\nq,a,b\n")
-  with pytest.raises(ValueError, match="2 columns are called 'answer'; accepted: each"):
+  with pytest.raises(ValueError, match="several columns are called 'answer'"):
     load_tasks(path)
-  names = ["question", "answer", "answer"]
-  table = pyarrow.Table.from_arrays([pyarrow.array(["q"])] * 3, names=names)
-  pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-  with pytest.raises(ValueError, match="2 columns are called 'answer'"):
-    load_tasks(tmp_path / "t.parquet")
   # A byte order mark, spaces in the header, an unnamed index, tabs.
   path.write_text("\ufeff,question, answer\n0,q,a\n", encoding="utf-8")
   (task,) = load_tasks(path)

@@ -177,12 +177,3 @@ def test_written_files_are_read_by_the_loaders_of_users_files(tmp_path):
 def test_refusals_say_what_is_wrong(make, message):
   with pytest.raises(ValueError, match=message):
     make()
-
-
-@pytest.mark.parametrize("n", [-1, 10**12, 10**30])
-def test_a_number_of_tasks_out_of_bounds_is_refused_before_any_work(tmp_path, n):
-  with pytest.raises(
-    ValueError, match=f"{n} tasks of rl; accepted: from 0 to 1,000,00"
-  ):
-    write_world(tmp_path, "train", n, WorldConfig(), name="rl")
-  assert not list(tmp_path.iterdir())

@@ -57,15 +57,15 @@ def test_what_was_answered_is_not_asked_again(tmp_path):
       backend("planner", ASK[:1]),
     ]
 
-  with Journal(str(path)) as journal:
-    first = ask(journal, ("a", 0))
-    other = ask(journal, ("a", 1)) + ask(journal, ("b", 0))
-    bill = journal.bill()
+  journal = Journal(str(path))
+  first = ask(journal, ("a", 0))
+  other = ask(journal, ("a", 1)) + ask(journal, ("b", 0))
+  bill = journal.bill()
   assert counted.calls == 15 == len(lines(path))
-  with Journal(str(path)) as journal:
-    assert ask(journal, ("a", 0)) == first
-    assert ask(journal, ("b", 0)) + ask(journal, ("a", 1)) == other[5:] + other[:5]
-    assert journal.bill() == bill
+  journal = Journal(str(path))
+  assert ask(journal, ("a", 0)) == first
+  assert ask(journal, ("b", 0)) + ask(journal, ("a", 1)) == other[5:] + other[:5]
+  assert journal.bill() == bill
   assert counted.calls == 15
   assert (bill["calls"], bill["tool_calls"], bill["prompt"]) == (9, 6, 900)
   assert (bill["cached"], bill["completion"], bill["retries"]) == (540, 45, 9)
@@ -77,10 +77,10 @@ def test_the_bill_in_money(tmp_path):
   prices = TeacherChatConfig(
     base_url="http://x", model="m", prices=(10.0, 1.0, 100.0)
   ).usd
-  with Journal(str(tmp_path / "c"), usd=prices) as journal:
-    journal.backend(Counted().backend, ("a", 0))("planner", ASK)
-    assert journal.values()["usd"] == pytest.approx((40 * 10 + 60 + 500) / 1e6)
-    assert journal.spent() == "1 calls  105 tokens  $0.00"
+  journal = Journal(str(tmp_path / "c"), usd=prices)
+  journal.backend(Counted().backend, ("a", 0))("planner", ASK)
+  assert journal.values()["usd"] == pytest.approx((40 * 10 + 60 + 500) / 1e6)
+  assert journal.spent() == "1 calls  105 tokens  $0.00"
 
 
 @settings(max_examples=40, deadline=None)
@@ -88,16 +88,16 @@ def test_the_bill_in_money(tmp_path):
 def test_a_file_cut_anywhere_keeps_every_whole_line(tmp_path_factory, cut):
   path = tmp_path_factory.mktemp("cut") / "calls.jsonl"
   counted = Counted()
-  with Journal(str(path)) as journal:
-    backend = journal.backend(counted.backend, ("a", 0))
-    replies = [backend("planner", [Message("user", str(i))]) for i in range(8)]
+  journal = Journal(str(path))
+  backend = journal.backend(counted.backend, ("a", 0))
+  replies = [backend("planner", [Message("user", str(i))]) for i in range(8)]
   data = path.read_bytes()
   path.write_bytes(data[: cut % (len(data) + 1)])
   whole = path.read_bytes().count(b"\n")
   counted.calls = 100
-  with Journal(str(path)) as journal:
-    backend = journal.backend(counted.backend, ("a", 0))
-    again = [backend("planner", [Message("user", str(i))]) for i in range(8)]
+  journal = Journal(str(path))
+  backend = journal.backend(counted.backend, ("a", 0))
+  again = [backend("planner", [Message("user", str(i))]) for i in range(8)]
   assert again[:whole] == replies[:whole] and counted.calls == 100 + 8 - whole
   assert len(lines(path)) == 8
 
@@ -111,13 +111,13 @@ def test_failures_of_infrastructure_are_not_kept(tmp_path):
   def down(name, arguments):
     return ToolCall(name, arguments, "down", CallStatus.INFRASTRUCTURE)
 
-  with Journal(str(path)) as journal:
-    with pytest.raises(InfrastructureError, match="gone"):
-      journal.backend(gone, ("a", 0))("planner", ASK)
-    journal.tools(down, ("a", 0))("code", "x")
-    assert not lines(path)
-    counted = Counted()
-    assert journal.tools(counted.tool, ("a", 0))("code", "x").result == "result 1"
+  journal = Journal(str(path))
+  with pytest.raises(InfrastructureError, match="gone"):
+    journal.backend(gone, ("a", 0))("planner", ASK)
+  journal.tools(down, ("a", 0))("code", "x")
+  assert not path.exists()
+  counted = Counted()
+  assert journal.tools(counted.tool, ("a", 0))("code", "x").result == "result 1"
 
 
 def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path):
@@ -127,37 +127,38 @@ def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path):
   with ChatServer() as server, ChatBackend(server.config(retries=1)) as chat:
     for _ in range(2):  # the second time after a restart
       server.faults = [empty, empty]
-      with Journal(str(path)) as journal, pytest.raises(InfrastructureError):
+      journal = Journal(str(path))
+      with pytest.raises(InfrastructureError):
         journal.backend(chat, ("a", 0))("planner", ask)
-    with Journal(str(path)) as journal:
-      journal.backend(chat, ("a", 0))("planner", ask)  # asked again
-      bill = journal.bill()
+    journal = Journal(str(path))
+    journal.backend(chat, ("a", 0))("planner", ask)  # asked again
+    bill = journal.bill()
   assert (bill["failed"], bill["calls"]) == (2, 1)
   assert (bill["prompt"], bill["completion"]) == (4 * 40 + 100, 4 * 3 + 7)
 
 
 def test_a_journal_that_stops_answers_only_what_it_knows(tmp_path):
   counted = Counted()
-  with Journal(str(tmp_path / "c")) as journal:
-    known = journal.backend(counted.backend, ("a", 0))("planner", ASK)
-    journal.stop()
-    assert journal.backend(counted.backend, ("a", 0))("planner", ASK) == known
-    with pytest.raises(InfrastructureError, match="being stopped"):
-      journal.backend(counted.backend, ("b", 0))("planner", ASK)
+  journal = Journal(str(tmp_path / "c"))
+  known = journal.backend(counted.backend, ("a", 0))("planner", ASK)
+  journal.stop()
+  assert journal.backend(counted.backend, ("a", 0))("planner", ASK) == known
+  with pytest.raises(InfrastructureError, match="being stopped"):
+    journal.backend(counted.backend, ("b", 0))("planner", ASK)
   assert counted.calls == 1
 
 
 def test_finished_runs_are_forgotten_and_stay_on_the_bill(tmp_path):
   path = str(tmp_path / "c")
   counted = Counted()
-  with Journal(path) as journal:
-    journal.backend(counted.backend, ("a", 0))("planner", ASK)
-    journal.forget(("a", 0))
-    journal.backend(counted.backend, ("a", 0))("planner", ASK)
+  journal = Journal(path)
+  journal.backend(counted.backend, ("a", 0))("planner", ASK)
+  journal.forget(("a", 0))
+  journal.backend(counted.backend, ("a", 0))("planner", ASK)
   assert counted.calls == 2
-  with Journal(path, done=lambda run: run == ("a", 0)) as journal:
-    journal.backend(counted.backend, ("a", 0))("planner", ASK)
-    assert journal.bill()["calls"] == 3 == counted.calls
+  journal = Journal(path, done=lambda run: run == ("a", 0))
+  journal.backend(counted.backend, ("a", 0))("planner", ASK)
+  assert journal.bill()["calls"] == 3 == counted.calls
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path):
@@ -167,34 +168,25 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path):
     Journal(str(path))
 
 
-def test_two_can_not_write_to_it_at_once(tmp_path):
-  path = str(tmp_path / "calls.jsonl")
-  with Journal(path), pytest.raises(ValueError, match=r"calls.jsonl: another process"):
-    Journal(path)
-  Journal(path).close()
-
-
 def test_many_threads_share_it(tmp_path):
   path = tmp_path / "c"
 
   def backend(agent, messages):
     return Reply(messages[0].content * 50)
 
-  with (
-    Journal(str(path)) as journal,
-    concurrent.futures.ThreadPoolExecutor(8) as pool,
-  ):
+  journal = Journal(str(path))
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
 
     def work(i):
       ask = journal.backend(backend, (str(i), 0))
       return [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
 
     first = list(pool.map(work, range(16)))
-  with Journal(str(path)) as journal:
-    for i in range(16):
-      ask = journal.backend(Counted().backend, (str(i), 0))
-      texts = [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
-      assert texts == first[i] and texts[3] == f"{i} 3" * 50
+  journal = Journal(str(path))
+  for i in range(16):
+    ask = journal.backend(Counted().backend, (str(i), 0))
+    texts = [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
+    assert texts == first[i] and texts[3] == f"{i} 3" * 50
 
 
 def timeless(run):
@@ -220,17 +212,17 @@ def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
   with ChatServer(scripted) as server, ChatBackend(server.config(retries=0)) as remote:
     stops = 0
     while True:
-      with Journal(str(tmp_path / "c")) as journal:
-        left = [2]  # replies until the next failure
+      journal = Journal(str(tmp_path / "c"))
+      left = [2]  # replies until the next failure
 
-        def backend(agent, messages, left=left):
-          if not left[0]:
-            raise InfrastructureError("stopped")
-          left[0] -= 1
-          return remote(agent, messages)
+      def backend(agent, messages, left=left):
+        if not left[0]:
+          raise InfrastructureError("stopped")
+        left[0] -= 1
+        return remote(agent, messages)
 
-        key = (task.id, 0)
-        run = work(journal.backend(backend, key), journal.tools(toolbox.call, key))
+      key = (task.id, 0)
+      run = work(journal.backend(backend, key), journal.tools(toolbox.call, key))
       if run.status != Status.INFRASTRUCTURE:
         break
       stops += 1

@@ -100,11 +100,6 @@ def completion(message: dict, **changes) -> str:
   return json.dumps({"model": "m-2026", "choices": [{**choice, **changes}]})
 
 
-def called(name: str, arguments: object) -> str:
-  call = {"function": {"name": name, "arguments": arguments}}
-  return completion({"content": None, "tool_calls": [call]})
-
-
 def counted(tokens: str) -> str:
   """A completion that reports this number of prompt tokens."""
   return (
@@ -123,16 +118,6 @@ def counted(tokens: str) -> str:
       completion({"content": "plain <think> in it</think>"}),
       "plain <think> in it</think>",
     ),
-    # Function calls, in the team's text format.
-    (called("web_search", '{"query": "tarn"}'), "TOOL: web_search\nQUERY: tarn"),
-    (called("web_search", {"query": "tarn"}), "TOOL: web_search\nQUERY: tarn"),
-    (called("code", '{"program": "print(1)"}'), "```py\nprint(1)\n```"),
-    # A broken call stays in the text, so that the agent learns of it.
-    (called("web_search", '{"query": "ta'), 'web_search {"query": "ta'),
-    (called("web_search", '{"a": "x", "b": 1}'), 'web_search {"a": "x", "b": 1}'),
-    (called("web_search", DEEP), f"web_search {DEEP}"),
-    (completion({"content": "", "tool_calls": ["x"]}), "x"),
-    (completion({"content": "said", "tool_calls": [{}]}), "said"),
     # Invalid token counts.
     (counted("1e999"), "said"),
     (counted("1" + "0" * 400), "said"),

@@ -28,11 +28,11 @@ SECOND = '{"violations": [{"rule": 2, "quote": "in French"}]}'
     (NONE, ()),
     (SECOND, ((2, "in French"),)),
     (f"<think>{SECOND}</think>\nFine.\n```json\n{NONE}\n```\nThat is all.", ()),
-    ("{'violations': [{'rule': '3', 'quote': None},],}", ((3, ""),)),
-    ('So: {"violations": [1, "4. it tells"]}', ((1, ""), (4, ""))),
+    ('So: {"violations": [{"rule": "3", "quote": null}]}', ((3, ""),)),
     (f"{NONE} or rather {SECOND}", ((2, "in French"),)),
     ('{"violations": [{"rule": 99}]}', None),
     ('{"violations": [true]}', None),
+    ('{"violations": [{"quote": "x"}]}', None),
     ('{"violations": "none"}', None),
     ("There is no violation.", None),
     ('{"violations": [{"rule": 1', None),
@@ -123,7 +123,7 @@ def test_too_long_for_the_judge_is_no_verdict(tmp_path):
     server.faults, server.error = [400], "maximum context length is 8"
     with ViolationInspector(config(server), str(tmp_path / "v.jsonl")) as inspector:
       (verdict,) = inspector([trajectory(0)[1]])
-  assert not verdict.read and not verdict.violations
+  assert verdict is None
 
 
 def test_a_long_record_is_shown_without_its_middle(tmp_path, monkeypatch):

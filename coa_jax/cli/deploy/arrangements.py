@@ -15,7 +15,6 @@ has not been compared with measured runs.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
@@ -24,106 +23,93 @@ from coa_jax.report.timers import SECONDS
 from coa_jax.runtime.record import read_run
 
 
-@dataclasses.dataclass(frozen=True)
-class StepSeconds:
-  """A step's mean seconds by phase, on all devices."""
+def step_seconds(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Returns a step's mean seconds by phase, without the first step, which compiles.
 
-  sync: float
-  decode: float
-  wait: float
-  learn: float
-
-  @classmethod
-  def of(cls, log: Sequence[Mapping[str, float]]) -> StepSeconds:
-    """Averages the steps after the first, which compiles.
-
-    Raises:
-      ValueError: there are fewer than two steps, or the run was asynchronous, so that
-        the phases overlap.
-    """
-    if len(log) < 2:
-      raise ValueError(f"the log has {len(log)} steps; it must have at least 2")
-    if any("rollouts_waited" in row for row in log):
-      raise ValueError(
-        "the run was asynchronous; only a run with algo.sampling.staleness=0 has "
-        "separate seconds for each phase"
-      )
-    rows = log[1:]
-    seconds = {"sync": 0.0, "decode": 0.0, "wait": 0.0, "learn": 0.0}
-    for row in rows:
-      for name, value in row.items():
-        phase = name.removeprefix(SECONDS)
-        # Evaluation and checkpoints are the same in every arrangement.
-        if phase == name or phase in ("dev", "save"):
-          continue
-        seconds[phase if phase in seconds else "wait"] += value / len(rows)
-    return cls(**seconds)
-
-  def interleaved(self) -> float:
-    """Computes a step's seconds if rollouts and learning take turns on all devices."""
-    return self.sync + self.decode + self.wait + self.learn
-
-  def side_by_side(self) -> float:
-    """Computes a step's seconds if rollouts and learning share all devices at once."""
-    return self.sync + self.decode + max(self.learn, self.wait)
-
-  def apart(self, devices: int, own: int) -> float:
-    """Computes a step's seconds if `own` devices are reserved for rollouts."""
-    rollouts = self.decode * devices / own + self.wait
-    return self.sync + max(rollouts, self.learn * devices / (devices - own))
-
-  def best_apart(self, devices: int, team: int, processes: int = 1) -> int:
-    """Returns the fastest number of devices to reserve for rollouts.
-
-    Args:
-      devices: number of devices in all processes.
-      team: devices per replica, all in one process.
-      processes: number of processes; each reserves equally many devices.
-
-    Raises:
-      ValueError: one replica per process leaves the learner no device.
-    """
-    least = team * processes
-    if least >= devices:
-      raise ValueError(
-        f"a replica of {team} on each of {processes} processes leaves the learner none "
-        f"of {devices} devices"
-      )
-    numbers = range(least, devices, least)
-    return min(numbers, key=lambda own: self.apart(devices, own))
+  Raises:
+    ValueError: there are fewer than two steps, or the run was asynchronous, so that
+      the phases overlap.
+  """
+  if len(log) < 2:
+    raise ValueError(f"the log has {len(log)} steps; it must have at least 2")
+  if any("rollouts_waited" in row for row in log):
+    raise ValueError(
+      "the run was asynchronous; only a run with algo.sampling.staleness=0 has "
+      "separate seconds for each phase"
+    )
+  rows = log[1:]
+  seconds = {"sync": 0.0, "decode": 0.0, "wait": 0.0, "learn": 0.0}
+  for row in rows:
+    for name, value in row.items():
+      phase = name.removeprefix(SECONDS)
+      # Evaluation and checkpoints are the same in every arrangement.
+      if phase == name or phase in ("dev", "save"):
+        continue
+      seconds[phase if phase in seconds else "wait"] += value / len(rows)
+  return seconds
 
 
-def lines(log: Sequence[Mapping[str, float]], team: int) -> list[str]:
-  """Describes a step in each arrangement, the fastest last; see `StepSeconds`."""
-  seconds = StepSeconds.of(log)
-  devices = round(log[-1]["devices"])
-  own = seconds.best_apart(devices, team, round(log[-1]["processes"]))
+def arrangements(
+  sync: float,
+  decode: float,
+  wait: float,
+  learn: float,
+  devices: int,
+  team: int,
+  processes: int = 1,
+) -> dict[str, float]:
+  """Returns a step's seconds in each arrangement, with the best number of devices.
+
+  Args:
+    sync: seconds of the phase, as in `step_seconds`; likewise decode, wait and learn.
+    devices: number of devices in all processes.
+    team: devices per replica, all in one process.
+    processes: number of processes; each reserves equally many devices.
+
+  Raises:
+    ValueError: one replica per process leaves the learner no device.
+  """
+  least = team * processes
+  if least >= devices:
+    raise ValueError(
+      f"a replica of {team} on each of {processes} processes leaves the learner none "
+      f"of {devices} devices"
+    )
+  apart = {}
+  for own in range(least, devices, least):
+    rollouts = decode * devices / own + wait
+    apart[own] = sync + max(rollouts, learn * devices / (devices - own))
+  best = min(apart, key=lambda own: apart[own])
   ways = {
-    "interleaved (staleness=0, mesh.rollout=0)": seconds.interleaved(),
-    f"apart (staleness>=1, mesh.rollout={own})": seconds.apart(devices, own),
+    "interleaved (staleness=0, mesh.rollout=0)": sync + decode + wait + learn,
+    f"apart (staleness>=1, mesh.rollout={best})": apart[best],
   }
   # A replica of several devices cannot share them with a learner.
   if team == 1:
-    ways["side by side (staleness>=1, mesh.rollout=0)"] = seconds.side_by_side()
-  out = [
-    f"measured a step: decode {seconds.decode:.3g} s, learn {seconds.learn:.3g} s, "
-    f"sync {seconds.sync:.3g} s, the rest {seconds.wait:.3g} s"
-  ]
-  for name, value in sorted(ways.items(), key=lambda way: -way[1]):
-    out.append(f"{value:9.3g} s  {name}")
-  return out
+    name = "side by side (staleness>=1, mesh.rollout=0)"
+    ways[name] = sync + decode + max(learn, wait)
+  return ways
 
 
 def describe_run(workdir: str) -> str:
-  """Estimates a step in each arrangement, from an on-policy RL run's workdir.
+  """Describes a step of an on-policy RL run in each arrangement, the fastest last.
 
   Raises:
-    FileNotFoundError, ValueError: there is no such run, or see `StepSeconds.of`.
+    FileNotFoundError, ValueError: there is no such run, or see `step_seconds`.
   """
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
   config = read_run(os.path.join(workdir, "config.json"))
   team = config["rollout"]["tensor"] or config["mesh"]["tensor"]
   try:
-    return "\n".join(lines(log, team))
+    seconds = step_seconds(log)
+    devices, processes = (round(log[-1][name]) for name in ("devices", "processes"))
+    ways = arrangements(**seconds, devices=devices, team=team, processes=processes)
   except ValueError as e:
     raise ValueError(f"{workdir}: {e}") from e
+  out = [
+    f"measured a step: decode {seconds['decode']:.3g} s, learn {seconds['learn']:.3g} "
+    f"s, sync {seconds['sync']:.3g} s, the rest {seconds['wait']:.3g} s"
+  ]
+  for name, value in sorted(ways.items(), key=lambda way: -way[1]):
+    out.append(f"{value:9.3g} s  {name}")
+  return "\n".join(out)

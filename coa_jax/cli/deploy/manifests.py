@@ -33,31 +33,23 @@ _PORTS = (8471, 8080)
 class PodJob:
   """A command and the pods to run it.
 
-  Fields are named after the flags of `coa pod`, except:
-
   Attributes:
+    flags: the flags of `coa pod`.
     command: the program's words, from `python` on.
     slice: one slice's TPUs; None for none.
-    slices: number of slices, or shards.
-    claim, path: the hosts' shared disk, by its volume claim, and its mount point.
-    requests: the container's resource requests, as {"cpu": "8", "memory": "64Gi"}.
-    secrets: variable, or absolute path of a file -> (Secret, key).
+    slices: the number of slices, or of shards.
+    claim: the shared disk's PersistentVolumeClaim; "" for none.
+    path: the disk's place in every pod.
+    env: environment variables.
+    secrets: variable or file path -> a Secret and its key.
   """
 
-  name: str
+  flags: Any
   command: list[str]
-  slice: Slice | None
+  slice: Slice | None = None
   slices: int = 1
-  image: str = ""
   claim: str = ""
   path: str = ""
-  spot: bool = False
-  restarts: int = 20
-  grace_s: int = 600
-  namespace: str = ""
-  service_account: str = ""
-  queue: str = ""
-  requests: dict[str, str] = dataclasses.field(default_factory=dict)
   env: dict[str, str] = dataclasses.field(default_factory=dict)
   secrets: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -88,7 +80,10 @@ def make_jobset(job: PodJob) -> dict[str, Any]:
     "kind": "JobSet",
     "metadata": {**_metadata(job), "annotations": annotations},
     "spec": {
-      "failurePolicy": {"maxRestarts": job.restarts, "restartStrategy": "Recreate"},
+      "failurePolicy": {
+        "maxRestarts": job.flags.restarts,
+        "restartStrategy": "Recreate",
+      },
       "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
       "replicatedJobs": [
         {"name": "slice", "replicas": job.slices, "template": {"spec": job_spec}}
@@ -107,7 +102,7 @@ def make_shards(job: PodJob) -> dict[str, Any]:
       "completionMode": "Indexed",
       "parallelism": job.slices,
       "completions": job.slices,
-      "backoffLimitPerIndex": job.restarts,
+      "backoffLimitPerIndex": job.flags.restarts,
       "template": {
         "metadata": {"labels": {"tools-sandbox-client": "true"}},
         "spec": _pod_spec(job),
@@ -117,17 +112,15 @@ def make_shards(job: PodJob) -> dict[str, Any]:
 
 
 def _metadata(job: PodJob) -> dict[str, Any]:
-  """Returns a manifest's name, namespace and queue."""
-  out: dict[str, Any] = {"name": job.name}
-  if job.namespace:
-    out["namespace"] = job.namespace
-  if job.queue:
-    out["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
+  out: dict[str, Any] = {"name": job.flags.name}
+  if job.flags.namespace:
+    out["namespace"] = job.flags.namespace
+  if job.flags.queue:
+    out["labels"] = {"kueue.x-k8s.io/queue-name": job.flags.queue}
   return out
 
 
 def _pod_spec(job: PodJob) -> dict[str, Any]:
-  """Returns a host's pod spec, with all its chips."""
   # --- The pod's disks: the node's own, memory, and the shared one.
   volumes: list[dict[str, Any]] = [
     {"name": "scratch", "emptyDir": {}},
@@ -165,7 +158,7 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
       local.append(flag)
   container = {
     "name": "run",
-    "image": job.image,
+    "image": job.flags.image,
     "command": ["tini", "--", *job.command, *local],
     "env": env,
     "ports": [{"containerPort": port} for port in _PORTS],
@@ -175,8 +168,9 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
   # --- The machine.
   selector = {}
   resources: dict[str, Any] = {}
-  if job.requests:
-    resources["requests"] = job.requests
+  requests = {name: job.flags[name].value for name in ("cpu", "memory")}
+  if any(requests.values()):
+    resources["requests"] = {name: text for name, text in requests.items() if text}
   if job.slice:
     resources["limits"] = {"google.com/tpu": job.slice.chips_per_host}
     accelerator = GENERATIONS[job.slice.generation].gke_accelerator
@@ -186,16 +180,16 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
     container["resources"] = resources
   pod: dict[str, Any] = {
     "restartPolicy": "Never",
-    "terminationGracePeriodSeconds": job.grace_s,
+    "terminationGracePeriodSeconds": job.flags.grace_s,
     "nodeSelector": selector,
     "containers": [container],
     "volumes": volumes,
   }
-  if job.service_account:
-    pod["serviceAccountName"] = job.service_account
+  if job.flags.service_account:
+    pod["serviceAccountName"] = job.flags.service_account
   if job.slices > 1:  # slices communicate outside the pod network
     pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-  if job.spot:
+  if job.flags.spot:
     selector["cloud.google.com/gke-spot"] = "true"
     taint = {"key": "cloud.google.com/gke-spot", "value": "true"}
     pod["tolerations"] = [{**taint, "operator": "Equal", "effect": "NoSchedule"}]

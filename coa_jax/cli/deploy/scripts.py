@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coa_jax.cli.deploy.manifests import LIBTPU_INIT_ARGS, PodJob
 from coa_jax.cli.deploy.slices import GENERATIONS
@@ -12,54 +13,39 @@ from coa_jax.cli.deploy.slices import GENERATIONS
 NOT_SENT = (".venv", "runs")
 
 
-@dataclasses.dataclass(frozen=True)
-class SlurmJob:
-  """A run on hosts with GPUs.
-
-  Fields are named after the flags of `coa pod`; `command` has the program's words, from
-  `python` on.
-  """
-
-  name: str
-  command: list[str]
-  nodes: int = 1
-  gpus: int = 8
-  time: str = "24:00:00"
-  account: str = ""
-  partition: str = ""
-  image: str = ""
-  venv: str = ""
-  env: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-def make_sbatch(job: SlurmJob) -> str:
+def make_sbatch(flags: Any, command: Sequence[str], env: Mapping[str, str]) -> str:
   """Makes an sbatch file: a process per GPU, requeued after the time limit.
 
   Under Slurm, JAX gives each process the GPU of its local rank. Slurm sends SIGTERM
   five minutes before the time limit; the run saves, and resumes when requeued.
+
+  Args:
+    flags: the flags of `coa pod`.
+    command: the program's words, from `python` on.
+    env: environment variables.
   """
   options = {
-    "job-name": job.name,
-    "account": job.account,
-    "partition": job.partition,
-    "nodes": job.nodes,
-    "ntasks-per-node": job.gpus,
-    "gpus-per-node": job.gpus,
-    "time": job.time,
+    "job-name": flags.name,
+    "account": flags.account,
+    "partition": flags.partition,
+    "nodes": flags.nodes,
+    "ntasks-per-node": flags.gpus,
+    "gpus-per-node": flags.gpus,
+    "time": flags.time,
     "signal": "TERM@300",
   }
   lines = ["#!/usr/bin/env bash"]
   lines += [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
   lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
-  for name, value in job.env.items():
+  for name, value in env.items():
     lines.append(f"export {name}={shlex.quote(value)}")
-  if job.venv:
-    lines.append(f"source {shlex.quote(job.venv + '/bin/activate')}")
+  if flags.venv:
+    lines.append(f"source {shlex.quote(flags.venv + '/bin/activate')}")
   container = ""
-  if job.image:
-    container = f"--container-image={shlex.quote(job.image)} "
+  if flags.image:
+    container = f"--container-image={shlex.quote(flags.image)} "
     container += '--container-mounts="$PWD:$PWD" --container-workdir="$PWD" '
-  run = f"srun --kill-on-bad-exit=1 {container}{shlex.join(job.command)}"
+  run = f"srun --kill-on-bad-exit=1 {container}{shlex.join(command)}"
   lines += [
     "# From the root of the repository, on a disk that all hosts share.",
     "# A process that dies ends the others: they would wait for it.",
@@ -82,8 +68,8 @@ def make_vm_commands(job: PodJob, zone: str) -> str:
     raise ValueError(
       f"--slice={job.slice.name} is not in the Cloud TPU API: leave out --vm, for GKE"
     )
-  node = shlex.quote(job.name)
-  spot = " --spot" if job.spot else ""
+  node = shlex.quote(job.flags.name)
+  spot = " --spot" if job.flags.spot else ""
   where = f"--zone={shlex.quote(zone)}"
   ssh = f"gcloud compute tpus tpu-vm ssh {node} {where} --worker=all --command"
   exclude = " ".join(f"--exclude={folder}" for folder in NOT_SENT)

@@ -184,9 +184,8 @@ def read_slice(text: str) -> Slice:
       f"--slice={text}: give v6e-64 or v6e:8x8; there are {', '.join(GENERATIONS)}"
     )
   generation = GENERATIONS[match[1]]
-  known = []
-  for topology in (*generation.single_host, *generation.topologies):
-    known.append(Slice(match[1], topology))
+  topologies = (*generation.single_host, *generation.topologies)
+  known = [Slice(match[1], topology) for topology in topologies]
   for found in known:
     if (match[2] == ":" and found.topology == match[3]) or found.name == text:
       return found

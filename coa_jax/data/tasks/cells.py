@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import re
-import tokenize
 from typing import Any
 
 # Text that starts like a list of strings, an empty list, or an array.
 _LIST = re.compile(r"\[\s*['\"].*|\[\s*\]|(?:np\.)?array\(.*\)", re.DOTALL)
-# Layout tokens in a list on several lines.
-_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+# ['a', 'b'] or numpy's ['a' 'b']; with a comma also ('a', 'b').
+_PYTHON_LIST = re.compile(
+  rf"\[(?:\s*(?:{_STRING}),?)+\s*\]|\(\s*(?:{_STRING}),(?:\s*(?:{_STRING}),?)*\s*\)"
+)
 
 
 def listed(text: str) -> Any:
@@ -39,18 +40,10 @@ def is_unread_list(text: str) -> bool:
 
 def _python_list(text: str) -> list[str] | None:
   """Parses the strings in "['a', 'b']", "('a', 'b')" and numpy's "['a' 'b']"."""
-  # By tokens, because Python joins 'a' 'b' into one string.
+  if not _PYTHON_LIST.fullmatch(text):
+    return None
   try:
-    lines = io.StringIO(text).readline
-    tokens = [t for t in tokenize.generate_tokens(lines) if t.type not in _LAYOUT]
-    inner = [t for t in tokens[1:-1] if t.string != ","]
-    # A name in brackets, ("Weird Al"), is not a list.
-    if text[0] == "(" and len(inner) == len(tokens) - 2:
-      return None
-    if tokens[-1].string != {"[": "]", "(": ")"}[text[0]]:
-      return None
-    if any(t.type != tokenize.STRING or t.string[0] not in "'\"" for t in inner):
-      return None
-    return [ast.literal_eval(t.string) for t in inner]
-  except (tokenize.TokenError, SyntaxError, ValueError, MemoryError):
+    # One by one, because Python joins 'a' 'b' into one string.
+    return [ast.literal_eval(string) for string in re.findall(_STRING, text)]
+  except (SyntaxError, ValueError):  # an escape such as '\\x'
     return None

@@ -31,15 +31,12 @@ def humaneval(row: Row, where: str, default_id: str) -> Row:
   if not definition:
     raise ValueError(f"{where}: field 'prompt' defines no function {entry!r}")
   tests = {"test_code": test, "entry_point": entry, "import_prefix": before}
-  return {
-    "id": first_of(row, "task_id", default=default_id),
-    "question": "Complete this function; write it whole, with what it needs.\n\n"
-    f"```py\n{prompt.strip()}\n```",
-    "answers": f"a program that passes {count_tests(tests)} tests",
-    "kind": Kind.CODE,
-    "source": "humaneval",
-    "meta": {"tests": tests},
-  }
+  name = first_of(row, "task_id", default=default_id)
+  question = (
+    "Complete this function; write it whole, with what it needs.\n\n"
+    f"```py\n{prompt.strip()}\n```"
+  )
+  return _task(name, question, "humaneval", tests)
 
 
 def mbpp(row: Row, where: str, default_id: str) -> Row:
@@ -57,26 +54,19 @@ def mbpp(row: Row, where: str, default_id: str) -> Row:
   text = _text(row, where, field)
   # --- The tests: MBPP+'s test program, or the asserts after their setup code.
   if "test" in row:
-    name = "mbppplus"
-    source = row["test"]
+    source = "mbppplus"
+    program = row["test"]
   else:
-    name = "mbpp"
+    source = "mbpp"
     setup = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
-    source = "\n".join([*setup, *asserts])
-  if not asserts or not isinstance(source, str) or not source.strip():
+    program = "\n".join([*setup, *asserts])
+  if not asserts or not isinstance(program, str) or not program.strip():
     raise ValueError(f"{where}: there is no test in 'test_list' or 'test'")
-  tests = {"functional": source}
   # As elsewhere, the question shows the first assert, which alone gives the function's
   # name.
-  return {
-    "id": f"Mbpp/{first_of(row, 'task_id', default=default_id)}",
-    "question": f"{text}\n\nYour program must pass this test, among others:\n"
-    f"{asserts[0]}",
-    "answers": f"a program that passes {count_tests(tests)} tests",
-    "kind": Kind.CODE,
-    "source": name,
-    "meta": {"tests": tests},
-  }
+  name = f"Mbpp/{first_of(row, 'task_id', default=default_id)}"
+  question = f"{text}\n\nYour program must pass this test, among others:\n{asserts[0]}"
+  return _task(name, question, source, {"functional": program})
 
 
 def livecodebench(row: Row, where: str, default_id: str) -> Row:
@@ -95,20 +85,12 @@ def livecodebench(row: Row, where: str, default_id: str) -> Row:
   }
   if metadata.get("func_name"):
     found["fn_name"] = metadata["func_name"]
-  # --- The question shows the starter code, if any.
-  return {
-    "id": first_of(row, "question_id", default=default_id),
-    "question": _with_starter(row["question_content"], row.get("starter_code")),
-    "answers": f"a program that passes {count_tests(found)} tests",
-    "kind": Kind.CODE,
-    "source": "livecodebench",
-    "family": str(first_of(row, "difficulty")),
-    "meta": {
-      "tests": found,
-      "platform": first_of(row, "platform"),
-      "contest_date": str(first_of(row, "contest_date")),
-    },
-  }
+  name = first_of(row, "question_id", default=default_id)
+  question = _with_starter(row["question_content"], row.get("starter_code"))
+  task = _task(name, question, "livecodebench", found, first_of(row, "difficulty"))
+  task["meta"]["platform"] = first_of(row, "platform")
+  task["meta"]["contest_date"] = str(first_of(row, "contest_date"))
+  return task
 
 
 def apps(row: Row, where: str, default_id: str) -> Row:
@@ -126,15 +108,8 @@ def apps(row: Row, where: str, default_id: str) -> Row:
   # from other data sets in this form (TACO).
   if tests.get("fn_name") and "problem_id" in row:
     tests = {**tests, "wrapped_outputs": True}
-  return {
-    "id": f"apps-{name}",
-    "question": _with_starter(row["question"], row.get("starter_code")),
-    "answers": f"a program that passes {count_tests(tests)} tests",
-    "kind": Kind.CODE,
-    "source": "apps",
-    "family": str(first_of(row, "difficulty")),
-    "meta": {"tests": tests},
-  }
+  question = _with_starter(row["question"], row.get("starter_code"))
+  return _task(f"apps-{name}", question, "apps", tests, first_of(row, "difficulty"))
 
 
 def codecontests(row: Row, where: str, default_id: str) -> Row:
@@ -160,14 +135,21 @@ def codecontests(row: Row, where: str, default_id: str) -> Row:
         f"{where}: field {name!r} is {row[name]!r:.80}; programs read standard input "
         "and write standard output"
       )
+  name = first_of(row, "name", default=default_id)
+  question = _text(row, where, "description")
+  tests = {"inputs": inputs, "outputs": outputs}
+  return _task(name, question, "codecontests", tests, first_of(row, "difficulty"))
+
+
+def _task(name: Any, question: str, source: str, tests: Row, family: Any = "") -> Row:
   return {
-    "id": first_of(row, "name", default=default_id),
-    "question": _text(row, where, "description"),
-    "answers": f"a program that passes {len(inputs)} tests",
+    "id": name,
+    "question": question,
+    "answers": tests_as_answer(tests),
     "kind": Kind.CODE,
-    "source": "codecontests",
-    "family": str(first_of(row, "difficulty")),
-    "meta": {"tests": {"inputs": inputs, "outputs": outputs}},
+    "source": source,
+    "family": str(family),
+    "meta": {"tests": tests},
   }
 
 
@@ -210,9 +192,9 @@ def _unpacked(packed: str, where: str) -> str:
       elif opcode.name not in _TEXT_OPCODES:
         raise ValueError(f"a pickle with {opcode.name}, which is never run")
   except (binascii.Error, zlib.error, ValueError) as e:
-    raise ValueError(f"{where} is no list of tests: {e}") from e
+    raise ValueError(f"{where} is not a list of tests: {e}") from e
   if len(texts) != 1:
-    raise ValueError(f"{where} is no list of tests: it holds {len(texts)} texts")
+    raise ValueError(f"{where} is not a list of tests: it has {len(texts)} texts")
   return texts[0]
 
 
@@ -231,10 +213,10 @@ def are_strings(value: Any) -> bool:
   return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def count_tests(tests: Row) -> int:
-  """Counts a program's tests; in a test program, the asserts (at least 1)."""
+def tests_as_answer(tests: Row) -> str:
+  """Describes a code task's answer by its number of tests (or asserts)."""
   for field in ("stdin", "inputs"):
     if isinstance(tests.get(field), list):
-      return len(tests[field])
+      return f"a program that passes {len(tests[field])} tests"
   program = str(tests.get("functional") or tests.get("test_code"))
-  return max(program.count("assert"), 1)
+  return f"a program that passes {max(program.count('assert'), 1)} tests"

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from coa_jax.data.tasks.code_schemas import are_strings, count_tests
+from coa_jax.data.tasks.code_schemas import are_strings, tests_as_answer
 from coa_jax.data.tasks.task import Kind, Row, first_of, is_absent
 from coa_jax.runtime.json_io import shown
 
@@ -30,6 +30,7 @@ _TESTS = (
   {"test_code", "entry_point"},
   {"inputs", "outputs"},
 )
+_CODE_META = ("starter_code", "platform", "contest_id", "contest_date", "metadata")
 
 
 def released(row: Row, where: str, default_id: str) -> Row:
@@ -70,11 +71,10 @@ def released(row: Row, where: str, default_id: str) -> Row:
   # --- The kind, from the truth's shape; no field names the kind.
   if isinstance(truth, dict) and "target" in truth:
     task.update(kind=Kind.QA, answers=truth["target"])
-  elif isinstance(truth, dict) and _has_tests(truth):
+  elif isinstance(truth, dict) and any(shape <= set(truth) for shape in _TESTS):
     meta = {k: v for k, v in extra.items() if k in _CODE_META and v}
     task["meta"] |= {**meta, "tests": truth}
-    answer = f"a program that passes {count_tests(truth)} tests"
-    task.update(kind=Kind.CODE, answers=answer)
+    task.update(kind=Kind.CODE, answers=tests_as_answer(truth))
   elif isinstance(truth, str | int | float | list):
     task.update(kind=Kind.MATH, answers=truth)
   else:
@@ -87,13 +87,6 @@ def released(row: Row, where: str, default_id: str) -> Row:
       f"number or a list of them (math), 'target' (qa), or tests: {accepted} (code)"
     )
   return task
-
-
-def _has_tests(truth: Row) -> bool:
-  return any(shape <= set(truth) for shape in _TESTS)
-
-
-_CODE_META = ("starter_code", "platform", "contest_id", "contest_date", "metadata")
 
 
 def _structured(truth: Any) -> Any:

@@ -3,7 +3,6 @@
   FILE.jsonl, FILE.json, FILE.parquet,    by the file's suffix; JSON may be gzipped
     FILE.array_record, FILE.csv, FILE.tsv (FILE.jsonl.gz)
   A.jsonl,B.jsonl  DIR/*.jsonl  DIR       several files: a list, a glob, a whole folder
-  json:FILE, parquet:FILE                 with any suffix; also array_record:FILE
   hf:NAME?split=S&config=C&revision=R     the Hugging Face hub, or a local folder (data
                                           files, or from `save_to_disk`), streamed with
                                           `datasets`
@@ -21,8 +20,6 @@ budget: one reader for each kind of file, and their table.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import csv
 import glob
 import gzip
@@ -57,27 +54,22 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
       not a JSON object; the message names the source and the row.
   """
   path = os.fspath(uri)
-  # --- Several files.
   uris = list_uris(path)
   if uris != [path]:
     for one in uris:
       yield from read_rows(one)
     return
-  # --- A URI with a library's or file kind's scheme, unless a file has this exact name.
-  scheme, colon, rest = path.partition(":")
-  suffix = _suffix(path)
-  if colon and scheme in _SCHEMES and not os.path.exists(path):
-    if scheme in _LIBRARIES:
-      yield from _LIBRARIES[scheme](rest)
-      return
-    path, suffix = rest, f".{scheme}"
-  # --- For a missing file, "missing" is a better message than "unknown suffix".
   if not os.path.exists(path):
-    raise FileNotFoundError(f"no task file at {path}")
+    scheme, _, rest = path.partition(":")
+    if scheme not in _LIBRARIES:
+      raise FileNotFoundError(f"no task file at {path}")
+    yield from _LIBRARIES[scheme](rest)
+    return
+  suffix = _suffix(path)
   if suffix not in _SUFFIXES:
     raise ValueError(
       f"{path}: unknown kind of task file {suffix!r}; accepted: "
-      f"{', '.join(_SUFFIXES)}, or {':, '.join(_SCHEMES)}: before it"
+      f"{', '.join(_SUFFIXES)}, or {':, '.join(_LIBRARIES)}: and a data set's name"
     )
   yield from _SUFFIXES[suffix](path)
 
@@ -100,12 +92,12 @@ def list_uris(uri: str) -> list[str]:
       raise ValueError(f"{uri}: a name in the list is empty")
     found = [one for name in names for one in list_uris(name)]
     return list(dict.fromkeys(found))
-  if ":" in uri and scheme in _SCHEMES:
+  if ":" in uri and scheme in _LIBRARIES:
     return [uri]
   if "://" in uri:
     raise ValueError(
-      f"{uri} is no path; a config's are fetched by its program where they are "
-      "gs:// or s3://; fetch any other yourself"
+      f"{uri} is not a path; only a config's gs:// and s3:// files are fetched; fetch "
+      "other files yourself"
     )
   if os.path.isdir(uri):
     if _saved(uri):
@@ -172,35 +164,17 @@ def _csv(path: str) -> Rows:
       lines = csv.reader(bounded_lines(f, path), delimiter=delimiter, strict=True)
       heading = enumerate(next(lines, []), 1)
       names = [name.strip() or f"column {number}" for number, name in heading]
-      _check_columns(path, names)
+      for name in names:  # one of the columns would be lost
+        if names.count(name) > 1:
+          raise ValueError(f"{path}: several columns are called {name!r}")
       for number, cells in enumerate(filter(None, lines)):
         where = f"{path} row {number}"
         if len(cells) != len(names):
-          raise ValueError(f"{where}: has not the {len(names)} columns of the heading")
+          raise ValueError(f"{where}: has {len(cells)} cells, the heading {len(names)}")
         pairs = zip(names, cells, strict=True)
         yield where, {name: listed(text) for name, text in pairs if text}
   except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as e:
     raise ValueError(f"{path}: cannot be read: {e}") from e
-
-
-def _check_columns(path: str, names: list[str]) -> None:
-  """Refuses a duplicate column name: one of the columns would be lost."""
-  doubled = [name for name, n in collections.Counter(names).items() if n > 1]
-  if doubled:
-    raise ValueError(
-      f"{path}: {names.count(doubled[0])} columns are called {doubled[0]!r}; accepted: "
-      "each name once"
-    )
-
-
-def _parquet(path: str) -> Rows:
-  import pyarrow
-  import pyarrow.parquet
-
-  # `read_parquet` refuses files other than parquet.
-  with contextlib.suppress(pyarrow.ArrowException, OSError):
-    _check_columns(path, pyarrow.parquet.read_schema(path).names)
-  yield from read_parquet(path)
 
 
 def _hf(rest: str) -> Rows:
@@ -268,14 +242,12 @@ def _tfds(rest: str) -> Rows:
 _SUFFIXES: dict[str, Callable[[str], Rows]] = {
   ".jsonl": read_jsonl,
   ".json": _json,
-  ".parquet": _parquet,
+  ".parquet": read_parquet,
   ".array_record": read_array_record,
   ".csv": _csv,
   ".tsv": _csv,
 }
 _LIBRARIES: dict[str, Callable[[str], Rows]] = {"hf": _hf, "tfds": _tfds}
-# URI prefixes: libraries, and file kinds for files with other suffixes.
-_SCHEMES = ("json", "parquet", "array_record", "csv", *_LIBRARIES)
 
 
 def _query(

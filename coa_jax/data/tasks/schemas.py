@@ -82,15 +82,13 @@ class Reading:
     fields: our field -> the row's column, "a.b" for b inside a; a missing column is
       allowed if the row has our field.
     kind: the default kind; None to infer it from the row's columns.
-    source: the default source; "" for `default_source`.
-    default_source: the file's name.
+    source: the default source.
   """
 
   default_id: str
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
   kind: Kind | None = None
   source: str = ""
-  default_source: str = ""
 
 
 def read_task(row: Row, where: str, default_id: str) -> Task:
@@ -125,8 +123,7 @@ def read_row(row: Row, where: str, reading: Reading) -> tuple[Task, bool]:
   if not said and reading.kind is not None:
     task = dataclasses.replace(task, kind=reading.kind)
   if not task.source:
-    source = reading.source or reading.default_source
-    task = dataclasses.replace(task, source=source)
+    task = dataclasses.replace(task, source=reading.source)
   return task, said
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
 import os
 import random
 import re
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from coa_jax.data.tasks.kinds import are_whole_numbers, check_kinds
 from coa_jax.data.tasks.rows import list_uris, read_rows
@@ -104,13 +105,9 @@ def select_tasks(config: TasksConfig) -> list[Task]:
 
 
 def _first_of_each_source(tasks: Sequence[Task], limit: int) -> list[Task]:
-  counts: collections.Counter[str] = collections.Counter()
-  chosen = []
-  for task in tasks:
-    counts[task.source] += 1
-    if counts[task.source] <= limit:
-      chosen.append(task)
-  return chosen
+  by_source: dict[str, Iterator[int]]
+  by_source = collections.defaultdict(lambda: itertools.count(1))
+  return [task for task in tasks if next(by_source[task.source]) <= limit]
 
 
 def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
@@ -165,7 +162,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
   kind = Kind(config.kind) if config.kind else None
   for uri in list_uris(config.uri):
     stem = os.path.splitext(os.path.basename(uri).removesuffix(".gz"))[0]
-    name = _source_of(uri)
+    source = config.source or _source_of(uri)
     for where, row in read_rows(uri):
       # Files with one name in several folders share a count, so that ids stay unique.
       default_id = f"{stem}-{numbers[stem]}"
@@ -174,7 +171,7 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
       if column is not None:
         left_out[uri, column] += 1
         continue
-      reading = Reading(default_id, config.fields, kind, config.source, name)
+      reading = Reading(default_id, config.fields, kind, source)
       task, said = read_row(row, where, reading)
       # DAPO-Math repeats every row a hundred times.
       if "reward_model" in row:
@@ -212,8 +209,8 @@ def _warn_unasked(
   )
   for source, count in systems.items():
     _log.warning(
-      "%s: rows with a system message: %d; it is kept in meta.system and is no part of "
-      "the question",
+      "%s: rows with a system message: %d; it is kept in meta.system, not in the "
+      "question",
       source,
       count,
     )
@@ -254,7 +251,6 @@ def _tell_ids_apart(found: list[_Found]) -> None:
 
 
 def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> None:
-  """Warns once about each column that may mean a field."""
   for column, field in columns.items():
     if column in warned:
       continue

@@ -258,19 +258,16 @@ def _no_span(name: str, content: str, variant: Variant) -> str:
 
 def _is_repeated(events: Sequence[Event], i: int) -> bool:
   """Whether a later candidate or the final answer repeats the candidate at i."""
-  for event in events[i + 1 :]:
-    is_answer = event.kind in (runs.CANDIDATE, runs.FINAL)
-    if is_answer and event.content == events[i].content:
-      return True
-  return False
+  kinds = (runs.CANDIDATE, runs.FINAL)
+  later = [event.content for event in events[i + 1 :] if event.kind in kinds]
+  return events[i].content in later
 
 
 def _is_verified(events: Sequence[Event], i: int) -> bool:
   """Whether the candidate at i was scored before any other action."""
-  for event in events[i + 1 :]:
-    if event.kind != runs.MALFORMED:  # the verifier may have been asked twice
-      return event.kind == runs.VERDICT
-  return False
+  # The verifier may have been asked twice.
+  later = [event.kind for event in events[i + 1 :] if event.kind != runs.MALFORMED]
+  return later[:1] == [runs.VERDICT]
 
 
 def _place_thinks(

@@ -85,21 +85,10 @@ class FiltersConfig:
     check_fields(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class Inspection:
-  """A verdict on a trajectory's instruction violations; see `violations`.
-
-  Attributes:
-    violations: (rule, quote) pairs; () for none.
-    read: False if the violations are unknown: no reply was readable, or the trajectory
-      was too long for the judge.
-  """
-
-  violations: tuple[tuple[int, str], ...] = ()
-  read: bool = True
-
-
-Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]  # one verdict each
+# Instruction violations as (rule, quote) pairs; None if unknown: no reply was readable,
+# or the trajectory was too long for the judge. See `violations`.
+Inspection = tuple[tuple[int, str], ...] | None
+Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]  # one for each
 
 
 def load_benchmarks(config: FiltersConfig) -> Benchmarks:
@@ -160,7 +149,8 @@ def examine(
   result = FilterResult(graded=trajectory.reward is not None)
   result.reflected = _has_reflection(verdict)
   # A noticed mistake earns copies only if the final answer is right.
-  result.corrected = bool(_recorded_reward(trajectory)) and was_corrected(verdict.spans)
+  is_right = bool(trajectory.reward_parts.get("answer"))
+  result.corrected = is_right and was_corrected(verdict.spans)
   if config.max_similarity < 1:
     result.signature = signature(policy_text(trajectory))
   return result
@@ -252,10 +242,10 @@ def filter_trajectories(
     passed = [(t, result) for t, result in results if result.fault is None]
     verdicts = inspect([t for t, _ in passed])
     for (trajectory, result), verdict in zip(passed, verdicts, strict=True):
-      if verdict.violations:
-        result.fault = ("quality", "instruction_violation")
-      elif not verdict.read:
+      if verdict is None:
         trajectory.meta["uninspected"] = True
+      elif verdict:
+        result.fault = ("quality", "instruction_violation")
 
   # --- All trajectories together, in order.
   out: list[Trajectory] = []
@@ -299,7 +289,7 @@ def _quality(
     return "quality", "redundant_calls"
 
   # --- The answer. A recorded reward comes first: it may have cost a judge's call.
-  reward = _recorded_reward(trajectory)
+  reward = trajectory.reward_parts.get("answer")
   if reward is None:
     reward = grade(task, verdict.answer)
     if reward is None:
@@ -309,15 +299,6 @@ def _quality(
   if reward < c.min_reward:
     return "quality", "wrong_answer"
   return None
-
-
-def _recorded_reward(trajectory: Trajectory) -> float | None:
-  """Returns the answer's recorded reward; None if it is missing or not a number."""
-  parts = trajectory.reward_parts
-  if not isinstance(parts, dict):  # a foreign row may have any type here
-    return None
-  reward = parts.get("answer")
-  return float(reward) if isinstance(reward, int | float) else None
 
 
 def _contamination(

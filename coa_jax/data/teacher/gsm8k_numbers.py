@@ -191,7 +191,6 @@ def _rewritten(
 
 
 def _replaced(text: str, numbers: _Numbers) -> str:
-  """Replaces old numbers in a text by their new values."""
 
   def new(match: re.Match[str]) -> str:
     value = value_of(match[0])

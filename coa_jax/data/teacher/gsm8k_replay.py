@@ -310,13 +310,9 @@ def _goal(line: str, after: str) -> str:
     return " ".join(following.split()[:_MAX_GOAL_WORDS])
   # A single word after the note is only a unit: put the last clause before the note in
   # front, preferably a clause with several words.
-  clauses = _CLAUSE_END.split(line)
-  preceding = ""
-  for least in (2, 1):
-    telling = [clause for clause in clauses if num_words(clause) >= least]
-    if telling:
-      preceding = telling[-1]
-      break
+  clauses = [clause for clause in _CLAUSE_END.split(line) if num_words(clause)]
+  telling = [clause for clause in clauses if num_words(clause) > 1]
+  preceding = (telling or clauses or [""])[-1]
   return " ".join(f"{preceding} {following}".split()[-_MAX_GOAL_WORDS:])
 
 

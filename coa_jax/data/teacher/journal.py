@@ -16,10 +16,8 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -95,7 +93,7 @@ class CallUsage:
 
 
 class Journal:
-  """A file with recorded calls. Threads may share it; close it after use."""
+  """A file with recorded calls. Threads may share it; processes may not."""
 
   def __init__(
     self,
@@ -111,10 +109,8 @@ class Journal:
       usd: the cost of (prompt, cached, completion) tokens; see `ChatConfig.usd`.
 
     Raises:
-      ValueError: a line is not a journal line (the message names file and line), or
-        another process uses the file.
+      ValueError: a line is not a journal line; the message names file and line.
     """
-    self.path = path
     self.usage = CallUsage()
     self._usd = usd
     self._lock = threading.Lock()
@@ -122,16 +118,7 @@ class Journal:
     self._done = done
     # The replies' places in the file, because the replies need not fit in memory.
     self._at: dict[RunKey, dict[str, Place]] = {}  # run -> key -> its line
-    self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-      # The lock is held until the file is closed or the process dies.
-      fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      self._log = JsonLog(path, self._replay)
-    except BaseException as e:
-      os.close(self._fd)
-      if isinstance(e, BlockingIOError):
-        raise ValueError(f"{path}: another process is at work there") from None
-      raise
+    self._log = JsonLog(path, self._replay)
 
   def _replay(self, row: Any, where: str, place: Place) -> None:
     try:
@@ -141,16 +128,6 @@ class Journal:
         self._at.setdefault(run, {})[row["key"]] = place
     except (ValueError, KeyError, TypeError, AttributeError) as e:
       raise ValueError(f"{where}: not a line of a journal: {e!r}") from e
-
-  def __enter__(self) -> Journal:
-    return self
-
-  def __exit__(self, *unused: object) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Closes the file."""
-    os.close(self._fd)
 
   def stop(self) -> None:
     """Stops further calls: each raises InfrastructureError.

@@ -1,8 +1,7 @@
 """The backend for an OpenAI-compatible endpoint: requests, replies, failures.
 
-A reply is text, text after reasoning (which is dropped), or tool calls (converted to
-the agents' format). Tokens charged for unusable replies are added to the usable reply's
-tokens.
+Reasoning before a reply's text is dropped. Tokens charged for unusable replies are
+added to the usable reply's tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from coa_jax.data.teacher.backend import (
   InfrastructureError,
@@ -139,32 +138,23 @@ class ChatBackend:
 def read_completion(text: str) -> Reply:
   """Reads a chat completion's body, with its `usage` if present.
 
-  A function call (some endpoints turn a reply into one) is converted to the team's own
-  format. A call with invalid JSON arguments is kept as text: this is malformed, so the
-  agent is asked again.
-
   Raises:
     ValueError: the text is not a chat completion; the message shows its start.
   """
   try:
     body = json.loads(text)
     choice = body["choices"][0]
-    message = choice["message"]
-    content = message.get("content")
-    calls = message.get("tool_calls")
+    content = choice["message"].get("content")
   except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
     raise ValueError(f"the body starts with {text[:80]!r}") from None
   if not isinstance(content, str | None):
     raise ValueError(f"message.content is a {type(content).__name__}")
-  visible = _visible(content or "")
-  if not visible.strip() and isinstance(calls, list) and calls:
-    visible = _called(calls[0])
   model = body.get("model")
   if not isinstance(model, str):
     model = ""
   prompt, cached, completion = _charged(text)
   return Reply(
-    text=visible,
+    text=_visible(content or ""),
     prompt_tokens=prompt,
     cached_tokens=cached,
     completion_tokens=completion,
@@ -190,30 +180,6 @@ def _visible(content: str) -> str:
   """Removes the reasoning before the content, and replaces broken characters."""
   content = content.encode("utf-8", "replace").decode()
   return _THINKING.sub("", content, count=1)
-
-
-def _called(call: Any) -> str:
-  """Converts a function call to the calling agents' format (see `prompts`)."""
-  function = call.get("function") if isinstance(call, dict) else None
-  if not isinstance(function, dict):
-    return str(call)
-  name = function.get("name")
-  raw_arguments = function.get("arguments")
-  arguments = raw_arguments
-  if isinstance(raw_arguments, str):
-    try:
-      arguments = json.loads(raw_arguments)
-    except (ValueError, RecursionError):
-      return f"{name} {raw_arguments}"
-  # The agents' tools take one text: accept it under any argument name.
-  values = [arguments]
-  if isinstance(arguments, dict):
-    values = list(arguments.values())
-  if len(values) != 1 or not isinstance(values[0], str):
-    return f"{name} {raw_arguments}"
-  if name in ("code", "python"):
-    return f"```py\n{values[0].strip()}\n```"
-  return f"TOOL: {name}\nQUERY: {values[0]}"
 
 
 def _charged(text: str) -> tuple[int, int, int]:

@@ -146,12 +146,13 @@ class Benchmarks:
     words = word_hashes(question)
     if len(words) and np.isin(gram_hashes(words, len(words)), self._whole).any():
       return True
-    texts = [question]
-    for segment in trajectory.segments:
-      # Skip instructions: they are the same for every task.
-      if segment.author != Author.PROMPT or segment.role == "question":
-        texts.append(segment.text)
-    return any(self._shares(word_hashes(text)) for text in texts)
+    # Skip instructions: they are the same for every task.
+    texts = [
+      s.text
+      for s in trajectory.segments
+      if s.author != Author.PROMPT or s.role == "question"
+    ]
+    return any(self._shares(word_hashes(text)) for text in (question, *texts))
 
   def _shares(self, words: np.ndarray) -> bool:
     for length, known in self._grams.items():

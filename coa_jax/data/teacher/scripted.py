@@ -25,7 +25,6 @@ from coa_jax.data.tasks.world.pages import read_pages
 from coa_jax.data.tasks.world.questions import evaluate, resolve
 from coa_jax.data.teacher import runs
 from coa_jax.data.teacher.backend import Message, Reply
-from coa_jax.runtime.fields import bounded, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +52,13 @@ class Rates:
     slip: a recalled fact or a mental result is wrong, unnoticed.
   """
 
-  wrong_query: float = bounded(0.15, least=0, most=1)
-  buggy_program: float = bounded(0.20, least=0, most=1)
-  premature: float = bounded(0.12, least=0, most=1)
-  caught: float = bounded(0.80, least=0, most=1)
-  recall: float = bounded(0.25, least=0, most=1)
-  mental: float = bounded(0.50, least=0, most=1)
-  slip: float = bounded(0.10, least=0, most=1)
-
-  def __post_init__(self):
-    check_fields(self)
+  wrong_query: float = 0.15
+  buggy_program: float = 0.20
+  premature: float = 0.12
+  caught: float = 0.80
+  recall: float = 0.25
+  mental: float = 0.50
+  slip: float = 0.10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +77,7 @@ class ScriptedBackend:
     tasks: Iterable[Task],
     config: ScriptedConfig,
     sample: int = 0,
-    rates: Rates | None = None,
+    rates: Rates = Rates(),
   ):
     """Takes the tasks; the script follows their `meta["program"]`.
 
@@ -96,7 +92,7 @@ class ScriptedBackend:
           "answer tasks of the generated world; use an LLM endpoint"
         )
     self._config = config
-    self._rates = rates or Rates()
+    self._rates = rates
     self._sample = sample
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
@@ -212,18 +208,12 @@ class _Mind:
     return self.known.get(int(entity[1:]))  # "$2" is step 2's value
 
   def _last(self, *kinds: str) -> _Entry | None:
-    """Returns the last entry with one of these kinds."""
-    for entry in reversed(self.entries):
-      if entry.kind in kinds:
-        return entry
-    return None
+    return next((e for e in reversed(self.entries) if e.kind in kinds), None)
 
   def _mentions(self, text: str) -> int:
-    """Counts the entries containing a text."""
     return sum(text in entry.content for entry in self.entries)
 
   def _open(self) -> list[int]:
-    """Lists the steps without a known value."""
     return [i for i in range(len(self.program)) if i not in self.known]
 
   def _expression(self, argument: str) -> str:

@@ -28,6 +28,7 @@ SAMPLE = -1  # the selector's run number in a journal
 _SHOWN = frozenset(
   {runs.PLAN, runs.CALL, runs.OBSERVATION, runs.REFLECTION, runs.VERDICT}
 )
+_MAX_CHARS = 600  # a longer event loses its middle
 _BEST = re.compile(r"^\s*BEST:\s*(\d+)", re.MULTILINE)
 _WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
 
@@ -77,13 +78,10 @@ def select_all(
   return journal.in_order(work, done, workers)
 
 
-def select(
-  task: Task, done: Sequence[Run], backend: ModelBackend, max_chars: int = 600
-) -> Selection:
+def select(task: Task, done: Sequence[Run], backend: ModelBackend) -> Selection:
   """Selects one of a task's finished runs, without using the task's answers.
 
-  The backend answers as the agent `selector`. An event text longer than `max_chars`
-  loses its middle.
+  The backend answers as the agent `selector`.
 
   Raises:
     InfrastructureError: the backend cannot answer.
@@ -104,7 +102,7 @@ def select(
     return Selection(task.id, first.sample, how, candidates=len(answered))
 
   # --- The selector chooses; if it cannot, the largest group wins.
-  chosen, why, replies = _ask(task, answered, backend, max_chars)
+  chosen, why, replies = _ask(task, answered, backend)
   how = "selector"
   if chosen is None:
     how = "vote"
@@ -124,12 +122,12 @@ def select(
 
 
 def _ask(
-  task: Task, answered: Sequence[Run], backend: ModelBackend, max_chars: int
+  task: Task, answered: Sequence[Run], backend: ModelBackend
 ) -> tuple[Run | None, str, list[Reply]]:
   """Returns the choice (None after two unusable replies), the reason, the replies."""
   messages = [
     Message("system", PROMPTS[runs.SELECTOR]),
-    Message("user", _shown(task, answered, max_chars)),
+    Message("user", _shown(task, answered)),
   ]
   replies: list[Reply] = []
   for _ in range(2):
@@ -206,15 +204,15 @@ def _quality(run: Run) -> tuple[int, int, int]:
   return (run.status.value != "ended", len(run.calls), run.sample)
 
 
-def _shown(task: Task, answered: Sequence[Run], max_chars: int) -> str:
+def _shown(task: Task, answered: Sequence[Run]) -> str:
   parts = [f"Question: {task.question}"]
   for number, run in enumerate(answered, 1):
     # A header that no content can forge: see `render`.
     parts.append(f"\n[candidate {number} of {len(answered)}]")
     for event in run.events:
       if event.kind in _SHOWN:
-        content = cut_middle(event.content, max_chars)
+        content = cut_middle(event.content, _MAX_CHARS)
         parts.append(render(dataclasses.replace(event, content=content)))
-    answer = cut_middle(run.prediction or "", max_chars)
+    answer = cut_middle(run.prediction or "", _MAX_CHARS)
     parts.append(render(Event(runs.SOLVER, "answer", answer)))
   return "\n".join(parts)

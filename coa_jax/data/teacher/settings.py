@@ -49,8 +49,6 @@ class TeacherConfig:
   max_calls: int = bounded(12, least=1)
 
   def __post_init__(self):
-    if self.backend == "annotated":
-      raise ValueError("backend 'annotated' is called 'gsm8k_replay' now")
     check_fields(self)
     if self.backend != "chat" and (self.select or self.facts):
       raise ValueError(f"select and facts ask for backend 'chat', not {self.backend!r}")

@@ -56,6 +56,7 @@ PROMPTS = {
   ),
 }
 SAMPLE = -2  # synthesis's run number in a journal
+TOOL = "wiki_search"  # the search tool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,19 +123,13 @@ class Synthesizer:
   """Makes and checks tasks over one corpus, with one backend and one search tool."""
 
   def __init__(
-    self,
-    corpus: Corpus,
-    backend: ModelBackend,
-    call: CallTool,
-    config: SynthesisConfig,
-    tool: str = "wiki_search",
+    self, corpus: Corpus, backend: ModelBackend, call: CallTool, config: SynthesisConfig
   ):
     """Takes the documents, the backend (writer and answerer), and the tool runner."""
     self._corpus = corpus
     self._backend = backend
     self._call = call
     self._config = config
-    self._tool = tool
 
   def grow(self, title: str) -> Iterator[SynthesisResult]:
     """Yields a document's atomic task, then deeper tasks, up to the first rejection.
@@ -177,10 +172,8 @@ class Synthesizer:
     titles = list(task.meta["titles"])
     subject = titles[0]
     answer = task.answers[0]
-    others = []
-    for title in self._corpus.mentioning(subject):
-      if title not in titles and not _stands_in(answer, title):
-        others.append(title)
+    others = [t for t in self._corpus.mentioning(subject) if t not in titles]
+    others = [t for t in others if not _stands_in(answer, t)]
     if not others or subject not in task.question:
       return SynthesisResult(None, "no_link")
     title = random.Random(f"{self._config.seed}/{task.id}").choice(others)
@@ -239,9 +232,9 @@ class Synthesizer:
 
   def _look_up(self, title: str) -> str | None:
     """Returns the tool's result for a title; None if it lacks the document."""
-    result = self._call(self._tool, title)
+    result = self._call(TOOL, title)
     if result.status == CallStatus.INFRASTRUCTURE:
-      raise InfrastructureError(f"tool {self._tool}: {result.result}")
+      raise InfrastructureError(f"tool {TOOL}: {result.result}")
     # A search may return something else, or cut the document's end.
     start = self._corpus.documents[title][:40]
     if start not in result.result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -66,13 +67,9 @@ def _common_prefix(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -
   """Counts the tokens in the longest common prefix of two conversations."""
   count = 0
   for a, b in zip(ours, theirs, strict=False):
-    if a is b or a == b:
-      count += len(a)
-      continue
-    # The first different message: only its own beginning can still be shared.
-    for x, y in zip(a, b, strict=False):
-      if x != y:
-        break
-      count += 1
-    break
+    if a is not b and a != b:
+      # The first different message: only its own beginning can still be shared.
+      pairs = zip(a, b, strict=False)
+      return count + sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], pairs))
+    count += len(a)
   return count

@@ -10,7 +10,6 @@ verdict; unreadable replies leave the trajectory unchecked.
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import json
@@ -75,7 +74,7 @@ class ViolationsConfig(TeacherChatConfig):
 
 
 class ViolationInspector:
-  """Inspects trajectories and counts the verdicts. Use `with`, or close it."""
+  """Inspects trajectories and counts the verdicts. Use as a context manager."""
 
   def __init__(self, config: ViolationsConfig, path: str, api_key: str | None = None):
     """Opens the journal for the judge's calls; sends nothing yet.
@@ -83,7 +82,7 @@ class ViolationInspector:
     Raises:
       ValueError: as `Journal`.
     """
-    self._config = config
+    self._workers = config.workers
     self._journal = Journal(path, usd=config.usd)
     self._backend = ChatBackend(config, api_key)
     self._counts = {"inspected": 0, "violating": 0, "unread": 0}
@@ -95,21 +94,23 @@ class ViolationInspector:
     return self
 
   def __exit__(self, *unused: object) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Closes the journal and the connections."""
-    self._journal.close()
     self._backend.close()
 
   def __call__(self, trajectories: Iterable[Trajectory]) -> Iterator[Inspection]:
-    """Inspects each trajectory, in order; see `inspect_all`."""
-    verdicts = inspect_all(trajectories, self._backend, self._journal, self._config)
-    for verdict in verdicts:
+    """Yields a verdict on each trajectory, in order; calls go through the journal.
+
+    Raises:
+      InfrastructureError, RefusedError: the judge cannot be reached or refuses.
+    """
+
+    def work(t: Trajectory) -> Inspection:
+      return _inspect(t, self._journal.backend(self._backend, (t.task_id, t.sample)))
+
+    for verdict in self._journal.in_order(work, trajectories, self._workers):
       self._counts["inspected"] += 1
-      self._counts["violating"] += bool(verdict.violations)
-      self._counts["unread"] += not verdict.read
-      self._rules.update({rule for rule, _ in verdict.violations})
+      self._counts["violating"] += bool(verdict)
+      self._counts["unread"] += verdict is None
+      self._rules.update({rule for rule, _ in verdict or ()})
       yield verdict
 
   def counts(self) -> dict[str, Any]:
@@ -118,29 +119,7 @@ class ViolationInspector:
     return {**self._counts, "rules": rules, **self._journal.bill()}
 
 
-def inspect_all(
-  trajectories: Iterable[Trajectory],
-  backend: ModelBackend,
-  journal: Journal,
-  config: ViolationsConfig,
-) -> Iterator[Inspection]:
-  """Gives a verdict on each trajectory, in order; calls go through the journal.
-
-  Raises:
-    InfrastructureError, RefusedError: the judge cannot be reached or refuses; there is
-      no verdict.
-  """
-
-  def work(t: Trajectory) -> Inspection:
-    return inspect(t, journal.backend(backend, (t.task_id, t.sample)), config)
-
-  return journal.in_order(work, trajectories, config.workers)
-
-
-def inspect(
-  trajectory: Trajectory, backend: ModelBackend, config: ViolationsConfig
-) -> Inspection:
-  """Gives the verdict on one trajectory; see `inspect_all`."""
+def _inspect(trajectory: Trajectory, backend: ModelBackend) -> Inspection:
   # --- The record goes as data: a judge that followed its text could be misled.
   instructions = ""
   task = ""
@@ -166,58 +145,36 @@ def inspect(
     except Unsolvable:  # the record exceeds the judge's context
       break
     if not reply.cut:
-      violations = read_violations(reply.text)
-      if violations is not None:
-        return Inspection(violations)
+      verdict = read_violations(reply.text)
+      if verdict is not None:
+        return verdict
     messages += [Message("assistant", reply.text), Message("user", _AGAIN)]
-  return Inspection(read=False)
+  return None
 
 
-def read_violations(reply: str) -> tuple[tuple[int, str], ...] | None:
-  """Reads a reply's violations as (rule, quote) pairs; None if unreadable.
+def read_violations(reply: str) -> Inspection:
+  """Reads a reply's violations; None if unreadable.
 
-  Ignores fences, prose and thoughts around the object, and accepts single quotes,
-  trailing commas, and rules as bare numbers; the last of several objects counts. An
-  unknown rule makes the reply unreadable.
+  Ignores fences, prose and thoughts around the object; the last of several objects
+  counts. An unknown rule makes the reply unreadable.
   """
   reply = reply.rpartition("</think>")[2]
   starts = [match.start() for match in re.finditer(r"\{", reply)]
   for start in reversed(starts):
-    value = _object(reply[start:])
-    if isinstance(value, dict) and isinstance(value.get("violations"), list):
-      violations = list(map(_violation, value["violations"]))
-      if None in violations:
+    try:
+      value = json.JSONDecoder().raw_decode(reply, start)[0]
+    except (ValueError, RecursionError):
+      continue
+    if isinstance(value.get("violations"), list):
+      try:
+        return tuple(map(_violation, value["violations"]))
+      except (ValueError, TypeError, LookupError, OverflowError):
         return None
-      return tuple(violations)
   return None
 
 
-def _object(text: str) -> Any:
-  """Reads the JSON object (or Python dict) at the start of a text; or None."""
-  try:
-    return json.JSONDecoder().raw_decode(text)[0]
-  except (ValueError, RecursionError):
-    pass
-  # Python's notation: single quotes, trailing commas. Prose may follow.
-  try:
-    return ast.literal_eval(text[: text.rindex("}") + 1])
-  except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-    return None
-
-
-def _violation(item: Any) -> tuple[int, str] | None:
-  """Reads one violation as (rule, quote); a rule may be 2, "2" or "2. It ..."."""
-  rule = item
-  quote = ""
-  if isinstance(item, dict):
-    rule = item.get("rule")
-    quote = str(item.get("quote") or "")
-  if isinstance(rule, str):
-    number = re.match(r"\s*(\d{1,3})\b", rule)
-    if number is None:
-      return None
-    rule = int(number[1])
-  is_number = isinstance(rule, int) and not isinstance(rule, bool)
-  if not is_number or not 1 <= rule <= len(RULES):
-    return None
-  return rule, quote
+def _violation(item: dict[str, Any]) -> tuple[int, str]:
+  rule = int(item["rule"])
+  if not 1 <= rule <= len(RULES):
+    raise ValueError(f"there is no rule {rule}")
+  return rule, str(item.get("quote") or "")

@@ -32,7 +32,6 @@ from coa_jax.data.tasks.world.pages import (
 from coa_jax.data.tasks.world.questions import FAMILIES, ask, evaluate
 from coa_jax.protocol.trajectory import write_jsonl
 
-MOST_TASKS = 1_000_000  # more than any split's worlds have questions
 Mix = tuple[tuple[str, float], ...]
 # The training mix. Hard families are more frequent than in evaluation: a small
 # model miscopies two-digit operands until it has seen thousands.
@@ -175,7 +174,9 @@ def world_tasks(
     namesakes = {}
     for entity in _entities(program, values, world):
       # One generator per entity: an entity has the same namesakes in every task.
-      namesakes[entity] = _namesakes(entity, names, random.Random(f"{seed}/{entity}"))
+      kind = world.facts[entity]["kind"]
+      entity_rng = random.Random(f"{seed}/{entity}")
+      namesakes[entity] = _namesakes(entity, kind, names, entity_rng)
     meta = {
       "program": program,
       "values": values,
@@ -220,21 +221,13 @@ def _entities(
 
 
 def _namesakes(
-  entity: str, names: Mapping[_NamePart, list[str]], rng: random.Random
+  entity: str, kind: str, names: Mapping[_NamePart, list[str]], rng: random.Random
 ) -> list[str]:
   """Draws same-kind names: one with the same second word, one with the same first."""
-  out = []
   words = entity.split(" ")
-  # A town and a person may share a word, so take the full name's kind.
-  for kind in NAME_WORDS:
-    if entity in names.get((kind, 0, words[0]), ()):
-      break
-  # --- One name with the same last word, one with the same first word, if any.
-  for place in (1, 0):
-    others = [n for n in names[kind, place, words[place]] if n != entity]
-    if others:
-      out.append(rng.choice(others))
-  return out
+  groups = [names[kind, place, words[place]] for place in (1, 0)]
+  others = [[name for name in group if name != entity] for group in groups]
+  return [rng.choice(some) for some in others if some]
 
 
 def write_world(
@@ -262,11 +255,9 @@ def write_world(
     Paths: "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
 
   Raises:
-    ValueError: `n` is out of bounds, or exceeds the number of questions.
+    ValueError: `n` exceeds the number of questions.
   """
   name = name or split
-  if not 0 <= n <= MOST_TASKS:
-    raise ValueError(f"{n} tasks of {name}; accepted: from 0 to {MOST_TASKS:,}")
   worlds = [make_world(seed, config, split, i) for i in range(config.splits[split])]
   tasks = world_tasks(worlds, n, config.mix, task_seed, name)
   paths = {

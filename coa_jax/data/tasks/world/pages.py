@@ -14,11 +14,7 @@ from collections.abc import Mapping, Sequence
 
 def _words(heads: str, tails: str = "") -> tuple[str, ...]:
   """Joins every head with every tail, tails varying fastest; no tails: heads alone."""
-  words = []
-  for head in heads.split():
-    for tail in tails.split() or ("",):
-      words.append(head + tail)
-  return tuple(words)
+  return tuple(h + t for h in heads.split() for t in tails.split() or ("",))
 
 
 # Words use few syllables, so that a small BPE can encode each as one token.
