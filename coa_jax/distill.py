@@ -151,6 +151,11 @@ class DistillConfig:
       raise ValueError(
         "config.formats.copies: only teacher.prompt='full' describes formats"
       )
+    if self.formats.copies and self.tools.parallel > 1:
+      raise ValueError(
+        "config.formats.copies: other tool formats have no lists of calls; take "
+        "tools.parallel=1"
+      )
     if self.reward.shaping != ShapingConfig():
       raise ValueError(
         "config.reward.shaping: a run earns what its answer does, no more"
@@ -202,6 +207,7 @@ def run(
     raise ConfigError("tools.environment: the team calls no environment; leave it out")
   # The trajectories' dialect, with this run's tools.
   variant = get_variant(teacher.variant).with_tools(settings.tools.tool_descriptions)
+  variant = dataclasses.replace(variant, parallel=settings.tools.parallel)
   grader = Grader(settings.reward.kept_in(workdir))
   grader.check(tasks, 0)
   inputs = {

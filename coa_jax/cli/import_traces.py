@@ -56,6 +56,7 @@ from coa_jax.protocol.origin import Dialect
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
 from coa_jax.protocol.storage import suffix_of, write_lines
+from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.report import plots
 from coa_jax.runtime.bucket import inputs
 from coa_jax.runtime.bucket.objects import Bucket, is_uri
@@ -91,6 +92,14 @@ _DESCRIBED_TOOLS = flags.DEFINE_multi_string(
   [],
   "A tool that the prompts describe, as TAG, TAG=WORDS or tool:NAME=WORDS; repeat it "
   "for each tool of the later run (config.tools). By default all of the variant.",
+)
+_PARALLEL = flags.DEFINE_integer(
+  "parallel",
+  1,
+  "Maximum calls in one `tool` span, for calls that were made together; as "
+  "config.tools.parallel of the later run.",
+  1,
+  8,
 )
 _FORMAT = flags.DEFINE_enum(
   "format",
@@ -262,6 +271,8 @@ def _pipeline(chosen: str) -> RowPipeline:
   formats = read_config(_FORMATS.value, ToolAugmentation, "formats")
   if formats.copies and _PROMPT.value == "brief":
     raise ValueError("--formats.copies: only --prompt=full describes formats")
+  if formats.copies and _PARALLEL.value > 1:
+    raise ValueError("--formats.copies: other tool formats have no lists of calls")
 
   # --- The rows' reader.
   tasks = {}
@@ -290,13 +301,18 @@ def _pipeline(chosen: str) -> RowPipeline:
 
 def _variant() -> Variant:
   variant = get_variant(_VARIANT.value)
-  if not _DESCRIBED_TOOLS.value:
-    return variant
-  descriptions = {}
-  for tool in _DESCRIBED_TOOLS.value:
-    name, _, description = tool.partition("=")
-    descriptions[name] = description
-  return variant.with_tools(descriptions)
+  if _PARALLEL.value > 1 and FUNCTION_TAG not in variant.tools:
+    raise ValueError(
+      f"--parallel={_PARALLEL.value}: variant {variant.name!r} has no {FUNCTION_TAG!r} "
+      "span for several calls; unified has"
+    )
+  descriptions = dict.fromkeys(variant.tools, "")
+  if _DESCRIBED_TOOLS.value:
+    descriptions = dict(tool.partition("=")[::2] for tool in _DESCRIBED_TOOLS.value)
+    if _PARALLEL.value > 1:
+      descriptions.setdefault(FUNCTION_TAG, "")
+  variant = variant.with_tools(descriptions)
+  return dataclasses.replace(variant, parallel=_PARALLEL.value)
 
 
 def _print(text: str) -> None:
@@ -347,6 +363,7 @@ def _settings(pipeline: RowPipeline) -> dict[str, Any]:
     "variant": pipeline.importer.variant.name,
     "prompt": pipeline.importer.prompt,
     "described_tools": _DESCRIBED_TOOLS.value,
+    "parallel": pipeline.importer.variant.parallel,
     "tools": dict(pipeline.importer.tools),
     "tasks": _TASKS.value,
     "keep_illegal": pipeline.importer.keep_illegal,

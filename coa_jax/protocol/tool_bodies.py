@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # Here and in `parser`, only ASCII white space, digits and letters count, so that a byte
@@ -133,6 +133,11 @@ def _function_call(value: Any) -> FunctionCall | None:
 def render_function_call(name: str, arguments: Mapping[str, Any]) -> str:
   """Writes a `tool` span's content; `parse_function_call` reads it back."""
   return json.dumps({"name": name, "arguments": dict(arguments)})
+
+
+def number_results(results: Iterable[str]) -> str:
+  """Writes the observation of a span with several calls; results in call order."""
+  return "\n".join(f"{n}. {text}" for n, text in enumerate(results, 1))
 
 
 # Questions about an image.

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from coa_jax.protocol import tool_bodies as bodies
@@ -270,6 +271,21 @@ def parallel_language(functions: tuple[str, ...], most: int) -> Language:
     rest = maybe(row(text(","), call, rest))
   white = many(byte(WHITE))
   return choice(call, row(white, text("["), call, rest, text("]"), white))
+
+
+def render_calls(calls: Iterable[tuple[str, str]]) -> str:
+  """Writes a `tool` span's content with several calls, each a (tag, span content).
+
+  A tool with its own tag takes the argument `input`. `parse_function_calls` reads the
+  content back.
+  """
+  out = []
+  for tag, content in calls:
+    if tag == FUNCTION_TAG:
+      out.append(json.loads(content))
+    else:
+      out.append({"name": tag, "arguments": {"input": content}})
+  return json.dumps(out)
 
 
 # Tag -> its row, in prompt order. Add new rows at the end.

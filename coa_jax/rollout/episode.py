@@ -23,6 +23,7 @@ from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import MIN_OBSERVATION, Tokenizer
 from coa_jax.protocol.tool_bodies import (
   FunctionCall,
+  number_results,
   parse_function_calls,
   render_function_call,
 )
@@ -247,8 +248,7 @@ class CoAEpisode(Episode):
     # trained on and never ends the episode.
     text = texts[0]
     if len(texts) > 1:
-      lines = "\n".join(f"{n}. {text}" for n, text in enumerate(texts, 1))
-      text = self.tokenizer.cut_observation(lines, limit)
+      text = self.tokenizer.cut_observation(number_results(texts), limit)
     segment = self.tokenizer.encode_observation(text)
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)

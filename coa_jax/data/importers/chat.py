@@ -3,8 +3,8 @@
 `shapes` converts a row to this form: `messages` with an optional system message, one
 user message, assistant messages with `tool_calls`, a tool message for each call, and
 finally an assistant message without calls, the answer. Text next to a call is a
-thought, and so is a think block at the content's start. Parallel calls are written one
-after the other, each with its result.
+thought, and so is a think block at the content's start. The calls of one message were
+made together; `convert` writes them as one span, or one after the other.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ def _record_calls(
 ) -> str | None:
   """Records calls and results in call order; returns the answer if a call gives it."""
   answer = None
+  made: list[tuple[str, str, str, bool]] = []  # together, up to a candidate
   results = _results(calls, messages, recorder, where)
   for (_, name, arguments), (result, failed) in zip(calls, results, strict=True):
     call = translate_and_note(recorder, where, name, arguments, table)
@@ -187,10 +188,13 @@ def _record_calls(
       raise RowRefused("no_result", f"{where}: the call of {name} has no result")
     # A candidate is a separate span, without an observation.
     if call.tag == roles.SUGGESTED_ANSWER:
+      recorder.calls(made)
+      made = []
       recorder.say(runs.SOLVER, runs.CANDIDATE, call.body)
       recorder.note(where, f"the result {result!r:.80} of {name}")
       continue
-    recorder.call(call.tag, call.body, result, failed)
+    made.append((call.tag, call.body, result, failed))
+  recorder.calls(made)
   return answer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.tasks.task import Kind, Task
@@ -53,16 +53,20 @@ class Recorder:
 
   def call(self, tag: str, body: str, result: str, failed: bool = False) -> None:
     """Adds a tool call and its result."""
-    status = CallStatus.OK
-    if failed:
-      status = CallStatus.MODEL
-    self.run.calls.append(ToolCall(tag, body, result, status))
-    # Foreign agents are not ours: the tool decides which team agent makes the call.
-    agent = runs.SEARCH
-    if tag == "code":
-      agent = runs.CODE
-    self.say(agent, runs.CALL, body, tag)
-    self.say(tag, runs.OBSERVATION, result, tag)
+    self.calls([(tag, body, result, failed)])
+
+  def calls(self, made: Iterable[tuple[str, str, str, bool]]) -> None:
+    """Adds calls made together, each as the arguments of `call`, and their results."""
+    calls = []
+    for tag, body, result, failed in made:
+      status = CallStatus.MODEL if failed else CallStatus.OK
+      calls.append(ToolCall(tag, body, result, status))
+      # Foreign agents are not ours: the tool decides which team agent makes the call.
+      agent = runs.CODE if tag == "code" else runs.SEARCH
+      self.say(agent, runs.CALL, body, tag)
+    for call in calls:
+      self.say(call.name, runs.OBSERVATION, call.result, call.name)
+    self.run.calls += calls
 
   def note(self, where: str, text: str) -> None:
     """Notes a row part without a place in the run."""

@@ -14,6 +14,7 @@ budget: an agent's context and the agents' order are one set of rules.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Collection, Sequence
 
@@ -27,12 +28,12 @@ from coa_jax.data.teacher.backend import (
   Reply,
   Unsolvable,
 )
-from coa_jax.data.teacher.prompts import PLANNING, PROMPTS, REVIEWS, SEES
+from coa_jax.data.teacher.prompts import PARALLEL, PLANNING, PROMPTS, REVIEWS, SEES
 from coa_jax.data.teacher.replies import MalformedReply, read_reply
 from coa_jax.data.teacher.runs import Event, Run, render
 from coa_jax.data.teacher.token_meter import Encode, TokenMeter
 from coa_jax.protocol import roles
-from coa_jax.protocol.trajectory import CallStatus, Status, Usage
+from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall, Usage
 from coa_jax.runtime.fields import bounded, check_fields, choice
 
 _STATES = frozenset(
@@ -53,6 +54,7 @@ class TeamConfig:
       suit variants unified, mhqa and web, in this order; see `prompts.review_style`.
     facts: whether the planner lists known facts, facts to look up and facts to derive
       before its plan.
+    parallel: the most calls that the search agent makes at the same time.
   """
 
   max_turns: int = bounded(24, least=1)
@@ -60,6 +62,7 @@ class TeamConfig:
   max_checks: int = bounded(3, least=1)
   review: str = choice("facts", of=REVIEWS)
   facts: bool = False
+  parallel: int = bounded(1, least=1)
 
   def __post_init__(self):
     check_fields(self)
@@ -89,6 +92,9 @@ class _Team:
   def ask(self, agent: str, legal: Collection[str] = ()) -> Event | None:
     """Asks an agent for a reply; None after two malformed replies."""
     context = self._open(agent, legal)
+    most = None
+    if self.config.parallel > 1:
+      most = min(self.config.parallel, self.config.max_calls - len(self.run.calls))
     for _ in range(2):
       # --- Reply. A malformed reply stays in the conversation, to show the mistake.
       reply = self.backend(agent, context)
@@ -97,7 +103,13 @@ class _Team:
         if reply.cut:
           raise MalformedReply("it was cut at the limit of its length; be brief")
         parsed = read_reply(
-          agent, reply.text, legal, self.tools, self.config.review, self.config.facts
+          agent,
+          reply.text,
+          legal,
+          self.tools,
+          self.config.review,
+          self.config.facts,
+          most,
         )
       except MalformedReply as e:
         self._record(agent, runs.MALFORMED, reply.text, str(e), context, reply)
@@ -106,12 +118,16 @@ class _Team:
         )
         continue
 
-      # --- Record the reply. Facts are a separate event, which other agents see.
+      # --- Record the reply. Facts are a separate event, which other agents see, and so
+      # is each further call.
       if parsed.facts:
         self.note(agent, runs.FACTS, parsed.facts)
-      return self._record(
+      event = self._record(
         agent, parsed.kind, parsed.content, parsed.detail, context, reply
       )
+      for tool, query in parsed.more:
+        self.note(agent, runs.CALL, query, tool)
+      return event
     return None
 
   def note(self, agent: str, kind: str, content: str, detail: str = "") -> Event:
@@ -144,6 +160,8 @@ class _Team:
       prompt += REVIEWS[self.config.review]
     if agent == runs.PLANNER and self.config.facts:
       prompt += PLANNING
+    if self.config.parallel > 1:
+      prompt += PARALLEL.get(agent, "").format(most=self.config.parallel)
     return prompt
 
   def _record(
@@ -239,18 +257,28 @@ def _work(team: _Team, call: CallTool) -> None:
         break
       continue
 
-    # --- A plan, or a tool call and its review.
-    work = team.ask(agent)
-    if work is None or agent == runs.PLANNER:
+    # --- A plan, or tool calls and their review.
+    before = len(run.events)
+    if team.ask(agent) is None or agent == runs.PLANNER:
       continue
-    result = call(work.detail, work.content)
-    run.calls.append(result)
-    if result.status == CallStatus.INFRASTRUCTURE:
-      # No agent may learn from an unavailable tool.
-      raise InfrastructureError(f"tool {work.detail}: {result.result}")
-    team.note(work.detail, runs.OBSERVATION, result.result, work.detail)
+    made = [event for event in run.events[before:] if event.kind == runs.CALL]
+    results = _call_together(call, made)
+    run.calls += results
+    for event, result in zip(made, results, strict=True):
+      if result.status == CallStatus.INFRASTRUCTURE:
+        # No agent may learn from an unavailable tool.
+        raise InfrastructureError(f"tool {event.detail}: {result.result}")
+      team.note(event.detail, runs.OBSERVATION, result.result, event.detail)
     team.ask(runs.REFLECTOR)
   run.status = Status.TURN_LIMIT
+
+
+def _call_together(call: CallTool, made: Sequence[Event]) -> list[ToolCall]:
+  """Makes calls at the same time; returns their results in the order of the calls."""
+  if len(made) == 1:
+    return [call(made[0].detail, made[0].content)]
+  with concurrent.futures.ThreadPoolExecutor(len(made)) as pool:
+    return list(pool.map(lambda event: call(event.detail, event.content), made))
 
 
 def _propose(team: _Team) -> Event | None:

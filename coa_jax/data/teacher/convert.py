@@ -5,9 +5,10 @@ become `think`, plans `plan`, calls the tool's own tag, results `observation`, r
 `reflection`, candidates `suggested_answer`, verdicts a `think` with the rationale and a
 `double_check` with the score, and the final answer `answer`. If a variant requires a
 think or grades for each reflection, a review's last line is the reflection and the rest
-the think. Tool calls and observations are kept verbatim and in order; parts outside the
-protocol (the next agent's name, malformed replies, an unverified candidate) are left
-out. `ConvertConfig` allows three exceptions, recorded in the trajectory's `meta`: long
+the think. Tool calls and observations are kept verbatim and in order; calls made
+together are one span if the variant has such spans. Parts outside the protocol (the
+next agent's name, malformed replies, an unverified candidate) are left out.
+`ConvertConfig` allows three exceptions, recorded in the trajectory's `meta`: long
 observations may lose their middle, and missing thinks or verdicts may be filled in.
 
 budget: the mapping and its exceptions share every convention.
@@ -16,7 +17,8 @@ budget: the mapping and its exceptions share every convention.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from coa_jax.data.tasks.task import Task
@@ -25,8 +27,10 @@ from coa_jax.data.teacher.prompts import review_style
 from coa_jax.data.teacher.runs import Event, Run
 from coa_jax.protocol import roles
 from coa_jax.protocol.excerpt import cut_middle
-from coa_jax.protocol.parser import parse
+from coa_jax.protocol.parser import content_fault, parse
 from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.tool_bodies import number_results
+from coa_jax.protocol.tools import FUNCTION_TAG, render_calls
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rewards import grade_known
 
@@ -114,7 +118,8 @@ def convert(
 
   # --- Events as spans.
   lost = [] if lost is None else lost
-  spans = _spans(run.events, variant, lost)
+  events = list(_in_turns(run.events, variant))
+  spans = _spans(events, variant, lost)
   spans = _fill(spans, variant, config.missing_think, changes)
   # Placing the spans runs `_fill`, which adds to `changes`: build `meta` afterwards.
   segments = [*prompt, *_place_thinks(spans, variant)]
@@ -206,6 +211,45 @@ def _fill(
       has_thought = False
     # Otherwise a misplaced thought waits for the next span: `_place_thinks`.
     yield tag, content
+
+
+def _in_turns(events: Sequence[Event], variant: Variant) -> Iterator[Event]:
+  """Yields the events, with calls made together in turns of at most `parallel` calls.
+
+  Their events are side by side, and then their results'. A variant with one call per
+  turn gets one call after the other.
+  """
+  start = 0
+  while start < len(events):
+    middle = start
+    while middle < len(events) and events[middle].kind == runs.CALL:
+      middle += 1
+    end = 2 * middle - start
+    kinds = {event.kind for event in events[middle:end]}
+    if end > len(events) or kinds != {runs.OBSERVATION}:
+      yield events[start]  # no call, or a result is missing, which the parser refuses
+      start += 1
+      continue
+    for first in range(start, middle, variant.parallel):
+      calls = events[first : min(first + variant.parallel, middle)]
+      after = first + middle - start
+      yield from _turn(calls, events[after : after + len(calls)], variant)
+    start = end
+
+
+def _turn(
+  calls: Sequence[Event], results: Sequence[Event], variant: Variant
+) -> Iterable[Event]:
+  """Joins calls and their results; the parser will refuse a faulty call, left apart."""
+  made = [(call.detail, call.content) for call in calls]
+  faulty = [c for c in made if c[0] not in variant.tools or content_fault(*c)]
+  if len(calls) == 1 or faulty:
+    return itertools.chain(*zip(calls, results, strict=True))
+  text = number_results(result.content for result in results)
+  return (
+    dataclasses.replace(calls[0], detail=FUNCTION_TAG, content=render_calls(made)),
+    dataclasses.replace(results[0], content=text),
+  )
 
 
 def _spans(

@@ -77,6 +77,14 @@ PLANNING = (
   "Reply:\nFACTS: <facts>\nPLAN: <plan>"
 )
 
+# Added to two agents' prompts by TeamConfig.parallel.
+PARALLEL = {
+  runs.ORCHESTRATOR: "\nOne assignment to search may name up to {most} things that can "
+  "be looked up without each other; they are looked up at once.",
+  runs.SEARCH: "\nIf the assignment names several things that can be looked up without "
+  "each other, reply with these two lines for each of them, at most {most} times.",
+}
+
 # Added to the reflector's prompt by TeamConfig.review.
 REVIEWS = {
   "facts": "",

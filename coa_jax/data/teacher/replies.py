@@ -17,6 +17,7 @@ _NEXT = re.compile(r"^\s*NEXT:\s*(\w+)", re.MULTILINE)
 _REASON = re.compile(r"^\s*REASON:\s*(.*)", re.MULTILINE | re.DOTALL)
 _TOOL = re.compile(r"^\s*TOOL:\s*(\w+)", re.MULTILINE)
 _QUERY = re.compile(r"^\s*QUERY:\s*(.*)", re.MULTILINE | re.DOTALL)
+_LINES = re.compile(r"^\s*(TOOL|QUERY):", re.MULTILINE)
 _ANSWER = re.compile(r"^\s*ANSWER:\s*(.*)", re.MULTILINE | re.DOTALL)
 _SCORE = re.compile(r"^\s*SCORE:\s*([1-4])(?!\d|\.\d)", re.MULTILINE)
 _WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
@@ -32,12 +33,16 @@ class MalformedReply(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-  """A parsed reply: its event's kind, content and detail, and a planner's facts."""
+  """A parsed reply: its event's kind, content and detail, and what comes with it.
+
+  That is a planner's facts, or the (tool, query) of each further call.
+  """
 
   kind: str
   content: str
   detail: str = ""
   facts: str = ""
+  more: tuple[tuple[str, str], ...] = ()
 
 
 def read_reply(
@@ -47,11 +52,13 @@ def read_reply(
   tools: Sequence[str],
   review: str,
   facts: bool,
+  most: int | None = None,
 ) -> Parsed:
   """Parses a reply from one of the agents in `runs`.
 
   `legal` are the orchestrator's choices; `review` and `facts` are as in
-  `agents.TeamConfig`.
+  `agents.TeamConfig`; `most` is the maximum number of calls in the search agent's
+  reply, None if a reply is one call.
 
   Raises:
     MalformedReply: the reply does not have the format in the agent's prompt.
@@ -63,7 +70,8 @@ def read_reply(
       raise MalformedReply(f"NEXT must be one of {', '.join(legal)}")
     return Parsed(runs.DECISION, _optional(_REASON, text), following)
   if agent == runs.SEARCH:
-    return _search_call(text, [tool for tool in tools if tool != runs.CODE])
+    own = [tool for tool in tools if tool != runs.CODE]
+    return _search_call(text, own) if most is None else _calls(text, own, most)
   if agent == runs.CODE:
     # From the first fence to the last: prose around them is not part of the call.
     fences = _FENCES.search(text)
@@ -98,6 +106,27 @@ def _search_call(text: str, tools: Sequence[str]) -> Parsed:
   if tool not in tools:
     raise MalformedReply(f"TOOL must be one of {', '.join(tools)}")
   return Parsed(runs.CALL, _field(_QUERY, text, "a line 'QUERY: <query>'"), tool)
+
+
+def _calls(text: str, tools: Sequence[str], most: int) -> Parsed:
+  """Reads one or several calls; a query without a line TOOL has the last one's tool."""
+  name = tools[0]
+  calls = []
+  _, *parts = _LINES.split(text)
+  for key, value in zip(parts[::2], parts[1::2], strict=True):
+    if key == "TOOL":
+      name = value
+    else:
+      call = _search_call(f"TOOL: {name}\nQUERY: {value}", tools)
+      calls.append((call.detail, call.content))
+  if not calls:
+    raise MalformedReply("expected a line 'QUERY: <query>'")
+  if len(calls) > most:
+    raise MalformedReply(f"at most {most} calls at once")
+  if len(set(calls)) < len(calls):
+    raise MalformedReply("one call is there twice")
+  tool, query = calls[0]
+  return Parsed(runs.CALL, query, tool, more=tuple(calls[1:]))
 
 
 def _plan(text: str, facts: bool) -> Parsed:

@@ -73,7 +73,8 @@ class Run:
 
   Attributes:
     task_id: the task.
-    events: all events in order; each call's event is followed by its observation's.
+    events: all events in order; calls made together are side by side, and their
+      observations follow in the same order.
     calls: every tool call, in order.
     prediction: the answer; None if the run ended without one.
     status: how the run ended: ended, turn_limit (also if given up) or infrastructure.

@@ -65,4 +65,5 @@ class TeacherConfig:
       max_calls=self.max_calls,
       review=review_style(variant),
       facts=self.facts,
+      parallel=variant.parallel,
     )

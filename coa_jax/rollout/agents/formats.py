@@ -22,6 +22,7 @@ from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.tool_bodies import (
   FunctionCall,
+  number_results,
   parse_function_calls,
   render_function_call,
 )
@@ -277,9 +278,7 @@ class TeamFormat:
           "its tools' messages"
         )
     texts = [m["content"] for m in results]
-    text = texts[0]
-    if len(texts) > 1:
-      text = "\n".join(f"{n}. {text}" for n, text in enumerate(texts, 1))
+    text = number_results(texts) if len(texts) > 1 else texts[0]
     text = self._tokenizer.cut_observation(text, self._most)
     return [self._tokenizer.encode_observation(text)]
 
