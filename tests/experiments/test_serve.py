@@ -389,7 +389,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
   ],
 )
-def test_what_can_not_be_done_is_refused_by_name(service, fields, status, param):
+def test_an_unsupported_field_is_refused_by_name(service, fields, status, param):
   is_text = "prompt" in fields
   response = complete(service, **fields) if is_text else service.post(**fields)
   assert response.status_code == status
@@ -405,7 +405,7 @@ def test_what_can_not_be_done_is_refused_by_name(service, fields, status, param)
     assert error["code"] == "context_length_exceeded"
 
 
-def test_what_is_no_request_is_refused(service):
+def test_a_malformed_request_is_refused(service):
   url, json_type = "/v1/chat/completions", {"content-type": "application/json"}
 
   def status(content: bytes, headers: dict[str, str] = json_type) -> int:

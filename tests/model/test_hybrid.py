@@ -545,7 +545,7 @@ def test_impossible_hybrids_are_refused(changes, message: str):
     dataclasses.replace(CFG, **changes)
 
 
-def test_what_hugging_face_lacks_is_refused_on_export():
+def test_a_model_unknown_to_hugging_face_is_not_exported():
   half = dataclasses.replace(CFG, norm_offset=False)
   with pytest.raises(ValueError, match="has both or neither"):
     to_hf_config(half)

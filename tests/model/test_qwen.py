@@ -196,7 +196,7 @@ def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
     ("dots", "qk av"),  # `dots` keeps no product with a batch axis
   ],
 )
-def test_what_the_backward_pass_computes_again(remat: str, products: str):
+def test_the_backward_pass_recomputes_what_remat_says(remat: str, products: str):
   """A layer's last product is not recomputed: its gradient needs only its inputs."""
   params = params_of(CFG)
 

@@ -44,7 +44,7 @@ def test_files_of_public_data_sets(name, count, kind):
     ("{}/sub/empty.jsonl", ValueError, "holds no task"),
   ],
 )
-def test_what_names_no_task_is_refused(tmp_path, uri, error, message):
+def test_an_address_of_no_task_is_refused(tmp_path, uri, error, message):
   (tmp_path / "sub").mkdir()
   (tmp_path / "sub" / "a.csv").write_text("question,answer\na,b,c\n")
   (tmp_path / "sub" / "empty.jsonl").write_text("")

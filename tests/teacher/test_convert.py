@@ -89,7 +89,7 @@ def test_every_kind_of_event_has_its_span():
     "-plan-reflection-suggested_answer-double_check",
   ],
 )
-def test_of_an_agent_that_the_variant_does_without_nothing_is_told(gone):
+def test_nothing_mentions_an_agent_the_variant_lacks(gone):
   variant = get_variant("unified" + gone)
   assert isinstance(convert(make_run(PLAIN), TASK, variant, PROMPT).text, str)
   # Also a run that fails a review and its first check.
@@ -171,7 +171,7 @@ def test_every_call_and_observation_is_kept_in_order_or_the_run_is_dropped(turns
   assert all(s.role == roles.OBSERVATION for s in tools)
 
 
-def test_what_the_protocol_has_no_place_for_is_left_out():
+def test_parts_unknown_to_the_protocol_are_left_out():
   steps = [*PLAIN[:5]]
   steps.insert(2, (runs.MALFORMED, "NEXT: nobody", "bad"))
   steps += [
@@ -203,7 +203,7 @@ def test_what_the_protocol_has_no_place_for_is_left_out():
     ([*PLAIN[:7], (runs.VERDICT, "", "2")], "illegal_transition", "failing score"),
   ],
 )
-def test_what_breaks_the_protocol_is_dropped_for_the_parsers_reason(
+def test_a_trace_that_breaks_the_protocol_is_dropped_for_the_parsers_reason(
   steps, reason, detail
 ):
   result = convert(make_run(steps), TASK, UNIFIED, PROMPT)
@@ -296,7 +296,7 @@ def test_trajectories_are_short_enough_for_a_small_student(converted):
   assert 40 < statistics.mean(lengths) < 85
 
 
-def test_what_is_left_out_is_told():
+def test_left_out_parts_are_reported():
   steps = [*PLAIN[:-3], (runs.CANDIDATE, "Ann", ""), *PLAIN[-3:]]
   left = {
     "unified-plan-reflection": [

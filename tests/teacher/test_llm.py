@@ -30,7 +30,7 @@ def encode(text: str) -> list[int]:
   return list(text.encode())
 
 
-def test_what_is_sent_and_what_is_read():
+def test_the_request_and_the_reply():
   with (
     ChatServer() as server,
     ChatBackend(server.config(max_tokens=9), "secret") as backend,
@@ -86,7 +86,7 @@ def test_a_reply_that_drips_is_retried():
   assert set(reply.faults) == {"no reply within 1 s"}
 
 
-def test_what_an_unusable_reply_took_is_counted_with_the_one_that_is_used():
+def test_tokens_of_unusable_replies_are_counted():
   empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
   with ChatServer() as server, ChatBackend(server.config()) as backend:
     server.faults = [empty, {"error": "overloaded"}, empty]
@@ -140,12 +140,12 @@ def counted(tokens: str) -> str:
   ],
   ids=lambda value: value[:40],
 )
-def test_what_is_read_in_a_completion(body: str, text: str):
+def test_the_text_of_a_completion(body: str, text: str):
   reply = read_completion(body)
   assert reply.text == text and reply.reported == ()
 
 
-def test_who_answered_and_whether_it_was_cut_is_known():
+def test_the_model_and_a_cut_reply_are_known():
   whole = read_completion(completion({"content": "x"}))
   assert (whole.model, whole.cut) == ("m-2026", False)
   assert read_completion(completion({"content": "x"}, finish_reason="length")).cut
@@ -211,7 +211,7 @@ def test_retry_after_is_honoured_up_to_the_longest_pause():
   "body",
   ["", "null", "[]", "{}", '{"choices": [{"message": {"content": 3}}]}', '"x"', DEEP],
 )
-def test_what_is_no_completion_is_refused(body):
+def test_a_malformed_completion_is_refused(body):
   with pytest.raises(ValueError):
     read_completion(body)
 

@@ -130,7 +130,7 @@ def test_threads_share_a_journal(tmp_path):
     assert [c.result for c in results] == [f"{n}{n}" for n in range(20)]
 
 
-def test_what_a_tool_raises_reaches_the_trajectory(tmp_path):
+def test_an_exception_of_a_tool_reaches_the_trajectory(tmp_path):
   def broken(*_):
     raise RuntimeError("the tool is broken")
 
