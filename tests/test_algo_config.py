@@ -68,7 +68,6 @@ LOSSES = [
       },
       "max_logp_diff_share is 0.5: .* leave it at 1",
     ),
-    ({"sampling": {"task_sampler": "hard"}}, "accepted: uniform, learnability, curri"),
   ],
 )
 def test_an_impossible_config_is_refused(fields, message):

@@ -110,7 +110,6 @@ def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
   ("section", "field", "value", "message"),
   [
     ("model", "kv_heads", 3, "'model': kv_heads 3 does not divide heads 4"),
-    ("optim", "name", "sgd", "'optim': name 'sgd'; accepted: adamw, muon"),
     ("data", "trajectories", "nowhere.jsonl", "nowhere.jsonl"),
     ("model", "attention", "splash", "model.attention='splash' needs a TPU"),
     # A model that cannot be exported is not trained.

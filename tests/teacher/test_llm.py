@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import email.utils
 import json
 import time
@@ -10,7 +9,6 @@ import time
 import pytest
 from chat_server import ChatServer
 
-from coa_jax.data.teacher.agents import TeamConfig, solve
 from coa_jax.data.teacher.backend import (
   InfrastructureError,
   Message,
@@ -19,8 +17,6 @@ from coa_jax.data.teacher.backend import (
 )
 from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig, read_completion
 from coa_jax.data.teacher.prompts import PROMPTS
-from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
-from coa_jax.protocol.trajectory import Status
 
 DEEP = "[" * 100_000
 ASK = [Message("system", PROMPTS["planner"]), Message("user", "Question: who?")]
@@ -214,25 +210,3 @@ def test_retry_after_is_honoured_up_to_the_longest_pause():
 def test_a_malformed_completion_is_refused(body):
   with pytest.raises(ValueError):
     read_completion(body)
-
-
-def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
-  scripted = ScriptedBackend(tasks, ScriptedConfig())
-  tools = ("wiki_search", "code")
-
-  def work(backend, task):
-    return solve(task, backend, toolbox.call, tools, TeamConfig(), encode)
-
-  with ChatServer(scripted) as server, ChatBackend(server.config()) as remote:
-    server.faults = ["ok", 500, "ok", "cut", 429, "garbage"]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-      served = list(pool.map(lambda t: work(remote, t), tasks[:24]))
-  for task, run in zip(tasks, served, strict=False):
-    direct = work(scripted, task)
-    assert run.status in (Status.ENDED, Status.TURN_LIMIT)
-    assert [(e.agent, e.kind, e.content, e.detail) for e in run.events] == [
-      (e.agent, e.kind, e.content, e.detail) for e in direct.events
-    ]
-    assert run.usage.prompt == direct.usage.prompt
-    assert all(e.reported == (100, 64, 7) for e in run.events if e.prompt)
-  assert sum(e.retries for run in served for e in run.events) == 4
