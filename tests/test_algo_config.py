@@ -68,10 +68,9 @@ LOSSES = [
       },
       "max_logp_diff_share is 0.5: .* leave it at 1",
     ),
-    ({"sampling": {"task_sampler": "hard"}}, "accepted: uniform, learnability, curri"),
   ],
 )
-def test_what_can_not_be_is_refused(fields, message):
+def test_an_impossible_config_is_refused(fields, message):
   with pytest.raises(ConfigError, match=message):
     read(**fields)
 

@@ -56,7 +56,7 @@ def read(folder: str) -> dict[str, str]:
   return out
 
 
-def test_of_several_who_create_an_object_one_does(store):
+def test_only_one_of_several_writers_creates_an_object(store):
   bucket = objects.Bucket(store.uri + "/x")
   won = []
 
@@ -73,7 +73,7 @@ def test_of_several_who_create_an_object_one_does(store):
   assert bucket.read("nothing") is None
 
 
-def test_what_is_pushed_is_fetched_by_another_machine(store, tmp_path):
+def test_another_machine_fetches_the_pushed_files(store, tmp_path):
   uri = store.uri + "/a/run"
   with mirror.opened(uri, str(tmp_path / "one")) as folder:
     assert os.path.basename(folder) == "run" and not os.listdir(folder)
@@ -153,7 +153,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(store, tmp_path):
     pass
 
 
-def test_who_was_replaced_writes_nothing_more(store, tmp_path, monkeypatch):
+def test_a_replaced_run_writes_nothing_more(store, tmp_path, monkeypatch):
   uri = store.uri + "/run"
   monkeypatch.setattr(lease, "BEAT_S", 1000.0)  # no heartbeats
   with (

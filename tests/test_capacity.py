@@ -7,7 +7,7 @@ import pytest
 from coa_jax.runtime import capacity
 
 
-def test_what_needs_most_is_named():
+def test_the_largest_need_is_named():
   capacity.check({"small": 40, "large": 60}, 100, "there are")
   with pytest.raises(ValueError, match=r"too large.*: large: 2 GB; small: 1 GB; there"):
     capacity.check({"small": 10**9, "large": 2 * 10**9}, 100, "there are")

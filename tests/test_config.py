@@ -388,7 +388,7 @@ def test_a_workdir_belongs_to_what_was_read(tmp_path):
   assert hash_json([1, 2]) != hash_json([2, 1])
 
 
-def test_what_may_change_may_also_appear(tmp_path):
+def test_a_field_that_may_change_may_also_appear(tmp_path):
   """A run that started without section `log` resumes with it, and vice versa."""
   plain = whole()
   logged = dataclasses.replace(plain, log=Log("x"))
@@ -403,7 +403,7 @@ def test_what_may_change_may_also_appear(tmp_path):
     prepare_workdir(logged, str(tmp_path / "strict"))
 
 
-def test_what_was_only_derived_binds_no_other_config(tmp_path):
+def test_a_derived_value_binds_no_other_config(tmp_path):
   workdir = tmp_path / "run"
   scratch_dirs = ("data",)
   prepare_workdir(whole(lr=0.1), str(workdir), scratch_dirs=scratch_dirs)

@@ -29,7 +29,7 @@ def test_each_is_named_with_its_file_and_what_helps(number):
     raise OSError(number, os.strerror(number))  # as `write` raises it
 
 
-def test_what_libraries_make_of_it_is_found():
+def test_a_full_disk_is_found_behind_a_librarys_own_error():
   def wrapped() -> None:
     try:
       raise OSError(errno.ENOSPC, "No space left on device")
@@ -123,7 +123,7 @@ def test_only_a_regular_file_is_replaced(kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["link", "dangling", "fifo", "target"])
-def test_what_has_the_unfinished_name_is_not_written_to(name, tmp_path):
+def test_a_file_of_the_unfinished_name_is_not_written_to(name, tmp_path):
   odd_files(tmp_path)
   os.rename(tmp_path / name, tmp_path / "x.tmp")
   with atomic_write(tmp_path / "x") as f:

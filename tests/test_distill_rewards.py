@@ -155,7 +155,7 @@ def test_a_judge_that_stays_down_stops_the_run(config, tmp_path):
     (dict(graders=dict(qa="nowhere:f")), "'nowhere:f' cannot be imported"),
   ],
 )
-def test_what_cannot_be_judged_is_refused_first(config, tmp_path, reward, message):
+def test_an_unjudgeable_reward_is_refused_first(config, tmp_path, reward, message):
   with config.unlocked():
     config.reward = reward
     config.chat = dict(base_url="http://127.0.0.1:9/v1", model="m")

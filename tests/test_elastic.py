@@ -74,7 +74,7 @@ def played(workdir: pathlib.Path, step: int) -> list[tuple]:
   return sorted(rows)
 
 
-def test_what_lies_after_the_checkpoint_is_void(tmp_path):
+def test_records_after_the_checkpoint_are_void(tmp_path):
   """One process repeats the steps of two, so the files of both are deleted."""
   names = [f"step_{step:06d}.jsonl" for step in (0, 20, 40)]
   for folder in ("", "process_1"):

@@ -92,7 +92,7 @@ def test_an_extended_run_equals_one_begun_with_all_steps(
     ("rl", "constant", 0.0, ""),
   ],
 )
-def test_what_depends_on_all_steps_is_not_extended(
+def test_a_setting_that_depends_on_all_steps_is_not_extended(
   name, optim, curriculum, message, sft_config, rl_config, tmp_path, monkeypatch
 ):
   journey, config = (sft, sft_config) if name == "sft" else (rl, rl_config)

@@ -58,7 +58,7 @@ class Whole:
     (b'{"a\\uDFFF": 1}', r"'\\udfff' is half of a surrogate pair"),
   ],
 )
-def test_what_is_no_json_is_one_line_with_its_place(tmp_path, text: bytes, reason: str):
+def test_malformed_json_is_one_line_with_its_place(tmp_path, text: bytes, reason: str):
   for read in (parse_json, parse_object):
     with pytest.raises(ValueError, match=f"^rows:7: .*{reason}"):
       read(text, "rows:7")
@@ -153,7 +153,7 @@ def test_the_field_inside_is_named(row: Any, message: str):
     to_dataclass(row, Whole, "here")
 
 
-def test_what_is_at_the_limits_is_read():
+def test_json_at_the_limits_is_read():
   assert parse_json(b'{"a":' * 100 + b"1" + b"}" * 100, "rows:7")
   texts = [r"\ud83d\ude00", r"\\ud800", r"\u00e9"]
   value = parse_json('["' + '", "'.join(texts) + '"]', "rows:7")

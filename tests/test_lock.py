@@ -47,7 +47,7 @@ def start(program: str, workdir: pathlib.Path) -> tuple[subprocess.Popen, int]:
 
 
 @pytest.mark.parametrize("program", [HOLDER, FORKED], ids=["started", "forked"])
-def test_who_comes_second_is_refused_until_the_first_is_killed(program, tmp_path):
+def test_a_second_run_is_refused_until_the_first_is_killed(program, tmp_path):
   workdir = tmp_path / "w"
   process, child = start(program, workdir)
   try:
@@ -83,7 +83,7 @@ def test_one_process_holds_a_workdir_once_and_others_beside_it(tmp_path):
   assert (whole / "results.json").exists()
 
 
-def test_where_nothing_came_of_it_nothing_is_left(tmp_path):
+def test_a_run_that_never_began_leaves_nothing(tmp_path):
   with pytest.raises(ValueError, match="wrong"), hold(str(tmp_path / "w")):
     raise ValueError("wrong")
   assert not list(tmp_path.iterdir())

@@ -135,7 +135,7 @@ def test_a_judge_is_not_asked_again_by_a_run_that_starts_again(tmp_path, model, 
   assert len(requests) == 2
 
 
-def test_what_the_infrastructure_ended_is_played_again(tmp_path):
+def test_an_episode_ended_by_infrastructure_is_played_again(tmp_path):
   path = tmp_path / "greedy.part.jsonl"
   lost, played = (
     Trajectory("x", [], sample=n, status=status)

@@ -84,11 +84,11 @@ def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
   [
     "rl_own_tool",
     "rl_own_environment",
-    pytest.param("rl_gsm8k", marks=pytest.mark.slow),
-    pytest.param("rl_smollm2", marks=pytest.mark.slow),
-    pytest.param("rl_afm:web:32b", marks=pytest.mark.slow),
+    "rl_gsm8k",
+    "rl_smollm2",
+    "rl_afm:web:32b",
     pytest.param("rl_afm:mhqa", marks=pytest.mark.soak),
-    pytest.param("rl_afm:code:1.5b", marks=pytest.mark.slow),
+    "rl_afm:code:1.5b",
     pytest.param("rl_afm:math", marks=pytest.mark.soak),
   ],
 )
@@ -135,7 +135,7 @@ def test_a_judge_of_ones_own_is_asked(home, tmp_path):
   "recipe",
   [
     "evaluate_afm:math",
-    pytest.param("evaluate_afm:web:32b", marks=pytest.mark.slow),
+    "evaluate_afm:web:32b",
     pytest.param("evaluate_afm:mhqa:1.5b", marks=pytest.mark.soak),
     pytest.param("evaluate_afm:code", marks=pytest.mark.soak),
   ],

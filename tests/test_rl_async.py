@@ -102,7 +102,7 @@ def test_a_broken_tool_service_ends_the_run(ahead, tmp_path, monkeypatch):
     ("vllm", dict(folder="x"), "several processes and section vllm"),
   ],
 )
-def test_what_several_processes_can_not_do_is_refused(
+def test_an_option_impossible_with_several_processes_is_refused(
   ahead, tmp_path, monkeypatch, section, changes, message
 ):
   monkeypatch.setattr(Partitioner, "num_processes", 2)

@@ -35,7 +35,7 @@ def config(folder: pathlib.Path, **sections) -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(values | sections)
 
 
-def test_what_says_nothing_of_the_team_is_not_looked_at(folder):
+def test_fields_unrelated_to_the_team_are_ignored(folder):
   with open_server(config(folder)) as server:
     server.warm_up()
 
@@ -44,7 +44,7 @@ def test_what_says_nothing_of_the_team_is_not_looked_at(folder):
   ("section", "message"),
   [("vllm", "the sampler in JAX serves"), ("evil", "did you mean 'eval'")],
 )
-def test_what_can_not_be_served_is_refused_by_name(folder, section, message: str):
+def test_an_unservable_config_is_refused_by_name(folder, section, message: str):
   wrong = config(folder, **{section: {"folder": "x"}})
   with (
     pytest.raises(ConfigError, match=f"section '{section}'.* {message}"),
@@ -79,7 +79,7 @@ def test_rows_beyond_the_models_positions_are_refused(folder):
     ({"variant": "unified", "max_len": 64}, ("unified", "brief", 64)),
   ],
 )
-def test_what_is_left_out_is_as_the_model_was_trained(tmp_path, rollout, expected):
+def test_a_missing_field_is_as_the_model_was_trained(tmp_path, rollout, expected):
   trained = Dialect("math", "brief", ("code",))
   Origin((trained,), max_len=48, seed=0).write(tmp_path)
   values = ml_collections.ConfigDict(dict(init=str(tmp_path), rollout=rollout))

@@ -110,7 +110,6 @@ def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
   ("section", "field", "value", "message"),
   [
     ("model", "kv_heads", 3, "'model': kv_heads 3 does not divide heads 4"),
-    ("optim", "name", "sgd", "'optim': name 'sgd'; accepted: adamw, muon"),
     ("data", "trajectories", "nowhere.jsonl", "nowhere.jsonl"),
     ("model", "attention", "splash", "model.attention='splash' needs a TPU"),
     # A model that cannot be exported is not trained.
@@ -215,7 +214,7 @@ def test_trajectories_that_are_all_too_long_say_what_to_raise(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_tokenised_is_not_tokenised_again(config, tmp_path, monkeypatch):
+def test_tokenised_data_is_not_tokenised_again(config, tmp_path, monkeypatch):
   """A resumed run reuses its own tokens; changed data is refused."""
   config.data.steps, workdir = 2, str(tmp_path / "w")
   config.checkpoint.every = 1
@@ -282,7 +281,7 @@ def test_one_flipped_bit_of_what_was_derived_is_said_and_mended(
 
 
 @pytest.mark.slow
-def test_what_can_not_be_learnt_from_is_left_out_and_counted(config, tmp_path):
+def test_unusable_trajectories_are_left_out_and_counted(config, tmp_path):
   """Too long for a row, or without policy tokens: such a row's mean loss is 0 / 0."""
   path = tmp_path / "trajectories.jsonl"
   examples = read_trajectories(path)

@@ -56,13 +56,10 @@ SMALLEST = {
     {"tools": "0 s"},
   ),
 }
-_SLOW = ("rollout", "uneven", "agentic", "rl")
 
 
-@pytest.mark.parametrize(
-  "name",
-  [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in SMALLEST],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
 def test_our_worker_is_measured(name: str):
   measure, known = SMALLEST[name]
   (row,) = measure()

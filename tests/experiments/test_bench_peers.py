@@ -105,7 +105,7 @@ def test_a_peer_that_is_not_installed_is_left_out_with_a_line(monkeypatch, capsy
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "", "/bin/false"])
-def test_what_is_no_interpreter_is_named(python):
+def test_a_file_that_is_no_interpreter_is_named(python):
   with pytest.raises(ValueError, match=f"'{python}' is no Python interpreter"):
     peers.missing(python, ["numpy"])
 

@@ -128,7 +128,7 @@ def test_questions_come_from_a_pipe_and_a_failure_is_told(folder):
   assert process.returncode == 1 and "leaves no room" in err and "think" not in err
 
 
-def test_what_can_not_be_opened_is_one_line(folder):
+def test_a_folder_that_can_not_be_opened_is_one_line(folder):
   flags = (f"--config={folder / 'config.py'}", "--config.init=/nowhere", "--port=0")
   done = forked.run("experiments.serve", *flags)
   assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr

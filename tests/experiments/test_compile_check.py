@@ -89,7 +89,7 @@ def test_operations_count_as_often_as_their_loops_run():
   assert sum(x.moved for x in found) == pytest.approx(done.moved - done.kernels_moved)
 
 
-def test_what_a_window_moves_copies_and_sorts():
+def test_a_window_is_measured_by_its_moves_copies_and_sorts():
   """Computed by hand: a cache has 1024 bytes, a row of it 128."""
   done = hlo_work.work(WINDOW, turns=(10, 3), large=512, pool_read=300)
   assert (done.copies, done.copied) == (2, 2 * 1024)  # in and out; a row is too small
@@ -274,7 +274,7 @@ def test_gpus_are_read_by_kind_and_number():
     gpus.read_gpus("h100:12")
 
 
-def test_what_goes_between_slices_is_told_from_the_rest():
+def test_traffic_between_slices_is_told_from_the_rest():
   send = (
     "  %send.{n} = ({shape}{{1,0:T(8,128)}}, u32[], token[]) send(%x, %t), "
     "channel_id=9{n}, is_host_transfer=true, frontend_attributes={{"

@@ -110,7 +110,7 @@ def test_results_are_printed_and_overrides_count(launcher):
   assert json.loads(done.stdout)["steps"] == 1
 
 
-def test_what_the_file_leaves_out_can_be_given(launcher):
+def test_fields_missing_in_the_file_can_be_given(launcher):
   done = launcher(
     "--config.data.trouble=http://x:80/y", "--config.optim.betas=(0.5, 1)",
     "--config.log.project=mine", "--config.data.steps=4",

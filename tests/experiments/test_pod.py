@@ -370,11 +370,11 @@ SFT = "experiments.sft --config=configs/sft_afm.py --config.init=gs://b/m"
     ("--shards=2 --slice=v6e-64 --image=x -- experiments.evaluate", "one process"),
   ],
 )
-def test_what_could_not_start_is_refused_in_one_line(words, message):
+def test_a_command_that_could_not_start_is_refused_in_one_line(words, message):
   assert message in forked.refused(run(*words.split()))
 
 
-def test_what_the_pods_have_is_accepted():
+def test_a_command_the_pods_can_start_is_accepted():
   words = "--image=x --disk=claim:/mnt --in_image=/models --secret=/keys/s=s:k"
   words += f" --slice=v6e-8 -- {RL} {SAFE} --workdir=/mnt/run --config.init=/models/m"
   words += " --config.tasks.uri=/mnt/t.jsonl --config.tools.web.key_file=/keys/s"

@@ -54,7 +54,7 @@ def test_interrupted_and_run_again_it_tells_everything(tmp_path: pathlib.Path):
   assert "another workdir" in other.stderr and "seed" in other.stderr
 
 
-def test_where_there_is_no_jail_it_says_what_it_takes(tmp_path, monkeypatch, capsys):
+def test_without_a_jail_it_says_what_is_missing(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(quickstart, "check_jail", lambda: ["no user namespaces"])
   run = quickstart.Quickstart(str(tmp_path), seed=0, tiny=True)
   assert run.sandbox == "subprocess" == run.sandbox

@@ -114,31 +114,6 @@ def test_a_signal_to_one_process_ends_the_rollouts_of_both(tmp_path):
   assert (broken / model).read_bytes() == (whole / model).read_bytes()
 
 
-@pytest.mark.parametrize(
-  ("journey", "signalled"),
-  [
-    pytest.param("sft", 1, marks=pytest.mark.soak),
-    pytest.param("rl", 0, marks=pytest.mark.soak),
-  ],
-)
-def test_a_signal_to_one_of_two_processes_ends_both(
-  configs, journey, signalled, tmp_path
-):
-  at = 0
-  for _ in range(2):
-    both = start_together(journey, configs[journey], tmp_path, 2, NO_CACHE)
-    wait_for_step(both, tmp_path, at + 2)
-    both[signalled].send_signal(signal.SIGTERM)
-    texts = ended(both, 143)
-    before, at = at, whole_steps(tmp_path / "checkpoints")[-1]
-    assert at >= before + 2
-    for text in texts:
-      assert f"stopped after step {at}, which is saved" in text
-      assert "Traceback" not in text
-    steps = [row["step"] for row in read_metrics(tmp_path, journey)]
-    assert steps == list(range(1, at + 1))
-
-
 BUSY = """
 import hashlib, sys
 from coa_jax.learner.checkpoint import Checkpoints

@@ -101,7 +101,7 @@ def test_runs_are_grouped_over_seeds_and_compared(journey, tmp_path, capsys):
   assert "1.500" in capsys.readouterr().out
 
 
-def test_what_can_not_be_compared_is_named(journey, tmp_path):
+def test_incomparable_runs_are_named(journey, tmp_path):
   with pytest.raises(FileNotFoundError, match="no run found"):
     compare.find([str(tmp_path)])
   sweep.sweep(str(tmp_path / "sweep"), ["toy_journey"], GRID, seeds=1)

@@ -79,7 +79,7 @@ def full(tmp_path) -> Iterator[pathlib.Path]:
   [
     ("distill", 150),
     ("sft", 300),
-    pytest.param("rl", 300, marks=pytest.mark.slow),
+    ("rl", 300),
     pytest.param("evaluate", 40, marks=pytest.mark.soak),
   ],
 )

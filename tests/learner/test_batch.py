@@ -80,7 +80,7 @@ def test_batches_have_one_shape_and_hold_every_token(counts, rows: int):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
-def test_what_is_written_for_a_trajectory_is_read_again_and_nowhere_else(counts, rows):
+def test_values_of_a_trajectory_are_read_back_at_its_place_only(counts, rows):
   played = [by_turns(n, 1, n % 3) for n in counts]  # 5 to 13 tokens
   packed = batching.Packed(played, rows, 16)
   assert packed.counts == [n + n % 3 for n in counts]

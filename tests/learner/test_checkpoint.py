@@ -164,7 +164,7 @@ def test_the_last_good_one_stays_until_the_next_is_proven(tmp_path, monkeypatch)
     assert_identical(checkpoints.restore(tiny(0))[0], tiny(4))
 
 
-def test_what_can_not_be_proven_is_an_error_and_deletes_nothing(tmp_path, monkeypatch):
+def test_an_unproven_checkpoint_is_an_error_and_deletes_nothing(tmp_path, monkeypatch):
   with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
     checkpoints.save(tiny(1), {})
 
@@ -221,7 +221,7 @@ def kept_by_saving(folder: pathlib.Path) -> float:
 
 
 @pytest.mark.slow
-def test_what_saving_took_is_given_back(tmp_path):
+def test_saving_gives_its_memory_back(tmp_path):
   """Runs in a new process: in this one, other tests' memory could grow meanwhile."""
   fresh = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(1, fresh) as pool:

@@ -66,7 +66,7 @@ def test_a_batch_of_it_is_the_batch_of_the_trajectories(tmp_path):
   assert not (tmp_path / "d.tmp").exists()
 
 
-def test_what_it_says_of_each_trajectory(tmp_path):
+def test_the_index_of_each_trajectory(tmp_path):
   written = [
     Trajectory("a", [Segment(Author.PROMPT, "", "", [5, 0])]),
     Trajectory("b", [Segment(Author.POLICY, "", "", [0, 7, 9])]),

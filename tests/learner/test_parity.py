@@ -260,7 +260,7 @@ def test_ours_is_what_the_peer_computed(peer: str):
   assert count >= {"verl": 200, "trl": 30, "trl_ppo": 10, "tunix": 60}[peer]
 
 
-def test_where_we_differ_from_a_peer_we_really_do():
+def test_stated_differences_from_a_peer_are_real():
   """A DIFFERENT entry without a difference must be deleted."""
   for peer, case, start in DIFFERENT:
     theirs = json.loads((ORACLES / f"{peer}.json").read_text())[case]

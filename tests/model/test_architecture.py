@@ -246,7 +246,7 @@ def test_key_value_heads_that_are_left_out_are_as_many_as_transformers_takes():
     ({"layer_types": ["linear"] * 4}, "'layer_types' has 'linear'; supported: 'full"),
   ],
 )
-def test_what_this_model_does_not_compute_is_refused_by_name(changes, message: str):
+def test_an_unsupported_field_is_refused_by_name(changes, message: str):
   with pytest.raises(ValueError) as e:
     from_hf_config({**written(QWEN3), **changes}, "folder/config.json")
   assert str(e.value).startswith("folder/config.json: ") and message in str(e.value)
@@ -322,6 +322,6 @@ def test_a_size_that_is_missing_is_named(field: str):
     ),
   ],
 )
-def test_what_hugging_face_does_not_have_is_not_written(changes, message: str):
+def test_a_field_unknown_to_hugging_face_is_not_written(changes, message: str):
   with pytest.raises(ValueError, match=message):
     to_hf_config(dataclasses.replace(QWEN3, **changes))

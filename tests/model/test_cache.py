@@ -152,7 +152,7 @@ def test_long_rows_are_read_block_after_block_and_their_number_changes_no_bit(
       np.testing.assert_array_equal(outs[-1], outs[0])
 
 
-def test_what_is_extended_takes_memory_that_the_length_does_not_change():
+def test_memory_of_an_extension_does_not_depend_on_the_length():
   cfg = model(2, 16)
   q_BTNH = jax.ShapeDtypeStruct((4, 512, 4, 16), jnp.float32)
   position_BT = jax.ShapeDtypeStruct((4, 512), jnp.int32)

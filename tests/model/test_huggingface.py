@@ -279,7 +279,7 @@ def test_a_folder_of_ours_is_whole_to_transformers(tmp_path, changes, name: str)
 
 
 @pytest.mark.slow
-def test_at_a_published_size_logits_are_the_same(tmp_path):
+def test_logits_are_the_same_at_a_published_size(tmp_path):
   cfg = variant("qwen2.5-0.5b")
   rng = np.random.default_rng(0)
 

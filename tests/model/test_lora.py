@@ -229,7 +229,6 @@ def test_adapters_do_not_go_with_rounded_weights():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"rank": 0}, "rank is 0; it must be at least 1"),
     ({"matrices": ("q", "embed")}, "matrices has 'embed'; there are q, k, v, o, gate"),
     ({"matrices": ()}, "matrices is empty; there are q, k"),
   ],

@@ -26,7 +26,7 @@ def test_the_parameters_are_counted_to_within_norms_and_biases(tied: bool):
   assert trained == 3 * least
 
 
-def test_what_fits_is_let_through():
+def test_a_model_that_fits_is_accepted():
   needs = memory.parameter_needs(toy.MODEL, trained=True)
   needs |= memory.batch_needs(toy.MODEL, "data", 16, 256)
   needs |= memory.rollout_needs(toy.MODEL, 64, 320, 8, replicas=1)
@@ -48,7 +48,7 @@ def test_what_fits_is_let_through():
     ("rollout.max_len=2000000000", memory.rollout_needs(toy.MODEL, 1, 2 * 10**9, 8, 1)),
   ],
 )  # fmt: skip
-def test_what_can_not_fit_is_refused_by_name(monkeypatch, field: str, needs):
+def test_a_model_that_can_not_fit_is_refused_by_name(monkeypatch, field: str, needs):
   monkeypatch.setattr(memory.capacity, "host_bytes", lambda: 1 << 36)
   if jax.default_backend() != "cpu":
     pytest.skip("of the machine's memory")

@@ -98,7 +98,7 @@ def test_a_team_that_a_host_can_hold_is_of_one_host(name: str):
   assert not num_split(grid, local) and max(team_sizes(grid)) == local
 
 
-def test_where_hosts_are_blocks_their_devices_lie_alike():
+def test_all_hosts_order_their_devices_alike():
   """JAX orders the first host of v5e and v6e differently from the others."""
   for name in SLICES:
     devices = chips(name)

@@ -40,7 +40,7 @@ def test_stacked_layers_must_be_as_many_as_the_architecture_has(tmp_path):
     save_model(tmp_path / "m", cfg, more)
 
 
-def test_what_a_folder_says_beside_its_architecture_is_kept(tmp_path):
+def test_other_fields_of_a_folders_config_are_kept(tmp_path):
   first, second = tmp_path / "first", tmp_path / "second"
   params = params_of(QWEN2)
   save_model(first, QWEN2, params)

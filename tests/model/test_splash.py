@@ -110,7 +110,7 @@ def test_other_segments_cost_no_visits():
   assert (alone.sum(), packed.sum()) == (528, 80)
 
 
-def test_what_a_block_holds_is_fetched_once():
+def test_each_block_is_fetched_once():
   """A step without a visit already holds the block of the next visit."""
   seen = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]], bool)
   fetched = splash._fetched(seen)

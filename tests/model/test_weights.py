@@ -207,7 +207,7 @@ def test_a_damaged_file_is_named(saved, damage):
   assert refused(saved).startswith(f"{file}: damaged safetensors file (")
 
 
-def test_what_stands_in_place_of_the_weights_is_named(saved):
+def test_a_wrong_file_in_place_of_the_weights_is_named(saved):
   file = saved / SINGLE
   file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
   assert "is a Git LFS pointer, not the weights; run 'git lfs pull'" in refused(saved)

@@ -29,7 +29,7 @@ def test_rows_are_read_back_by_place_and_after_half_a_line(tmp_path):
   assert [row for row, _ in opened(path)[1]] == [{"a": "\u00e9"}, [2], None, "next"]
 
 
-def test_what_is_no_log_is_named_and_left_alone(tmp_path):
+def test_a_file_that_is_no_log_is_named_and_left_alone(tmp_path):
   path = tmp_path / "notes.txt"
   path.write_text("1\nnot JSON\nhalf")
   with pytest.raises(ValueError, match=r"notes\.txt:2: not JSON"):

@@ -21,7 +21,7 @@ TOOLS = ("code", "wiki_search")
 TRAINED = Dialect("unified", "brief", TOOLS)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_origin_is_read_back(tmp_path):
   assert read_origin(tmp_path) is None
   record = {"dialects": [dataclasses.asdict(TRAINED)], "max_len": 256, "seed": 3}
   origin = Origin.of_run({**record, "commit": "abc"}, 7)

@@ -106,7 +106,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "last", "after"), PAIRS)
-def test_what_may_follow_what(name: str, last: str, after: str):
+def test_the_segments_that_may_follow_each_segment(name: str, last: str, after: str):
   variant = roles.get_variant(name)
   before = render(name, way(name, last))
   assert parse(before, variant, complete=False).ok

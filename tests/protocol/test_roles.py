@@ -163,7 +163,7 @@ AGENTS = (roles.PLAN, roles.REFLECTION, roles.SUGGESTED_ANSWER, roles.DOUBLE_CHE
 
 
 @given(st.data())
-def test_what_is_left_of_a_trajectory_obeys_the_variant_without_those_agents(data):
+def test_a_trajectory_without_an_agent_obeys_the_variant_without_it(data):
   """A random walk through the transitions, without some agents' spans."""
   variant = roles.VARIANTS[data.draw(st.sampled_from(["web", "mhqa", "unified"]))]
   gone = data.draw(st.sets(st.sampled_from([r for r in AGENTS if r in variant.roles])))

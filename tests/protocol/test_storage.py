@@ -57,7 +57,7 @@ TRAJECTORY = st.builds(
 @KINDS
 @settings(max_examples=40, deadline=None)
 @given(written=st.lists(TRAJECTORY, min_size=1, max_size=4))
-def test_what_is_read_is_what_was_written(tmp_path_factory, suffix, written):
+def test_written_bytes_are_read_back(tmp_path_factory, suffix, written):
   path = tmp_path_factory.mktemp("storage") / "deep" / f"t.{suffix}"
   lines = (json.dumps(t.to_json()) for t in written)
   assert write_lines(path, lines) == len(written)

@@ -112,7 +112,7 @@ def test_saved_and_loaded_is_the_same(tok: Tokenizer, tmp_path):
     (None, "PreTrainedTokenizerFast"),
   ],
 )
-def test_what_is_written_is_read_by_transformers_4_too(
+def test_a_written_folder_is_read_by_transformers_4_too(
   tmp_path, written_class, kept: str
 ):
   """Version 4 lacks TokenizersBackend, and reads `extra_special_tokens` as a dict."""
@@ -316,7 +316,7 @@ def test_ids_of_another_tokenizer_are_refused():
   other.check_ids(one)
 
 
-def test_what_a_folder_truncates_and_pads_to_is_not_done(tmp_path):
+def test_a_folders_truncation_and_padding_are_ignored(tmp_path):
   """Hugging Face saves and loads both settings with the tokenizer."""
   plain = toy.stock_tokenizer()
   plain.save(tmp_path)

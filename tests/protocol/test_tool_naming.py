@@ -60,7 +60,7 @@ def meaning(tag: str, body: str):
   ("tag", "form"), FORMATS, ids=lambda x: getattr(x, "description", x)
 )
 @given(data=st.data())
-def test_what_is_written_is_read_back(tag, form, data):
+def test_a_written_call_is_read_back(tag, form, data):
   body = data.draw(BODIES[tag])
   written = form.write(body)
   if written is None:  # a bare program has no place for standard input

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 
 import pytest
@@ -81,20 +80,6 @@ def test_a_broken_line_names_file_and_line(tmp_path, line: str, reason: str):
   with pytest.raises(ValueError, match=reason) as e:
     list(read_jsonl(path))
   assert str(e.value).startswith(f"{path}:3: ")
-
-
-def test_a_file_appears_only_when_it_is_complete(tmp_path):
-  path = tmp_path / "t.jsonl"
-  write_jsonl(path, [{"old": 1}])
-
-  def rows():
-    yield {"new": 1}
-    assert json.loads(path.read_text()) == {"old": 1}
-    raise KeyboardInterrupt
-
-  with pytest.raises(KeyboardInterrupt):
-    write_jsonl(path, rows())
-  assert json.loads(path.read_text()) == {"old": 1}
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

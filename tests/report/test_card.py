@@ -48,7 +48,7 @@ def test_a_models_card_has_the_runs_facts(tmp_path):
   assert front["library_name"] == "peft" and "AutoPeftModelForCausalLM" in text
 
 
-def test_what_is_unknown_is_left_out(tmp_path, monkeypatch):
+def test_unknown_fields_are_left_out(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   # The results belong to the last step, not to an earlier checkpoint.
   write_run(tmp_path / "run", {"data": {}}, {"steps": 5, "loss": 0.25})

@@ -165,7 +165,7 @@ def test_a_broken_trajectory_shows_its_segments_and_its_fault(tmp_path):
   assert rows_of(tmp_path, [t], variant=None)[0]["fault"] == ""
 
 
-def test_what_earned_the_reward_and_where_the_evidence_stands(tmp_path):
+def test_the_viewer_shows_the_rewards_and_their_evidence(tmp_path):
   ts = [
     samples.trajectory(answer="the paris"),
     samples.trajectory(observation="Parisian food", answer="Rome"),

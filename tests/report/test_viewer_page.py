@@ -104,7 +104,7 @@ def test_filter_search_and_sort(visit):
   assert "t1 #1" in page.locator(".row").first.text_content()
 
 
-def test_what_is_searched_for_is_marked_and_jumped_to(visit):
+def test_a_search_marks_and_jumps_to_its_hits(visit):
   page = visit(tasks(12))
   find = page.get_by_label("find text")
   find.fill("pArIs")
@@ -215,7 +215,7 @@ def test_on_paper_all_of_it_is_shown(visit):
   assert page.locator(".bar").is_hidden()
 
 
-def test_what_has_no_reward_is_last_whichever_way_it_is_sorted(visit):
+def test_rows_without_a_reward_are_last_in_both_orders(visit):
   down = samples.trajectory("down", status=Status.INFRASTRUCTURE)
   page = visit([down, samples.trajectory("wrong", right=False), samples.trajectory()])
   for order in ("lowest reward first", "highest reward first"):

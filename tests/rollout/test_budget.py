@@ -30,7 +30,7 @@ def test_the_budget_counts_what_is_held():
   assert budget.tokens * budget.token <= room < (budget.tokens + 1) * budget.token
 
 
-def test_what_leaves_no_room_says_so():
+def test_a_budget_without_room_is_refused():
   budget = toy_budget(1000)
   assert budget.caches == 0 == budget.tokens
   assert ": 0 tokens a replica" in budget.describe()

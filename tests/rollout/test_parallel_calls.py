@@ -117,7 +117,7 @@ def test_long_results_share_the_room(toolbox):
   assert "2. word" in observation.text
 
 
-def test_what_has_a_state_is_called_alone():
+def test_tools_with_a_state_are_called_alone():
   config = tools(session=BACKEND == "jail")
   if not config.session:
     pytest.skip("sessions need the jail")

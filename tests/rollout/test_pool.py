@@ -103,7 +103,7 @@ def test_a_replica_that_is_held_up_holds_up_no_other():
   eventually(is_idle)
 
 
-def test_what_is_first_goes_before_what_waits_and_order_is_kept():
+def test_first_work_goes_before_waiting_work_and_order_is_kept():
   replica = Counting(slots=1)
   on = pool(replica)
   replica.gate.clear()
@@ -116,7 +116,7 @@ def test_what_is_first_goes_before_what_waits_and_order_is_kept():
   assert order == ["first 0", "first 1", "waits 0", "waits 1"]
 
 
-def test_what_a_batch_submits_starts_together_and_running_replicas_go_on():
+def test_a_batch_starts_together_and_running_replicas_go_on():
   """A round with the first episode alone would delay all others by a window."""
   replica = Counting(slots=4)
   on = pool(replica)
@@ -164,7 +164,7 @@ def test_a_failure_reaches_all_of_its_replica_and_the_next_episode_plays():
   assert on.submit(Attempt("next")).result(60).name == "next"
 
 
-def test_what_is_cancelled_never_ends_and_frees_its_slot():
+def test_cancelled_work_never_ends_and_frees_its_slot():
   replica = Counting(slots=1)
   on = pool(replica)
   replica.gate.clear()

@@ -200,7 +200,7 @@ def test_rollouts_on_devices_of_their_own_are_the_same(novice):
 
 @on_devices
 @pytest.mark.parametrize("own", [0, 2])
-def test_what_a_device_holds_is_counted(novice, own):
+def test_the_bytes_of_a_device_are_counted(novice, own):
   """Each has half the matrices, and a part of the learner's state if it learns too."""
   learner, decoder = make_partitioners(MeshConfig(rollout=own), rollout_tensor=2)
   params = jax.device_put(novice, learner.tree(novice))

@@ -225,7 +225,7 @@ def test_windows_in_flight_change_nothing(novice, monkeypatch, in_flight, pages)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [8, 13])
-def test_where_pages_run_out_the_youngest_pauses_and_goes_on_alike(
+def test_without_free_pages_the_youngest_pauses_and_goes_on_alike(
   novice, monkeypatch, pages: int
 ):
   """Also with random tool latency; the first trajectory never pauses."""
@@ -301,7 +301,7 @@ def test_prompts_that_begin_alike_are_prefilled_once_and_play_alike(
   assert on.counters.copied_tokens == 3 * 64 + len(prompts[2]) + 32
 
 
-def test_who_gets_the_last_episode_finds_the_cache_given_back(novice):
+def test_the_cache_is_given_back_before_the_last_episode(novice):
   """Learning begins then, and needs the device's memory."""
   on = engine()
   on.set_policy(novice, 0)

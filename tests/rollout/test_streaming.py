@@ -198,7 +198,7 @@ def test_a_tool_that_takes_its_time_holds_up_nobody_else(open_server, gate):
   assert t.status == Status.ENDED
 
 
-def test_so_many_wait_and_no_more(open_server, gate):
+def test_the_queue_is_bounded(open_server, gate):
   server = open_server(gate.toolbox, max_waiting=2)
   ends: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -261,7 +261,7 @@ def test_a_question_that_can_not_fit_is_refused_unread(
     server.submit(InferenceRequest("x" * 1_000_000), print)
 
 
-def test_what_can_not_be_played_is_refused(open_server):
+def test_an_unplayable_request_is_refused(open_server):
   server = open_server()
   with pytest.raises(ValueError, match=r"a prompt of \d+ tokens leaves no room in"):
     server.submit(InferenceRequest("x" * 400), print)

@@ -277,7 +277,7 @@ def spoil(fault):
 
 
 @pytest.mark.parametrize("fault", [500, "ids", "prompt"])
-def test_what_fails_for_good_leaves_its_group_and_the_rest_goes_on(
+def test_a_lasting_failure_leaves_its_group_and_the_rest_goes_on(
   server, tmp_path, fault
 ):
   server.faults = only("mixed", server, spoil(fault))

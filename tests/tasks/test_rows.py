@@ -106,7 +106,7 @@ def test_array_record(tmp_path):
   assert rows(str(path)) == ROWS
 
 
-def test_what_save_to_disk_wrote(tmp_path):
+def test_rows_of_a_saved_dataset_are_read(tmp_path):
   datasets = pytest.importorskip("datasets")
   one = datasets.Dataset.from_list(ROWS)
   one.save_to_disk(str(tmp_path / "one"))

@@ -119,7 +119,7 @@ def test_a_curriculum_goes_from_easy_to_all_by_square_root_competence():
   assert Curriculum(rated(0.2, 0.1), 0, 0).chance(rated(0.2, 0.1)[1], 0) == 1
 
 
-def test_what_can_not_be_drawn_is_refused():
+def test_an_impossible_draw_is_refused():
   with pytest.raises(ValueError, match=r"task '0' has no meta.pass_rate"):
     make_task_sampler("curriculum", TASKS, 0, 10)
   with pytest.raises(ValueError, match="task sampler 'x'; accepted: uniform"):

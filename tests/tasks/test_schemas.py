@@ -155,7 +155,7 @@ def test_a_small_set_of_mathematics_is_seen_beside_a_large_one(write):
     select_tasks(TasksConfig(f"{write('nq.jsonl', words)},{few}"))
 
 
-def test_what_was_found_is_said_in_a_line():
+def test_the_schema_found_is_reported_in_one_line():
   tasks = [Task(str(n), "q", ("1",), Kind.MATH, "gsm8k") for n in range(1319)]
   tasks.append(Task("x", "q", ("a",)))
   assert describe_tasks(tasks) == "1,319 tasks of gsm8k: math; 1 task: qa"

@@ -54,7 +54,7 @@ def test_a_gap_and_the_gap_that_names_its_page():
     ("It was born in 1961 or, it was born in 1961 or, it was born in 1962 or.", ""),
   ],
 )
-def test_what_can_be_filled_in_two_ways_is_no_task(page, reason):
+def test_a_gap_with_two_fillings_is_no_task(page, reason):
   reasons = {maker({"Bare": page}, seed=n).atomic("Bare").reason for n in range(9)}
   assert reasons == {reason or "does_not_follow"}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,13 +9,10 @@ from imported import UNIFIED, calls_in
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.data.teacher import runs
-from coa_jax.data.teacher.agents import TeamConfig, solve
 from coa_jax.data.teacher.convert import Dropped, convert
 from coa_jax.data.teacher.runs import Event, Run
-from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
-from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, Segment, Status, ToolCall
 
@@ -89,7 +83,7 @@ def test_every_kind_of_event_has_its_span():
     "-plan-reflection-suggested_answer-double_check",
   ],
 )
-def test_of_an_agent_that_the_variant_does_without_nothing_is_told(gone):
+def test_nothing_mentions_an_agent_the_variant_lacks(gone):
   variant = get_variant("unified" + gone)
   assert isinstance(convert(make_run(PLAIN), TASK, variant, PROMPT).text, str)
   # Also a run that fails a review and its first check.
@@ -171,7 +165,7 @@ def test_every_call_and_observation_is_kept_in_order_or_the_run_is_dropped(turns
   assert all(s.role == roles.OBSERVATION for s in tools)
 
 
-def test_what_the_protocol_has_no_place_for_is_left_out():
+def test_parts_unknown_to_the_protocol_are_left_out():
   steps = [*PLAIN[:5]]
   steps.insert(2, (runs.MALFORMED, "NEXT: nobody", "bad"))
   steps += [
@@ -203,7 +197,7 @@ def test_what_the_protocol_has_no_place_for_is_left_out():
     ([*PLAIN[:7], (runs.VERDICT, "", "2")], "illegal_transition", "failing score"),
   ],
 )
-def test_what_breaks_the_protocol_is_dropped_for_the_parsers_reason(
+def test_a_trace_that_breaks_the_protocol_is_dropped_for_the_parsers_reason(
   steps, reason, detail
 ):
   result = convert(make_run(steps), TASK, UNIFIED, PROMPT)
@@ -259,44 +253,7 @@ def test_a_variant_that_thinks_before_reflecting_splits_the_review():
   assert texts[-2:] == ["<think> it is known</think>", "<answer> Mira Quill</answer>"]
 
 
-@pytest.fixture(scope="module")
-def converted(tasks, toolbox, unified):
-  """(task, run, trajectory or Dropped) of the scripted team, for each task."""
-  backend = ScriptedBackend(tasks, ScriptedConfig())
-  out = []
-  for task in tasks:
-    run = solve(
-      task, backend, toolbox.call, ("wiki_search", "code"), TeamConfig(), str.split
-    )
-    prompt = prompt_segments(unified, task.question, "brief")
-    out.append((task, run, convert(run, task, unified, prompt)))
-  return out
-
-
-def test_the_scripted_teams_runs_all_convert(converted, unified):
-  for _, run, result in converted:
-    if isinstance(result, Dropped):
-      assert result.reason == Status.TURN_LIMIT.value
-      continue
-    assert calls_in(result, unified) == [
-      (c.name, c.arguments, c.result) for c in run.calls
-    ]
-    assert result.usage == dataclasses.replace(run.usage, seconds=0.0)
-
-
-def test_trajectories_are_short_enough_for_a_small_student(converted):
-  def words(text: str) -> int:
-    return len(text.replace("<", " <").replace(">", "> ").split())
-
-  lengths = [
-    sum(words(s.text) for s in result.segments if s.author == Author.POLICY)
-    for task, _, result in converted
-    if task.family == "two_hop"
-  ]
-  assert 40 < statistics.mean(lengths) < 85
-
-
-def test_what_is_left_out_is_told():
+def test_left_out_parts_are_reported():
   steps = [*PLAIN[:-3], (runs.CANDIDATE, "Ann", ""), *PLAIN[-3:]]
   left = {
     "unified-plan-reflection": [

@@ -94,7 +94,7 @@ def test_inputs_that_differ_in_white_space_are_the_same():
 
 
 @pytest.mark.parametrize("spans", [MENDED, FAILED_CHECK])
-def test_what_corrected_itself_is_repeated(spans):
+def test_a_corrected_call_is_a_repetition(spans):
   left, funnel = kept(make(spans), corrected_copies=3)
   assert [t.meta.get("copy") for t in left] == [None, 1, 2]
   assert len({t.text for t in left}) == 1
@@ -143,7 +143,7 @@ def test_the_funnel_adds_up(chosen, share, copies, least):
   assert last["added"] == last["corrected"] * (copies - 1)
 
 
-def test_what_cannot_be_judged_is_kept_and_counted():
+def test_an_unjudgeable_trajectory_is_kept_and_counted():
   left, funnel = kept(make(GOOD), grade=lambda *_: None)
   assert left[0].reward is None and funnel["error_correction"]["ungraded"] == 1
 
@@ -160,7 +160,7 @@ def test_near_duplicates_keep_the_first(tmp_path):
   assert len(kept(*pairs)[0]) == 3
 
 
-def test_what_is_of_an_evaluation_set_goes(tmp_path):
+def test_tasks_of_an_evaluation_set_are_dropped(tmp_path):
   question = "Which river runs through the town where Mira Quill was born?"
   path = tmp_path / "eval.jsonl"
   path.write_text(json.dumps({"question": question, "answer": "x"}) + "\n")

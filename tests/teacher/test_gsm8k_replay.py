@@ -122,7 +122,7 @@ def test_text_goes_to_the_note_that_it_belongs_to():
     ("It is <<2/0=0>>0.\n#### 0", "program_failed"),
   ],
 )
-def test_what_cannot_be_played_is_dropped_under_its_own_reason(
+def test_an_unplayable_solution_is_dropped_under_its_own_reason(
   run_code, solution, reason
 ):
   dropped = play(solution, run_code)

@@ -42,7 +42,7 @@ class Counted:
     return ToolCall(name, arguments, f"result {self.calls}", CallStatus.MODEL, 0.25)
 
 
-def test_what_was_answered_is_not_asked_again(tmp_path):
+def test_an_answered_request_is_not_sent_again(tmp_path):
   path = tmp_path / "calls.jsonl"
   counted = Counted()
 

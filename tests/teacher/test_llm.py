@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import email.utils
 import json
 import time
@@ -10,7 +9,6 @@ import time
 import pytest
 from chat_server import ChatServer
 
-from coa_jax.data.teacher.agents import TeamConfig, solve
 from coa_jax.data.teacher.backend import (
   InfrastructureError,
   Message,
@@ -19,8 +17,6 @@ from coa_jax.data.teacher.backend import (
 )
 from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig, read_completion
 from coa_jax.data.teacher.prompts import PROMPTS
-from coa_jax.data.teacher.scripted import ScriptedBackend, ScriptedConfig
-from coa_jax.protocol.trajectory import Status
 
 DEEP = "[" * 100_000
 ASK = [Message("system", PROMPTS["planner"]), Message("user", "Question: who?")]
@@ -30,7 +26,7 @@ def encode(text: str) -> list[int]:
   return list(text.encode())
 
 
-def test_what_is_sent_and_what_is_read():
+def test_the_request_and_the_reply():
   with (
     ChatServer() as server,
     ChatBackend(server.config(max_tokens=9), "secret") as backend,
@@ -86,7 +82,7 @@ def test_a_reply_that_drips_is_retried():
   assert set(reply.faults) == {"no reply within 1 s"}
 
 
-def test_what_an_unusable_reply_took_is_counted_with_the_one_that_is_used():
+def test_tokens_of_unusable_replies_are_counted():
   empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
   with ChatServer() as server, ChatBackend(server.config()) as backend:
     server.faults = [empty, {"error": "overloaded"}, empty]
@@ -125,12 +121,12 @@ def counted(tokens: str) -> str:
   ],
   ids=lambda value: value[:40],
 )
-def test_what_is_read_in_a_completion(body: str, text: str):
+def test_the_text_of_a_completion(body: str, text: str):
   reply = read_completion(body)
   assert reply.text == text and reply.reported == ()
 
 
-def test_who_answered_and_whether_it_was_cut_is_known():
+def test_the_model_and_a_cut_reply_are_known():
   whole = read_completion(completion({"content": "x"}))
   assert (whole.model, whole.cut) == ("m-2026", False)
   assert read_completion(completion({"content": "x"}, finish_reason="length")).cut
@@ -196,28 +192,6 @@ def test_retry_after_is_honoured_up_to_the_longest_pause():
   "body",
   ["", "null", "[]", "{}", '{"choices": [{"message": {"content": 3}}]}', '"x"', DEEP],
 )
-def test_what_is_no_completion_is_refused(body):
+def test_a_malformed_completion_is_refused(body):
   with pytest.raises(ValueError):
     read_completion(body)
-
-
-def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
-  scripted = ScriptedBackend(tasks, ScriptedConfig())
-  tools = ("wiki_search", "code")
-
-  def work(backend, task):
-    return solve(task, backend, toolbox.call, tools, TeamConfig(), encode)
-
-  with ChatServer(scripted) as server, ChatBackend(server.config()) as remote:
-    server.faults = ["ok", 500, "ok", "cut", 429, "garbage"]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-      served = list(pool.map(lambda t: work(remote, t), tasks[:24]))
-  for task, run in zip(tasks, served, strict=False):
-    direct = work(scripted, task)
-    assert run.status in (Status.ENDED, Status.TURN_LIMIT)
-    assert [(e.agent, e.kind, e.content, e.detail) for e in run.events] == [
-      (e.agent, e.kind, e.content, e.detail) for e in direct.events
-    ]
-    assert run.usage.prompt == direct.usage.prompt
-    assert all(e.reported == (100, 64, 7) for e in run.events if e.prompt)
-  assert sum(e.retries for run in served for e in run.events) == 4

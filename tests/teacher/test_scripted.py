@@ -77,9 +77,7 @@ def test_wrong_queries_are_sent_noticed_and_mended(tasks, toolbox):
   assert noticed > 25
 
 
-def test_what_is_asked_or_said_wrongly_is_of_the_same_split(
-  tasks, toolbox, world_files
-):
+def test_questions_and_wrong_answers_are_of_the_same_split(tasks, toolbox, world_files):
   """Otherwise training text would hold names from held-out worlds."""
   rates = dict(wrong_query=1, caught=0, recall=0.5, slip=1)
   pairs = set()

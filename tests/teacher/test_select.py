@@ -84,7 +84,7 @@ def test_agreement_is_of_values(one, other, same):
   assert (chosen.how == "agreement") == same == (not backend.seen)
 
 
-def test_of_those_that_agree_a_verified_one_is_taken():
+def test_a_verified_sample_is_taken_of_those_that_agree():
   unverified = ran(0, "x")
   unverified.status = Status.TURN_LIMIT
   assert select(TASK, [unverified, ran(1, "x")], choosing()).sample == 1

@@ -86,7 +86,7 @@ def test_a_task_by_hand_and_the_deeper_one():
     (dict(guesser="ANSWER: mira quill."), "needs_no_tools"),
   ],
 )
-def test_what_does_not_hold_is_left_out_for_its_reason(lines, reason):
+def test_a_failing_candidate_is_left_out_for_its_reason(lines, reason):
   assert maker(saying(**lines)).atomic("Tarn Hollow") == SynthesisResult(None, reason)
 
 
@@ -121,7 +121,7 @@ def test_two_at_once_need_both_answers():
   assert maker(saying()).widen(first, telling).reason == "answer_in_question"
 
 
-def test_what_the_tool_does_not_return_is_no_task_and_its_failure_is_no_verdict():
+def test_an_answer_the_tool_lacks_is_no_task_and_a_failed_tool_no_verdict():
   def nothing(name, arguments):
     return ToolCall(name, arguments, "nothing found")
 

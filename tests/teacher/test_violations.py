@@ -40,7 +40,7 @@ SECOND = '{"violations": [{"rule": 2, "quote": "in French"}]}'
     ("", None),
   ],
 )
-def test_what_a_reply_says(reply, found):
+def test_violations_found_in_a_reply(reply, found):
   assert read_violations(reply) == found
 
 

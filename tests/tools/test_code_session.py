@@ -158,7 +158,7 @@ def test_every_end_of_a_trajectory_ends_its_session(box, opened, how):
   soon(lambda: not session.alive and not box.session_owners)
 
 
-def test_what_was_dropped_while_it_waited_keeps_no_permit():
+def test_a_call_dropped_while_waiting_keeps_no_permit():
   nap = tool_bodies.render_code("import time; time.sleep(1)")
   with Toolbox(config(max_sessions=1)) as box:
     a, b, c = (box.code_session() for _ in range(3))

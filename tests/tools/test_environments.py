@@ -236,7 +236,7 @@ def test_a_resumed_run_makes_its_steps_again(counter, tmp_path):
     (PATH, {"functions": {"go": "<answer>"}}, "one line without a tag"),
   ],
 )
-def test_what_does_not_fit_is_refused(path, fields, message):
+def test_a_mismatched_environment_is_refused(path, fields, message):
   values = dict(path=path, functions=COUNT) | fields
   with pytest.raises((ValueError, ConfigError), match=message):
     Toolbox(tools(**values))

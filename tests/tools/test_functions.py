@@ -165,7 +165,7 @@ def test_bad_entries_are_refused(functions, words):
     tools(**functions)
 
 
-def test_what_is_not_there_is_said_at_the_start():
+def test_a_missing_function_is_reported_at_the_start():
   for path in ("no_such_module:f", "math:no_such_function", "math:pi"):
     config = tools(x=dict(description="d", function=path))
     with pytest.raises(ValueError, match=r"functions\.x: function"):

@@ -67,20 +67,6 @@ def test_a_failure_of_infrastructure_is_tried_again(tmp_path):
   assert (call.result, call.status) == ("up", CallStatus.OK)
 
 
-@pytest.mark.parametrize("torn", [1, 20])
-def test_half_a_last_line_is_cut_off(tmp_path, torn):
-  play(ToolJournal(str(tmp_path)), answers("1", "2", "3"), CALLS)
-  (file,) = tmp_path.iterdir()
-  file.write_bytes(file.read_bytes()[:-torn])
-  for _ in range(2):  # the repeated call's result is stored too
-    tools = answers("x")
-    results = play(ToolJournal(str(tmp_path)), tools, CALLS)
-    assert [c.result for c in results] == ["1", "2", "x"]
-    if tools.calls:
-      assert tools.calls == CALLS[2:]
-  assert tools.calls == []
-
-
 def test_a_line_that_is_no_answer_is_named(tmp_path):
   play(ToolJournal(str(tmp_path)), answers("1"), CALLS[:1])
   (file,) = tmp_path.iterdir()
@@ -130,7 +116,7 @@ def test_threads_share_a_journal(tmp_path):
     assert [c.result for c in results] == [f"{n}{n}" for n in range(20)]
 
 
-def test_what_a_tool_raises_reaches_the_trajectory(tmp_path):
+def test_an_exception_of_a_tool_reaches_the_trajectory(tmp_path):
   def broken(*_):
     raise RuntimeError("the tool is broken")
 

@@ -235,7 +235,7 @@ def test_too_many_hung_calls_mean_that_the_tools_are_down(config, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["crash", "crash exit", "crash memory", "nothing"])
-def test_what_a_tool_raises_is_the_infrastructures_fault(config, what: str, caplog):
+def test_an_exception_of_a_tool_is_the_infrastructures_fault(config, what: str, caplog):
   with Odd(config) as box:
     call = box.submit("wiki_search", what).result(timeout=60)
     assert outcome(call) == (DOWN, "error: the tool failed")

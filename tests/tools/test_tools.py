@@ -209,7 +209,7 @@ def test_a_description_reaches_the_prompt(config):
   assert "search the web" not in text and "run a Python program" in text
 
 
-def test_what_a_tool_needs_is_looked_for_first(config, tmp_path):
+def test_needs_of_a_tool_are_checked_first(config, tmp_path):
   tools = read_config(config.tools, ToolsConfig, "tools")
   (tmp_path / "key").unlink()
   with pytest.raises(ValueError, match="tool web_search: key_file"):

@@ -124,7 +124,7 @@ def test_a_program_killed_for_memory_says_so(tight, pool):
 
 
 @needs_group
-def test_what_the_kernel_kills_for_one_run_is_no_failure_of_the_next(pool):
+def test_a_kill_for_memory_does_not_fail_the_next_run(pool):
   small = Limits(memory_mb=8, disk_mb=1, wall_s=60)
   for _ in range(3):
     assert pool.run(BUFFERS, limits=small).verdict == Verdict.MEMORY
@@ -147,7 +147,7 @@ def test_groups_of_hosts_that_died_with_their_watchers_are_swept():
   assert set(groups(os.getpid())) <= set(before)
 
 
-def test_in_version_2_it_is_made_where_both_controllers_are_handed_down(tmp_path):
+def test_version_2_needs_both_controllers_handed_down(tmp_path):
   own = tmp_path / "user" / "session" / "shell"
   own.mkdir(parents=True)
   handed = {"": "cpu memory pids", "user": "memory pids", "user/session": "memory"}

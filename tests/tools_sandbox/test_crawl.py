@@ -233,11 +233,11 @@ MARKUP = st.lists(
     "\uffa0\U0001d173\U000e0001\U000e0041\U000e007f\U000e0100"
   ),
 )
-def test_what_nobody_sees_is_not_in_the_text(hidden: str):
+def test_hidden_parts_are_not_in_the_text(hidden: str):
   assert clean(f"a{hidden}b{hidden}") == "ab"
 
 
-def test_what_words_are_spelt_with_stays():
+def test_letters_and_joiners_stay():
   for text in (
     "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",  # Persian, a non-joiner inside
     "\u0915\u094d\u200d\u0937",  # Hindi, a joiner after a virama

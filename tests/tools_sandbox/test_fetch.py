@@ -146,7 +146,7 @@ def test_odd_ports_of_public_addresses_are_not_connected_to():
     "//127.0.0.1/",
   ],
 )
-def test_what_is_no_url_is_the_models_fault(url: str):
+def test_a_malformed_url_is_the_models_fault(url: str):
   with pytest.raises(BadCall, match="not a URL"):
     Fetcher(LIMITS).get(url, LONG, TYPES)
 
@@ -335,7 +335,7 @@ def test_types_and_statuses_that_are_refused(server):
   fails(server, "status 302")
 
 
-def test_nobody_listens_and_no_such_host():
+def test_a_closed_port_and_an_unknown_host():
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
   with pytest.raises(ToolFault, match="cannot be reached"):

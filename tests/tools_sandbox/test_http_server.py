@@ -119,7 +119,7 @@ def test_only_json_of_bounded_size_to_a_known_name_is_read(
     ("10.0.0.1", ["box"], (*http_server.LOOPBACK, "box"), True),
   ],
 )
-def test_who_may_call_a_server_by_which_name(capsys, host, allowed, names, warned):
+def test_names_a_server_may_be_called_by(capsys, host, allowed, names, warned):
   assert tuple(http_server.open_hosts(host, allowed, "read it")) == names
   errors = capsys.readouterr().err
   assert errors == "" if not warned else f"--host={host}: there is no key" in errors

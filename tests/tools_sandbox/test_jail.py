@@ -141,7 +141,7 @@ def test_ordinary(jailed, name):
   assert (result.stdout, result.verdict) == (expected, Verdict.OK), result
 
 
-def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
+def test_only_installed_packages_of_the_path_are_mounted(monkeypatch, tmp_path):
   # sys.path as the .pth of an editable install leaves it, with pip's own src folder.
   editable = [tmp_path / "repository", tmp_path / "venv" / "src" / "package"]
   installed = tmp_path / "venv" / "lib" / "site-packages"
@@ -156,7 +156,7 @@ def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
   assert others == {os.path.realpath(installed)}
 
 
-def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):
+def test_a_missing_wall_is_named_and_nothing_weaker_is_used(monkeypatch):
   monkeypatch.setattr(keeper, "check", lambda: ["the kernel has no seccomp filters"])
   with pytest.raises(RuntimeError, match="no seccomp filters"):
     Sandbox()  # the default back-end

@@ -101,7 +101,7 @@ ENUM = {"properties": {"q": {"enum": ["a", 1]}}}
 
 
 @pytest.mark.parametrize(("call", "fault"), [("b", BadCall), ("a", ToolFault)])
-def test_whose_fault_a_failure_is_the_schema_tells(call, fault):
+def test_the_schema_decides_whose_fault_a_failure_is(call, fault):
   work = hostile(schema={"type": "object", **ENUM}, result=FAILED)
   with tool("x", work, argument="q") as one, pytest.raises(fault, match="no"):
     one(json.dumps({"q": call}), LONG)
@@ -153,7 +153,7 @@ def test_a_key_is_borne_and_never_said(tmp_path):
   assert "0123456789" not in str(e.value)
 
 
-def test_what_cannot_be_sent_is_the_models_fault_and_the_session_stays():
+def test_an_unsendable_call_is_the_models_fault_and_the_session_stays():
   with tool("x", hostile(call="self")) as one:
     number, _ = json.loads(one("{}", LONG))
     for call in (

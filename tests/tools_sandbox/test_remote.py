@@ -58,7 +58,7 @@ def service(tmp_path_factory):
     yield running, str(path)
 
 
-def test_what_the_service_refuses_is_an_error_that_says_so(service):
+def test_a_refusal_of_the_service_is_an_error_with_its_reason(service):
   server, token_file = service
   with sandbox(server.url, token_file=token_file) as remote:
     with pytest.raises(ValueError, match="timeout_s must be at most 60, got 600"):
@@ -118,7 +118,7 @@ def test_full_and_broken_replies_are_asked_again(server):
   assert left == sorted(left, reverse=True) and 5 < left[-1] < left[0] < 65
 
 
-def test_what_the_program_did_is_not_asked_again(server):
+def test_a_programs_own_failure_is_not_retried(server):
   lost = Result("", "its zygote died", None, Verdict.INFRASTRUCTURE, 0.0)
   raised = Result("", "ZeroDivisionError", 1, Verdict.ERROR, 0.0)
   server.actions["/run"] = answer(OK)
@@ -227,7 +227,9 @@ def test_sandbox_fusions_answers_are_understood(reply, expected: Result, server)
     ),
   ],
 )
-def test_what_is_no_answer_is_infrastructure(api, path, good, wrong, server):
+def test_a_malformed_answer_is_a_failure_of_infrastructure(
+  api, path, good, wrong, server
+):
   server.actions[path] = answer(good)
   with sandbox(server.url, api=api, wait_s=0.3) as remote:
     server.actions[path] = answer(wrong)

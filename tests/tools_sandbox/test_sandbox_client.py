@@ -51,7 +51,7 @@ def test_a_broken_corpus_leaves_no_cache(tmp_path):
   assert os.listdir(cache) == []
 
 
-def test_what_a_sandbox_does_not_have_it_says(tmp_path):
+def test_a_sandbox_says_what_it_does_not_have(tmp_path):
   with Sandbox(backend=None) as sandbox:
     with pytest.raises(ValueError, match="no corpus"):
       sandbox.search("x")

@@ -190,7 +190,7 @@ PRINTS = {
 
 
 @pytest.mark.parametrize("name", PRINTS)
-def test_what_a_run_prints(pool, name):
+def test_the_output_of_a_run(pool, name):
   program, stdin, expected = PRINTS[name]
   result = pool.run(program, stdin)
   assert (result.stdout, result.verdict) == (expected, Verdict.OK), result

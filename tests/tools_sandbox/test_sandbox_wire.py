@@ -85,7 +85,7 @@ def test_deadlines_hold_both_ways(pipe):
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\1{"])
-def test_what_is_no_frame(pipe, data):
+def test_a_malformed_frame_is_refused(pipe, data):
   read, write = (end.fileno() for end in pipe)
   os.write(write, data)
   with pytest.raises(ValueError):

@@ -147,7 +147,7 @@ def test_full_means_ask_again(narrow: Server, threads, tmp_path):
   assert narrow.metric("sandbox_refused_total", reason="full") >= 1
 
 
-def test_who_leaves_the_queue_never_runs(narrow: Server, threads, tmp_path):
+def test_a_call_that_leaves_the_queue_never_runs(narrow: Server, threads, tmp_path):
   gate, late, gone = (tmp_path / name for name in ("gate", "late", "gone"))
   first = threads.submit(narrow.run, holds(gate), timeout_s=50)
   soon(lambda: narrow.health()["busy"] == 1)
@@ -224,9 +224,7 @@ def test_sigterm_lets_what_runs_end_and_refuses_the_rest(threads, tmp_path):
     (["--backend=remote"], "invalid choice"),
   ],
 )
-def test_what_cannot_be_served_is_refused_at_once(
-  monkeypatch, capsys, arguments, words
-):
+def test_an_unservable_config_is_refused_at_once(monkeypatch, capsys, arguments, words):
   monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep pytest's handlers
   with pytest.raises(SystemExit) as end:
     service.main(arguments)
@@ -242,7 +240,7 @@ def test_what_cannot_be_served_is_refused_at_once(
     (["--backend=subprocess"], [], "subprocess"),
   ],
 )
-def test_what_is_lost_is_said(monkeypatch, capsys, arguments, missing, backend):
+def test_a_missing_wall_is_reported(monkeypatch, capsys, arguments, missing, backend):
   class Stop(Exception):
     pass
 

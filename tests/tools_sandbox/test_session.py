@@ -191,7 +191,7 @@ _FORGE = (
 )
 
 
-def test_what_a_cell_forges_stays_in_its_session(jailed):
+def test_a_forged_reply_stays_in_its_session(jailed):
   with jailed.session(Limits(wall_s=2)) as s:
     s.run(_FORGE)
     for _ in range(3):
@@ -225,7 +225,7 @@ def test_a_process_has_two_descriptors_more_than_a_run(jailed):
   assert jailed.run(count).stdout == "3\n"
 
 
-def test_what_happens_between_cells_is_limited_too(jailed):
+def test_threads_between_cells_are_limited_too(jailed):
   limits = Limits(wall_s=300, cpu_s=1)
   with jailed.session(limits) as s:
     s.run("import threading\ndef f():\n  while True: pass\n"

@@ -42,15 +42,6 @@ def idle(server):
   soon(lambda: server.health()["busy"] == 0)
 
 
-def test_seed_and_clock_go_over_http(remote):
-  program = "import random, time\nprint(random.random(), time.time())"
-  fixed = {"seed": 7, "clock_s": 1e9}
-  one, two = (remote.run(p, **fixed).stdout for p in (program, program + "\n"))
-  assert one == two and one.endswith(" 1000000000.0\n")
-  with remote.session(**fixed) as s:
-    assert s.run(program).stdout == one
-
-
 def test_a_session_that_nobody_closes_ends_with_its_lease(server, remote):
   s = remote.session(lease_s=1.0)
   assert s.run("x = 1").verdict == Verdict.OK

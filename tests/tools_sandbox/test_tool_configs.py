@@ -62,7 +62,7 @@ WRONG = {
   ("config", "fields", "words"),
   [(config, *row) for config, rows in WRONG.items() for row in rows],
 )
-def test_it_is_refused(config, fields, words):
+def test_a_bad_field_is_refused(config, fields, words):
   with pytest.raises(ValueError) as error:
     config(**fields)
   assert words in str(error.value)

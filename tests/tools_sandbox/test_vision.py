@@ -91,7 +91,7 @@ def test_headers_are_read_from_the_bytes(kind: str, more):
     b"GIF89a" + bytes(9),
   ],
 )
-def test_what_is_no_image_is_none(data: bytes):
+def test_bytes_of_no_image_give_none(data: bytes):
   assert read_header(data) is None
 
 
@@ -160,7 +160,9 @@ def test_absolute_paths_and_links_inside_are_fine(inspect):
   ],
 )
 @pytest.mark.parametrize("where", ["file", "url"])
-def test_what_is_not_an_image_or_too_large(server, inspect, where, data, words):
+def test_a_file_of_no_image_or_too_large_is_refused(
+  server, inspect, where, data, words
+):
   if data == "huge":  # a bomb: a small file that unpacks to gigabytes
     size = (50_000).to_bytes(4, "big")
     data = picture()[:16] + size + size + picture()[24:]

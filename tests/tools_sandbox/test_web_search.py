@@ -166,7 +166,7 @@ def test_floods_and_drips_end(server, search):
   ("status", "fault"),
   [(400, ToolFault), (401, Unavailable), (403, Unavailable), (429, Unavailable)],
 )
-def test_who_is_at_fault_and_the_key_is_told_to_nobody(
+def test_errors_say_whose_fault_it_is_and_hide_the_key(
   server, search, caplog, status, fault
 ):
   caplog.set_level(logging.DEBUG)
