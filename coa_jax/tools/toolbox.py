@@ -74,7 +74,12 @@ class _Call:
 
 
 class Toolbox(Tools):
-  """Runs tool calls; use as a context manager, or call `close`. Thread-safe."""
+  """Runs tool calls; use as a context manager, or call `close`. Thread-safe.
+
+  Attributes:
+    hung: the number of abandoned calls still running.
+    session_owners: trajectories with a session, or with their first program running.
+  """
 
   def __init__(self, config: ToolsConfig):
     """Opens the sandbox, the corpus index if a tool searches the corpus, and the tools.
@@ -108,9 +113,8 @@ class Toolbox(Tools):
     self._changed = threading.Condition()
     self._waiting: list[_Call] = []
     self._running: set[_Call] = set()
-    self._hung = 0
-    # Trajectories with a session, or with their first program running.
-    self._session_owners: set[CodeSession] = set()
+    self.hung = 0
+    self.session_owners: set[CodeSession] = set()
     self._closed = False
 
     # --- Start the thread that watches deadlines.
@@ -142,16 +146,6 @@ class Toolbox(Tools):
     for tool in self._tools.values():
       tool.close()
 
-  @property
-  def hung(self) -> int:
-    """The number of abandoned calls still running."""
-    return self._hung
-
-  @property
-  def session_owners(self) -> int:
-    """The number of trajectories with a session, or about to open one."""
-    return len(self._session_owners)
-
   def code_session(self) -> CodeSession | None:
     """Returns a session if `tools.session` is on and the sandbox runs `code`."""
     # Programs on an MCP server have no session here.
@@ -179,7 +173,7 @@ class Toolbox(Tools):
   def _session_ended(self, session: CodeSession) -> None:
     # Its sandbox slot is free for a waiting call.
     with self._changed:
-      self._session_owners.discard(session)
+      self.session_owners.discard(session)
       self._start_waiting()
 
   def start(self, request: CallRequest) -> CallFuture:
@@ -247,7 +241,7 @@ class Toolbox(Tools):
     for call in waiting:
       if self._closed:
         call.finish(CallStatus.INFRASTRUCTURE, "error: the tools are closed")
-      elif self._hung >= MAX_HUNG:
+      elif self.hung >= MAX_HUNG:
         call.finish(CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
       elif call.name == _CODE and not self._get_permit(call):
         self._waiting.append(call)
@@ -261,13 +255,13 @@ class Toolbox(Tools):
     if len(programs) >= self.config.workers:
       return False
     session = call.session
-    if session is None or session in self._session_owners:
+    if session is None or session in self.session_owners:
       return True
     if session.closed:  # opens no session, so it would never free one
       return True
-    if len(self._session_owners) >= self.config.max_sessions:
+    if len(self.session_owners) >= self.config.max_sessions:
       return False
-    self._session_owners.add(session)
+    self.session_owners.add(session)
     return True
 
   def _run(self, call: _Call) -> None:
@@ -322,7 +316,7 @@ class Toolbox(Tools):
         self._running.remove(call)
         call.finish(status, result)
       else:  # abandoned; nobody waits for it
-        self._hung -= 1
+        self.hung -= 1
       self._start_waiting()
       if self._closed:
         self._changed.notify_all()
@@ -345,7 +339,7 @@ class Toolbox(Tools):
         late = [c for c in self._running if c.deadline <= now]
         for call in late:
           self._running.remove(call)
-          self._hung += 1
+          self.hung += 1
           call.finish(CallStatus.TOOL, _no_answer(call))
           _log.warning("tool %s hangs on %.200r", call.name, call.arguments)
         if late:
