@@ -100,10 +100,6 @@ def read(
     return values.config
   except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
     raise ConfigError(f"{name}: {e}") from e
-  except (RecursionError, MemoryError):  # a literal with thousands of brackets
-    raise ConfigError(
-      f"{name}: a value of --config.FIELD is nested too deeply"
-    ) from None
 
 
 def _make_room(config: ml_collections.ConfigDict, word: str) -> bool:

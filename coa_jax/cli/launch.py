@@ -200,13 +200,13 @@ def start(
   def main(argv: list[str]) -> None:
     if argv[1:]:
       stop(f"unexpected argument {argv[1]!r}; a flag's value follows it after =")
-    prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
 
-    def fetch_and_work() -> None:
+    def prepare_and_work() -> None:
+      prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
       fetch_inputs(config)
       work(config)
 
-    with_clear_errors(fetch_and_work, file)
+    with_clear_errors(prepare_and_work, file)
 
   app.run(main, flags_parser=parse)
 
@@ -272,6 +272,9 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   """Sets up the process: allocator, log, compile cache, CPU devices.
 
   Must be called before JAX is used.
+
+  Raises:
+    ValueError: the cache or a device cannot be used.
   """
   process.keep_freed_memory()
   process.log_plainly()
@@ -281,13 +284,13 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   if cpu_devices > 1:
     jax.config.update("jax_num_cpu_devices", cpu_devices)
   if is_uri(compile_cache):
-    with_clear_errors(lambda: Bucket(compile_cache))
+    Bucket(compile_cache)  # refused unless its store answers
   if compile_cache:
     jax.config.update("jax_compilation_cache_dir", compile_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   joins = flags.FLAGS.is_parsed() and distributed.WHERE.value
   if not joins:  # otherwise checked after joining
-    with_clear_errors(lambda: process.check_devices(cpu_devices))
+    process.check_devices(cpu_devices)
 
 
 def with_clear_errors(work: Callable[[], Any], file: str = "") -> Any:

@@ -154,14 +154,15 @@ def run(
     if shard:
       seeds = list(shard.of(seeds))
     attempts = _in_parallel(grow, seeds, plan.workers, journal, workdir, "grow")
-    grown = [m.task for m in attempts if m.task is not None]
+    grown = [made for made in attempts if isinstance(made, Task)]
     if shard:
       return {"tasks": len(grown), "calls": journal.bill()}
     pairs = _pairs(grown, plan)
     attempts += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
     bill = journal.bill()
   # --- Write the tasks, and counts of the rest.
-  tasks = [m.task for m in attempts if m.task is not None]
+  tasks = [made for made in attempts if isinstance(made, Task)]
+  reasons = [made for made in attempts if isinstance(made, str)]
   write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in tasks])
   count = collections.Counter
   results = {
@@ -169,7 +170,7 @@ def run(
     "tasks": len(tasks),
     "by_family": dict(sorted(count(t.family for t in tasks).items())),
     "by_hops": dict(sorted(count(str(t.meta["hops"]) for t in tasks).items())),
-    "left_out": dict(sorted(count(m.reason for m in attempts if m.reason).items())),
+    "left_out": dict(sorted(count(reasons).items())),
     "calls": bill,
   }
   write_json(os.path.join(workdir, "results.json"), results)
@@ -202,7 +203,7 @@ def _in_parallel(
   with Metrics(workdir, stage, len(items), unit="document") as metrics:
     for done, some in enumerate(journal.in_order(work, items, workers), 1):
       out += some
-      num_tasks = sum(m.task is not None for m in out)
+      num_tasks = sum(isinstance(made, Task) for made in out)
       # About a hundred lines for any number of documents, and the last.
       if done % max(1, len(items) // 100) == 0 or done == len(items):
         figure = f"{num_tasks} tasks  {journal.spent()}"

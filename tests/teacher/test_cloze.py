@@ -33,17 +33,17 @@ def maker(pages: dict[str, str], **changes) -> Synthesizer:
 
 def test_a_gap_and_the_gap_that_names_its_page():
   grown = list(maker(PAGES).grow("Mira Quill"))
-  assert [m.task.question for m in grown[:2]] == [
+  assert [m.question for m in grown[:2]] == [
     'Which words fill the gap in "was in all likelihood born in ___ near the coast." '
     "on the page Mira Quill?",
     'Which words fill the gap in "was in all likelihood born in ___ near the coast." '
     'on the page that fills the gap in "is a town and its mayor is ___, a pilot." '
     "on the page Tarn Hollow?",
   ]
-  assert all(m.task.answers == ("1961",) for m in grown[:2])
-  assert grown[2].reason == "no_link"
-  both = maker(PAGES).widen(grown[0].task, maker(PAGES).atomic("Fell End").task)
-  assert both.task.answers == ("1961 and Ure",)
+  assert all(m.answers == ("1961",) for m in grown[:2])
+  assert grown[2] == "no_link"
+  both = maker(PAGES).widen(grown[0], maker(PAGES).atomic("Fell End"))
+  assert both.answers == ("1961 and Ure",)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_a_gap_and_the_gap_that_names_its_page():
   ],
 )
 def test_a_gap_with_two_fillings_is_no_task(page, reason):
-  reasons = {maker({"Bare": page}, seed=n).atomic("Bare").reason for n in range(9)}
+  reasons = {maker({"Bare": page}, seed=n).atomic("Bare") for n in range(9)}
   assert reasons == {reason or "does_not_follow"}
 
 
 def test_a_title_is_asked_for_whole():
   pages = {"A B": "There is one who is Anna Mary Astor there, and that is all of it."}
   grown = maker(pages).atomic("A B")
-  assert grown.task.answers == ("Anna Mary Astor",)
+  assert grown.answers == ("Anna Mary Astor",)
 
 
 def test_the_program_over_passages(tmp_path):

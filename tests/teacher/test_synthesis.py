@@ -15,7 +15,6 @@ from coa_jax.data.teacher.llm import ChatBackend
 from coa_jax.data.teacher.synthesis import (
   Corpus,
   SynthesisConfig,
-  SynthesisResult,
   Synthesizer,
 )
 from coa_jax.protocol.trajectory import CallStatus, ToolCall, read_jsonl
@@ -53,12 +52,12 @@ def maker(backend, call=search, **changes) -> Synthesizer:
 def test_a_task_by_hand_and_the_deeper_one():
   backend = saying()
   atomic, deep, end = maker(backend).grow("Tarn Hollow")
-  assert atomic.task.question == "Who is the mayor of Tarn Hollow?"
-  assert atomic.task.meta == {"titles": ["Tarn Hollow"], "hops": 1}
-  assert deep.task.question == "Who is the mayor of the town where Grey Gate was shot?"
-  assert deep.task.answers == ("Mira Quill",)
-  assert deep.task.meta == {"titles": ["Grey Gate", "Tarn Hollow"], "hops": 2}
-  assert end == SynthesisResult(None, "no_link")
+  assert atomic.question == "Who is the mayor of Tarn Hollow?"
+  assert atomic.meta == {"titles": ["Tarn Hollow"], "hops": 1}
+  assert deep.question == "Who is the mayor of the town where Grey Gate was shot?"
+  assert deep.answers == ("Mira Quill",)
+  assert deep.meta == {"titles": ["Grey Gate", "Tarn Hollow"], "hops": 2}
+  assert end == "no_link"
   # The guesser sees no document; the reader sees all of the task's.
   for agent, request in backend.seen:
     if agent == "guesser":
@@ -87,7 +86,7 @@ def test_a_task_by_hand_and_the_deeper_one():
   ],
 )
 def test_a_failing_candidate_is_left_out_for_its_reason(lines, reason):
-  assert maker(saying(**lines)).atomic("Tarn Hollow") == SynthesisResult(None, reason)
+  assert maker(saying(**lines)).atomic("Tarn Hollow") == reason
 
 
 @pytest.mark.parametrize(
@@ -100,34 +99,28 @@ def test_a_failing_candidate_is_left_out_for_its_reason(lines, reason):
   ],
 )
 def test_a_description_describes_and_does_not_name(lines, reason):
-  atomic = maker(saying()).atomic("Tarn Hollow").task
-  assert maker(saying(**lines)).deepen(atomic) == SynthesisResult(None, reason)
+  atomic = maker(saying()).atomic("Tarn Hollow")
+  assert maker(saying(**lines)).deepen(atomic) == reason
 
 
 def test_two_at_once_need_both_answers():
-  first = maker(saying()).atomic("Tarn Hollow").task
+  first = maker(saying()).atomic("Tarn Hollow")
   second = Task(
     "b", "When was Mira Q. born?", ("1961",), meta={"titles": ["Mira Quill"]}
   )
   results = maker(saying(reader="ANSWER: Mira Quill and 1961")).widen(first, second)
-  assert (
-    results.task.answers == ("Mira Quill and 1961",) and results.task.meta["hops"] == 2
-  )
-  assert (
-    first.question in results.task.question and second.question in results.task.question
-  )
-  assert maker(saying()).widen(first, second).reason == "does_not_follow"
+  assert results.answers == ("Mira Quill and 1961",) and results.meta["hops"] == 2
+  assert first.question in results.question and second.question in results.question
+  assert maker(saying()).widen(first, second) == "does_not_follow"
   telling = Task("c", "Is Mira Quill 60?", ("yes",), meta={"titles": ["Mira Quill"]})
-  assert maker(saying()).widen(first, telling).reason == "answer_in_question"
+  assert maker(saying()).widen(first, telling) == "answer_in_question"
 
 
 def test_an_answer_the_tool_lacks_is_no_task_and_a_failed_tool_no_verdict():
   def nothing(name, arguments):
     return ToolCall(name, arguments, "nothing found")
 
-  assert maker(saying(), nothing).atomic("Tarn Hollow") == SynthesisResult(
-    None, "not_found"
-  )
+  assert maker(saying(), nothing).atomic("Tarn Hollow") == "not_found"
 
   def down(name, arguments):
     return ToolCall(name, arguments, "down", CallStatus.INFRASTRUCTURE)
@@ -138,7 +131,7 @@ def test_an_answer_the_tool_lacks_is_no_task_and_a_failed_tool_no_verdict():
   def full(agent, messages):
     raise Unsolvable("context_too_long")
 
-  assert maker(full).atomic("Tarn Hollow") == SynthesisResult(None, "malformed")
+  assert maker(full).atomic("Tarn Hollow") == "malformed"
 
 
 def test_mentions_are_whole_titles():
@@ -158,7 +151,7 @@ def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
   with ChatServer(WorldBackend()) as server, ChatBackend(server.config()) as backend:
     synth = Synthesizer(corpus, backend, toolbox.call, config)
     results = [m for row in rows[:60] for m in synth.grow(row["title"])]
-  tasks = [m.task for m in results if m.task is not None]
+  tasks = [m for m in results if isinstance(m, Task)]
   hops = [t.meta["hops"] for t in tasks]
   assert hops.count(1) > 50 and hops.count(2) > 10 and hops.count(3) > 3
   for task in tasks:  # checked against the facts, not the page texts

@@ -107,11 +107,8 @@ def _structured(truth: Any) -> Any:
 
 def _question(row: Row, extra: Row, messages: list[Any], where: str) -> str:
   """Returns the stored question for one message, else the question in the messages."""
-  stored = None
-  for question in (extra.get("question"), row.get("question")):
-    if isinstance(question, str) and question.strip():
-      stored = question
-      break
+  candidates = (extra.get("question"), row.get("question"))
+  stored = next((q for q in candidates if isinstance(q, str) and q.strip()), None)
   if stored and len([m for m in messages if _role(m) != "system"]) < 2:
     return stored
   return last_question(messages, where, stored)

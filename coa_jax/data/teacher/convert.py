@@ -118,11 +118,10 @@ def convert(
 
   # --- Events as spans.
   lost = [] if lost is None else lost
-  events = list(_in_turns(run.events, variant))
-  spans = _spans(events, variant, lost)
-  spans = _fill(spans, variant, config.missing_think, changes)
-  # Placing the spans runs `_fill`, which adds to `changes`: build `meta` afterwards.
-  segments = [*prompt, *_place_thinks(spans, variant)]
+  spans = _spans(list(_in_turns(run.events, variant)), variant, lost)
+  segments, filled = _segments(spans, variant, config.missing_think)
+  if filled:
+    changes["filled"] = filled
 
   # --- The trajectory, checked against the variant.
   meta = {
@@ -136,7 +135,7 @@ def convert(
     meta["graded"] = run.graded
   trajectory = Trajectory(
     task_id=run.task_id,
-    segments=segments,
+    segments=[*prompt, *segments],
     calls=[dataclasses.replace(call, seconds=0.0) for call in run.calls],
     status=Status.ENDED,
     reward=run.reward,
@@ -194,23 +193,6 @@ def _with_best_score(run: Run) -> Run:
   candidate = Event(runs.SOLVER, runs.CANDIDATE, final.content)
   verdict = Event(runs.VERIFIER, runs.VERDICT, "", score)
   return dataclasses.replace(run, events=[*events, candidate, verdict, final])
-
-
-def _fill(
-  spans: Iterator[tuple[str, str]], variant: Variant, text: str, changes: dict[str, Any]
-) -> Iterator[tuple[str, str]]:
-  """Yields the spans, with `text` as a think before each that lacks its think."""
-  has_thought = False
-  for tag, content in spans:
-    if text and tag in variant.think_required and not has_thought:
-      changes["filled"] = changes.get("filled", 0) + 1
-      yield roles.THINK, text
-    if tag == roles.THINK:
-      has_thought = True
-    elif tag in variant.think_allowed:
-      has_thought = False
-    # Otherwise a misplaced thought waits for the next span: `_place_thinks`.
-    yield tag, content
 
 
 def _in_turns(events: Sequence[Event], variant: Variant) -> Iterator[Event]:
@@ -314,26 +296,36 @@ def _is_verified(events: Sequence[Event], i: int) -> bool:
   return later[:1] == [runs.VERDICT]
 
 
-def _place_thinks(
-  spans: Iterator[tuple[str, str]], variant: Variant
-) -> Iterator[Segment]:
-  """Yields the spans as segments; all thoughts before a span become one think.
+def _segments(
+  spans: Iterator[tuple[str, str]], variant: Variant, missing: str
+) -> tuple[list[Segment], int]:
+  """Converts spans to segments; all thoughts before a span become one think.
 
   A misplaced thought waits for the next span that allows a think; thoughts left at the
   end are dropped.
+
+  Returns:
+    The segments, and the number of required thinks that were missing: their text is
+    `missing`, unless that is empty.
   """
+  out: list[Segment] = []
+  filled = 0
   thoughts: list[str] = []
   for tag, content in spans:
     if tag == roles.THINK:
       thoughts.append(content)
       continue
+    if missing and tag in variant.think_required and not thoughts:
+      thoughts = [missing]
+      filled += 1
     if thoughts and tag in variant.think_allowed:
       text = roles.wrap(roles.THINK, "\n".join(thoughts))
-      yield Segment(Author.POLICY, roles.THINK, text)
+      out.append(Segment(Author.POLICY, roles.THINK, text))
       thoughts = []
+    author = Author.POLICY
     if tag == roles.OBSERVATION:
       # Escape tag-like text: no tool can write a protocol tag.
-      text = roles.wrap(tag, roles.escape(content))
-      yield Segment(Author.TOOL, tag, text)
-    else:
-      yield Segment(Author.POLICY, tag, roles.wrap(tag, content))
+      author = Author.TOOL
+      content = roles.escape(content)
+    out.append(Segment(author, tag, roles.wrap(tag, content)))
+  return out, filled

@@ -250,16 +250,13 @@ def filter_trajectories(
   # --- All trajectories together, in order.
   out: list[Trajectory] = []
   for trajectory, result in results:
-    for number in range(funnel.admit(result)):
-      out.append(numbered(trajectory, number))
+    copies = funnel.admit(result)
+    if copies:
+      out.append(trajectory)
+    for number in range(1, copies):
+      meta = {**trajectory.meta, "copy": number}
+      out.append(dataclasses.replace(trajectory, meta=meta))
   return out, funnel.report()
-
-
-def numbered(trajectory: Trajectory, number: int) -> Trajectory:
-  """Returns a trajectory's copy with this number; 0 is the trajectory itself."""
-  if number == 0:
-    return trajectory
-  return dataclasses.replace(trajectory, meta={**trajectory.meta, "copy": number})
 
 
 def _complexity(trajectory: Trajectory, c: FiltersConfig) -> tuple[str, str] | None:

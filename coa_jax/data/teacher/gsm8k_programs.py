@@ -65,12 +65,12 @@ _WORDS = {
 class Line:
   """A program line: its result's name, a Python expression, the calculator note.
 
-  `needs` has the line indices of the earlier results in its expression.
+  `needs` has the names of the earlier results in its expression.
   """
 
   name: str
   expression: str
-  needs: frozenset[int]
+  needs: frozenset[str]
   step: Step
 
 
@@ -124,8 +124,7 @@ def program_lines(solution: Solution, question: str) -> list[Line]:
     tree = ast.parse(step.program, mode="eval")
     linked = _Linked(values[:i], names, asked, untaken)
     tree = linked.visit(tree)
-    needs = frozenset(linked.needs)
-    lines.append(Line(names[i], ast.unparse(tree), needs, step))
+    lines.append(Line(names[i], ast.unparse(tree), frozenset(linked.needs), step))
   return _needed(lines)
 
 
@@ -139,7 +138,7 @@ class _Linked(ast.NodeTransformer):
     asked: Collection[fractions.Fraction | None],
     untaken: set[int],
   ):
-    self.needs: set[int] = set()
+    self.needs: set[str] = set()
     self._values = values
     self._names = names
     self._asked = asked
@@ -153,9 +152,10 @@ class _Linked(ast.NodeTransformer):
       chosen = equal
     if not chosen:
       return node
-    self.needs.add(chosen[-1])
+    name = self._names[chosen[-1]]
+    self.needs.add(name)
     self._untaken.discard(chosen[-1])
-    return ast.Name(self._names[chosen[-1]])
+    return ast.Name(name)
 
 
 def said_in_words(number: fractions.Fraction | int, question: str) -> bool:
@@ -166,11 +166,11 @@ def said_in_words(number: fractions.Fraction | int, question: str) -> bool:
 
 def _needed(lines: Sequence[Line]) -> list[Line]:
   """Returns the lines that the last one depends on."""
-  needed = {len(lines) - 1}
-  for i in range(len(lines) - 1, -1, -1):
-    if i in needed:
-      needed |= lines[i].needs
-  return _in_order(lines, sorted(needed))
+  needed = {ANSWER}
+  for line in reversed(lines):
+    if line.name in needed:
+      needed |= line.needs
+  return [line for line in lines if line.name in needed]
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
@@ -190,23 +190,14 @@ def _names(steps: Sequence[Step]) -> list[str]:
 
 def reordered(lines: Sequence[Line], rng: random.Random) -> list[Line]:
   """Draws an order with every line after its dependencies."""
-  order: list[int] = []
-  left = list(range(len(lines)))
+  order: list[Line] = []
+  left = list(lines)
   while left:
-    ready = [i for i in left if lines[i].needs.issubset(order)]
-    chosen = rng.choice(ready)
+    done = {line.name for line in order}
+    chosen = rng.choice([line for line in left if line.needs <= done])
     left.remove(chosen)
     order.append(chosen)
-  return _in_order(lines, order)
-
-
-def _in_order(lines: Sequence[Line], order: Sequence[int]) -> list[Line]:
-  """Returns the lines with these indices, renumbered."""
-  places = {old: new for new, old in enumerate(order)}
-  return [
-    dataclasses.replace(lines[i], needs=frozenset(places[j] for j in lines[i].needs))
-    for i in order
-  ]
+  return order
 
 
 def thought(lines: Sequence[Line], commented: bool) -> str:

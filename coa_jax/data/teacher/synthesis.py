@@ -86,12 +86,8 @@ class SynthesisConfig:
     check_fields(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class SynthesisResult:
-  """A valid task, or the reason for a rejection, short enough to count."""
-
-  task: Task | None
-  reason: str = ""
+# A valid task, or the reason for a rejection, short enough to count.
+SynthesisResult = Task | str
 
 
 class Corpus:
@@ -140,9 +136,9 @@ class Synthesizer:
     result = self.atomic(title)
     yield result
     for _ in range(self._config.depth):
-      if result.task is None:
+      if isinstance(result, str):
         return
-      result = self.deepen(result.task)
+      result = self.deepen(result)
       yield result
 
   def atomic(self, title: str) -> SynthesisResult:
@@ -150,20 +146,20 @@ class Synthesizer:
     # --- Ask about the tool's result, which a solver will see.
     page = self._look_up(title)
     if page is None:
-      return SynthesisResult(None, "not_found")
+      return "not_found"
     fields = self._ask(ASKER, f"Title: {title}\nDocument:\n{page}")
     question = fields.get("QUESTION", "")
     answer = fields.get("ANSWER", "")
     if not question or not answer:
-      return SynthesisResult(None, "malformed")
+      return "malformed"
 
     # --- A solver can find the document, needs it, and reads the answer there.
     if title not in question:
-      return SynthesisResult(None, "no_title")
+      return "no_title"
     if not _stands_in(answer, page):
-      return SynthesisResult(None, "answer_not_in_document")
+      return "answer_not_in_document"
     if _stands_in(answer, question):
-      return SynthesisResult(None, "answer_in_question")
+      return "answer_in_question"
     return self._checked(question, answer, [title], "atomic")
 
   def deepen(self, task: Task) -> SynthesisResult:
@@ -175,24 +171,24 @@ class Synthesizer:
     others = [t for t in self._corpus.mentioning(subject) if t not in titles]
     others = [t for t in others if not _stands_in(answer, t)]
     if not others or subject not in task.question:
-      return SynthesisResult(None, "no_link")
+      return "no_link"
     title = random.Random(f"{self._config.seed}/{task.id}").choice(others)
     page = self._look_up(title)
     if page is None or not _stands_in(subject, page):
-      return SynthesisResult(None, "not_found")
+      return "not_found"
 
     # --- A phrase describing the subject, from this document only.
     request = f"Title: {title}\nDocument:\n{page}\nDescribe: {subject}"
     phrase = self._ask(DESCRIBER, request).get("PHRASE", "").rstrip(".")
     if not phrase:
-      return SynthesisResult(None, "malformed")
+      return "malformed"
     if title not in phrase or _stands_in(subject, phrase):
-      return SynthesisResult(None, "phrase")
+      return "phrase"
 
     # --- The deeper question.
     question = task.question.replace(subject, phrase)
     if _stands_in(answer, question):
-      return SynthesisResult(None, "answer_in_question")
+      return "answer_in_question"
     return self._checked(question, answer, [title, *titles], "depth")
 
   def widen(self, first: Task, second: Task) -> SynthesisResult:
@@ -204,7 +200,7 @@ class Synthesizer:
     answer = f"{first.answers[0]} and {second.answers[0]}"
     # One question may tell the other's answer.
     if any(_stands_in(t.answers[0], question) for t in (first, second)):
-      return SynthesisResult(None, "answer_in_question")
+      return "answer_in_question"
     titles = [*first.meta["titles"], *second.meta["titles"]]
     return self._checked(question, answer, titles, "width")
 
@@ -220,15 +216,15 @@ class Synthesizer:
     pages = [self._look_up(title) or "" for title in titles]
     request = "Documents:\n" + "\n".join(pages) + f"\nQuestion: {question}"
     if not grade(task, self._ask(READER, request).get("ANSWER")):
-      return SynthesisResult(None, "does_not_follow")
+      return "does_not_follow"
 
     # --- Nobody knows the answer by heart.
     for number in range(self._config.guesses):
       # Each guess is a separate question, so that a journal distinguishes them.
       request = f"Question: {question}\n(attempt {number + 1})"
       if grade(task, self._ask(GUESSER, request).get("ANSWER")):
-        return SynthesisResult(None, "needs_no_tools")
-    return SynthesisResult(task)
+        return "needs_no_tools"
+    return task
 
   def _look_up(self, title: str) -> str | None:
     """Returns the tool's result for a title; None if it lacks the document."""
