@@ -5,7 +5,12 @@ This file imports nothing but the standard library, so it also runs in the sandb
 
 from __future__ import annotations
 
+import contextlib
+import io
+import linecache
 import sqlite3
+import sys
+import traceback
 from typing import Any
 
 
@@ -70,3 +75,39 @@ class Table:
   def close(self) -> None:
     """Frees the table."""
     self._base.close()
+
+
+class Python:
+  """A Python session: a program sees the variables of the programs before it.
+
+  As the tool `code` with `tools.session`. It executes what the policy writes, so it
+  runs in the sandbox only (`jail=True`).
+  """
+
+  def reset(self, task: dict[str, Any]) -> None:
+    """Begins a session without variables."""
+    if __name__ != "__main__":  # imported by the training process
+      raise RuntimeError("take jail=True")
+    self._names = {"__name__": "__main__"}
+    self._count = 0
+
+  def run(self, program: str, stdin: str = "") -> str:
+    """Returns what the program prints, and its error."""
+    self._count += 1
+    name = f"<cell {self._count}>"
+    linecache.cache[name] = (len(program), None, program.splitlines(True), name)
+    sys.stdin = io.StringIO(stdin)
+    out = io.StringIO()
+    error = ""
+    try:
+      with contextlib.redirect_stdout(out):
+        exec(compile(program, name, "exec", dont_inherit=True), self._names)
+    except SystemExit:
+      pass
+    except Exception as e:
+      frames = e.__traceback__ and e.__traceback__.tb_next  # without this method's
+      head = "Traceback (most recent call last):\n" if frames else ""
+      lines = [head, *traceback.format_tb(frames), *traceback.format_exception_only(e)]
+      error = f"error: {''.join(lines).strip()}"
+    text = f"{out.getvalue().strip()}\n{error}".strip()
+    return text or "no output; print what you want to see"

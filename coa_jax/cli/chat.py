@@ -49,6 +49,7 @@ STYLES = {
   roles.DOUBLE_CHECK: "color(98)",
   roles.ANSWER: "bold color(29)",
   roles.OBSERVATION: "default",
+  roles.CONTEXT_SUMMARY: "dim",
 }
 TOOL_STYLE = "bold color(161)"
 _INDENT = "  "

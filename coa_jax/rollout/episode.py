@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -56,6 +57,7 @@ class EpisodeConfig:
     tool_seconds: maximum tool time per trajectory, seconds.
     observation_tokens: maximum tokens per observation, tags included.
     context: splits trajectories longer than one context into several.
+    max_sampled: maximum tokens to sample per trajectory; 0 for no limit.
   """
 
   variant: Variant
@@ -64,6 +66,7 @@ class EpisodeConfig:
   tool_seconds: float
   observation_tokens: int = RolloutConfig.observation_tokens
   context: ContextConfig = section(ContextConfig)
+  max_sampled: int = 0
 
 
 class CoAEpisode(Episode):
@@ -93,6 +96,8 @@ class CoAEpisode(Episode):
     self.tokenizer = tokenizer
     self.toolbox = toolbox
     self.config = config
+    self._max_sampled = config.max_sampled or sys.maxsize
+    self._earlier = 0  # tokens of earlier contexts
     self._versions: list[int] = []  # one per id sampled in this turn
     self._turn = ""  # policy text since the last observation
     self._forced: list[int] = []  # the opening tag of a summary
@@ -126,13 +131,22 @@ class CoAEpisode(Episode):
     The trajectory's time starts with the first call.
     """
     if self.opening:
-      return _ids(self.trajectory.split()[-1].segments)
+      ids = _ids(self.trajectory.split()[-1].segments)
+      self._earlier = self.trajectory.usage.total - len(ids)
+      return ids
     self._began = time.monotonic()
     self.tokenizer.encode_prompt(self.trajectory.segments)
     ids = _ids(self.trajectory.segments)
     self.trajectory.usage.prompt = len(ids)
     self.trajectory.usage.model_calls = 1
     return ids
+
+  @property
+  def limit(self) -> int:
+    """The context's maximum length, by what the policy may still write."""
+    usage = self.trajectory.usage
+    given = usage.prompt + usage.observation + len(self._forced) - self._earlier
+    return given + self._max_sampled
 
   def progress(self, ids: list[int]) -> None:
     """Records a window's policy version. See `Episode`."""
@@ -165,11 +179,11 @@ class CoAEpisode(Episode):
       self._forced = []
     t.segments += segments
     self._turn += "".join(s.text for s in segments)
-    # --- The ends: no tokens left, an answer, one call too many.
-    if tag is None:
-      return self._finish(Status.TRUNCATED)
+    # --- The ends: an answer, no tokens left, one call too many.
     if tag == roles.close_tag(roles.ANSWER):
       return self._finish(Status.ENDED)
+    if tag is None or t.usage.generated >= self._max_sampled:
+      return self._finish(Status.TRUNCATED)
     is_summary = tag == roles.close_tag(roles.CONTEXT_SUMMARY)
     if len(t.calls) >= self.config.max_calls and not is_summary:
       return self._finish(Status.TURN_LIMIT)

@@ -106,6 +106,7 @@ def make_worker(
     tool_seconds=config.tool_seconds,
     observation_tokens=config.observation_tokens,
     context=config.context,
+    max_sampled=config.max_sampled,
   )
   return RolloutWorker(
     engine, tokenizer, episode_config, grader, journal, constraint, form
@@ -125,6 +126,11 @@ def _format(
     raise ValueError(
       f"rollout.context.count={config.context.count}: an agent manages its contexts "
       "itself; take 1"
+    )
+  if config.max_sampled:
+    raise ValueError(
+      f"rollout.max_sampled={config.max_sampled}: an agent limits its requests itself; "
+      "take 0"
     )
   if name == "team":
     return TeamFormat(tokenizer, variant, config.style, config.observation_tokens)

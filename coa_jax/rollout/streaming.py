@@ -20,8 +20,7 @@ from typing import Any
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import roles
-from coa_jax.protocol.contexts import ContextConfig
-from coa_jax.protocol.trajectory import ToolCall, Trajectory
+from coa_jax.protocol.trajectory import Status, ToolCall, Trajectory
 from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.types import Attempt, Episode
 from coa_jax.rollout.worker import RolloutWorker
@@ -145,17 +144,13 @@ class StreamingEpisode(CoAEpisode):
       sequence=request.sequence,
       temperature=request.temperature,
     )
-    # A single context, which `max_tokens` limits.
-    config = dataclasses.replace(worker.episode_config, context=ContextConfig())
-    super().__init__(attempt, worker.tokenizer, toolbox, config)
+    super().__init__(attempt, worker.tokenizer, toolbox, worker.episode_config)
     self.on_event = on_event
     self.top_p = request.top_p
     self.cancelled = False  # set by other threads
     self.finished = False  # likewise: the reply is complete
-    most = worker.engine.config.max_len
-    self._max_tokens = most
     if request.max_tokens is not None:
-      self._max_tokens = min(request.max_tokens, most)
+      self._max_sampled = min(request.max_tokens, self._max_sampled)
     self._spans = Spans(worker.episode_config.variant.tags)
     self._streamed = 0  # ids streamed in this turn
     self._observation = ""  # appended, not streamed yet
@@ -163,10 +158,7 @@ class StreamingEpisode(CoAEpisode):
   @property
   def limit(self) -> int:
     """Returns the current token limit; 0 once cancelled or finished."""
-    if self.cancelled or self.finished:
-      return 0
-    usage = self.trajectory.usage
-    return usage.prompt + usage.observation + self._max_tokens
+    return 0 if self.cancelled or self.finished else super().limit
 
   def progress(self, ids: list[int]) -> None:
     """Streams the text of a window."""
@@ -180,16 +172,15 @@ class StreamingEpisode(CoAEpisode):
     # Final: a tag or character cut off here does not continue later.
     self._stream(ids, final=True)
     self._streamed = 0
-    no_tokens_left = self.trajectory.usage.generated + len(ids) >= self._max_tokens
     is_call = tag != roles.close_tag(roles.ANSWER)
-    if is_call and (no_tokens_left or self.cancelled or self.finished):
+    if is_call and (self.cancelled or self.finished):
       tag = None  # a call with an unusable result is not made
     return super().sampled(ids, logps, tag)
 
   def observed(self, result: ToolCall | list[ToolCall]) -> list[int] | None:
     """Appends a result; its text is streamed before the next sampled text."""
     ids = super().observed(result)
-    if ids is not None:
+    if ids is not None or self.continues:
       self._observation = self.trajectory.segments[-1].text
     return ids
 
@@ -350,8 +341,20 @@ class InferenceServer:
   def _ended(
     self, episode: StreamingEpisode, future: concurrent.futures.Future[Episode]
   ) -> None:
-    """Delivers an episode's end; an engine failure ends the server."""
+    """Begins an episode's next context, or delivers its end.
+
+    An engine failure ends the server.
+    """
     error = future.exception()
+    if error is None and episode.continues and not episode.cancelled:
+      episode.continues = False
+      try:
+        following = self.worker.engine.submit(episode, first=True)
+      except RuntimeError:  # closed in between
+        episode.cancelled = True
+      else:
+        following.add_done_callback(functools.partial(self._ended, episode))
+        return
     # A cancelled question says nothing about the others.
     failed = error is not None
     failed = failed and not isinstance(error, concurrent.futures.CancelledError)
@@ -361,4 +364,5 @@ class InferenceServer:
       self._closed = self._closed or failed
     if is_news:
       traceback.print_exception(error)
-    episode.on_event(episode.trajectory if error is None else None)
+    ended = error is None and episode.trajectory.status != Status.UNGRADED
+    episode.on_event(episode.trajectory if ended else None)

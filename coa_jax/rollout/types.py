@@ -37,6 +37,8 @@ class RolloutConfig:
     max_prompt: maximum tokens per task's prompt; tasks with longer ones are dropped and
       counted before a run (verl: filter_overlong_prompts). 0: the most that leaves room
       for an answer in max_len.
+    max_sampled: maximum tokens that the policy writes in a trajectory, over all its
+      contexts; 0 for no limit but theirs.
     max_calls: tool calls a trajectory may make.
     tool_seconds: maximum tool time per trajectory, seconds; a call gets at most the
       rest, and with none left the trajectory ends as `tool_failed`.
@@ -62,6 +64,7 @@ class RolloutConfig:
   max_len: int = bounded(320, least=1)
   max_prompt: int = bounded(0, least=0)
   memory: float = bounded(0.0, least=0)
+  max_sampled: int = bounded(0, least=0)
   max_calls: int = bounded(8, least=0)
   tool_seconds: float = bounded(60.0, above=0)
   observation_tokens: int = bounded(512, least=tokens.MIN_OBSERVATION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
 import logging
 from collections.abc import Container, Iterator, Sequence
@@ -15,6 +16,7 @@ from coa_jax.protocol import prompts
 from coa_jax.protocol.grammar.tables import Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rewards import written_answer
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.agents.formats import Format
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
@@ -159,13 +161,17 @@ class RolloutWorker:
           following.add_done_callback(played)
         return
       # From here on a failure is not the engine's.
+      own = None
+      if episode.environment is not None:
+        answer = written_answer(episode.trajectory.text)
+        own = functools.partial(episode.environment.reward, answer)
       try:
         grading = self.grader.submit(
           episode.task,
           episode.trajectory,
           self.episode_config.variant,
           evaluation,
-          own=episode.environment and episode.environment.reward,
+          own=own,
         )
       except BaseException as error:  # the grader is closed
         out.set_exception(error)

@@ -38,7 +38,10 @@ class Environment(Protocol):
     """Begins a task (the row, see `Task.to_json`); returns text for the prompt."""
 
   def reward(self) -> float | None:
-    """Returns a reward from 0 to 1, or None if the task's grader decides."""
+    """Returns a reward from 0 to 1, or None if the task's grader decides.
+
+    A parameter called `answer` gets the trajectory's answer, None without one.
+    """
 
   def close(self) -> None:
     """Frees everything."""
@@ -147,8 +150,10 @@ class EnvironmentSession:
     finally:
       self._busy.release()
 
-  def reward(self) -> float | None:
+  def reward(self, answer: str | None = None) -> float | None:
     """Returns the environment's reward, or None if the task's grader decides.
+
+    `answer` is the trajectory's, for a class whose `reward` takes it.
 
     Raises:
       ValueError: `reward` fails, or is not a number from 0 to 1.
@@ -160,8 +165,10 @@ class EnvironmentSession:
     where = f"environment {self._config.path}: reward"
     if self._busy.locked():
       raise RuntimeError(f"{where}: an abandoned call still runs")
+    takes = inspect.signature(getattr(self._class, "reward", reward)).parameters
+    given = {"answer": answer} if "answer" in takes else {}
     try:
-      value = reward()
+      value = reward(**given)
     except (ToolFault, Unavailable) as e:
       raise RuntimeError(f"{where}: {e}") from e
     except Exception as e:  # as for `reset`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import queue
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import CONTEXT_SUMMARY, OBSERVATION
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.report import viewer
+from coa_jax.rollout.streaming import InferenceRequest, InferenceServer, TextDelta
 from coa_jax.rollout.vllm.client import VllmConfig
 
 pytestmark = pytest.mark.slow  # all but one test need a trained policy
@@ -252,6 +254,49 @@ def test_summaries_do_not_depend_on_windows_and_latency(summariser, summarised):
   assert list(map(content, again)) == list(map(content, summarised))
   fewer = play(summariser, slots=2, config=SUMMARIES, constrain=True)
   assert ids(fewer) == ids(summarised)
+
+
+@pytest.mark.parametrize("kind", ["policy", "summariser"])
+def test_a_server_streams_every_context(kind, request):
+  params = request.getfixturevalue(kind)
+  config = SUMMARIES if kind == "summariser" else CONFIG
+  (expected,) = [
+    t for t in play(params, 0.0, config=config)[::3] if t.task_id == toy.TASKS[1].id
+  ]
+  events: queue.SimpleQueue = queue.SimpleQueue()
+
+  def ask(**fields) -> tuple[str, Trajectory | None]:
+    asked = InferenceRequest(expected.meta["question"], 0.0, **fields)
+    server.submit(asked, events.put)
+    text = ""
+    while isinstance(event := events.get(timeout=120), TextDelta):
+      text += event.text
+    return text, event
+
+  with (
+    toy_worker(toy.MODEL, config) as worker,
+    InferenceServer(worker, params, LongPages()) as server,
+  ):
+    text, t = ask()
+    assert len(t.split()) == len(expected.split()) > 1
+    assert [s.ids for s in t.segments] == [s.ids for s in expected.segments]
+    assert text == t.text and t.status == Status.ENDED
+    # The limit counts the sampled tokens of all contexts.
+    most = t.usage.generated - 5
+    text, t = ask(max_tokens=most)
+    assert (t.status, t.usage.generated) == (Status.TRUNCATED, most)
+    assert len(t.split()) == len(expected.split()) and text == t.text
+
+
+def test_the_sampled_tokens_of_all_contexts_are_limited(policy, played):
+  most = max(t.usage.generated for t in played if len(t.split()) > 1) - 5
+  for free, t in zip(played, play(policy, max_sampled=most), strict=True):
+    assert t.usage.generated == min(free.usage.generated, most)
+    if free.usage.generated > most:
+      assert t.status == Status.TRUNCATED
+      assert free.text.startswith(t.text)
+    else:
+      assert content(t) == content(free)
 
 
 def test_the_last_context_can_not_be_summarised():

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import queue
 import threading
+import types
 
 import pytest
 import toy
 from playing import threads
+from test_contexts import LongPages
 from toy import eventually
 
 from coa_jax.protocol import roles
+from coa_jax.protocol.contexts import ContextConfig
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
+from coa_jax.rollout.episode import EpisodeConfig
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.streaming import (
   Busy,
@@ -94,6 +100,57 @@ def test_nothing_is_held_back_that_is_certain():
   assert [p.text for p in spans.read(b" </thi")] == [" "]
   assert [p.text for p in spans.read(b"s \xe4\xb8")] == ["</this "]
   assert [p.text for p in spans.read(b"", final=True)] == ["\ufffd"]
+
+
+class ScriptedEngine:
+  """Plays a script's turns, and a summary where one is forced."""
+
+  config = types.SimpleNamespace(seed=3, max_len=300)
+  capacity = 1
+
+  def __init__(self, turns):
+    self.turns = list(turns)
+    self.begun = 0  # contexts
+
+  def set_policy(self, params, version):
+    pass
+
+  def submit(self, episode, group=None, first=False):
+    assert first == bool(self.begun)
+    self.begun += 1
+    length = len(episode.start())
+    ids: list[int] | None = []
+    while ids is not None:
+      length += len(ids)
+      room = episode._max_sampled - episode.trajectory.usage.generated
+      assert episode.limit == length + len(episode.forced()) + room
+      text = " so far</context_summary>" if episode.forced() else self.turns.pop(0)
+      ids = [*episode.forced(), *toy.tokenizer().encode(text)]
+      length += len(ids)
+      tag = f"</{text.rpartition('</')[2]}"
+      call = episode.sampled(ids, [0.0] * len(ids), tag)
+      ids = call and episode.observed(call.result())
+    done = concurrent.futures.Future()
+    done.set_result(episode)
+    return done
+
+
+@pytest.mark.parametrize(
+  ("keep", "leave_at", "contexts"), [(1, 130, 2), (0, 60, 3), (3, 250, 1)]
+)
+def test_every_context_is_streamed(keep, leave_at, contexts):
+  task = toy.TASKS[1]
+  context = ContextConfig(count=4, keep=keep, leave_at=leave_at)
+  variant = dataclasses.replace(toy.VARIANT, summaries=context.summarises)
+  engine = ScriptedEngine(toy.SCRIPTS[task.id][::2])
+  config = EpisodeConfig(variant, "brief", 8, 60.0, context=context)
+  worker = RolloutWorker(engine, toy.tokenizer(), config)
+  with InferenceServer(worker, None, LongPages()) as server:
+    deltas, t = events_of(server, InferenceRequest(task.question, 0.0, max_tokens=200))
+    assert server.counts == (0, 0)
+  assert "".join(p.text for p in deltas) == t.text
+  assert (t.status, len(t.split()), engine.begun) == (Status.ENDED, contexts, contexts)
+  assert t.text.count("<context_summary>") == (contexts - 1) * (not keep)
 
 
 @pytest.mark.parametrize("question", toy.SCRIPTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 
 import ml_collections
@@ -11,6 +12,7 @@ import pytest
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory
+from coa_jax.rewards import written_answer
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.rollout.types import Attempt
 from coa_jax.runtime.config import ConfigError, read_config
@@ -58,7 +60,8 @@ def play(task: Task, turns: list[str], toolbox, config: ToolsConfig) -> Trajecto
   episode = CoAEpisode(Attempt(task, 0, 0, 0, 1.0), toy.tokenizer(), toolbox, settings)
   toy.drive(episode, turns)
   try:
-    own = episode.environment.reward
+    answer = written_answer(episode.trajectory.text)
+    own = functools.partial(episode.environment.reward, answer)
     toy.GRADER.grade(task, episode.trajectory, variant, own=own)
   finally:
     episode.environment.close()
@@ -113,6 +116,54 @@ def test_a_table_is_queried_and_the_grader_decides(jail: bool):
   assert statuses == (CallStatus.OK, *[CallStatus.MODEL] * 3)
   assert texts[0] == "Ur" and "incomplete input" in texts[1]
   assert texts[2:] == ("error: not authorized",) * 2
+
+
+PROGRAMS = [
+  "x = 41\ndef f(y):\n  return 1 / y",
+  "print('one')\nprint(x + int(input()))",
+  "print('two')\nf(0)",
+  "import sys\nsys.exit()",
+  "x +",
+  "print(x)",
+]
+
+
+@needs_jail
+def test_a_session_of_programs_is_an_environment():
+  functions = dict(run="runs a program; its arguments are program and stdin")
+  config = tools("experiments.environments:Python", functions, jail=True)
+  with Toolbox(config) as toolbox:
+    turns = [call("run", program=p, stdin="1") for p in PROGRAMS]
+    t = play(ROOMS, [*turns, toy.end("done")], toolbox, config)
+  # The tool answers with the same texts.
+  tool = ToolsConfig(tools=("code",), session=True)
+  with Toolbox(tool) as toolbox:
+    turns = [toy.code(p) for p in PROGRAMS]
+    turns = [f"{turn[: -len('</code>')]}\n```sh\n1\n```</code>" for turn in turns]
+    settings = EpisodeConfig(roles.get_variant("unified"), "brief", 8, 60.0)
+    attempt = Attempt(ROOMS, 0, 0, 0, 1.0)
+    same = CoAEpisode(attempt, toy.tokenizer(), toolbox, settings)
+    expected = toy.drive(same, [*turns, toy.end("done")])
+  assert [c.result for c in t.calls] == [c.result for c in expected.calls]
+  assert t.calls[1].result == "one\n42" and "ZeroDivision" in t.calls[2].result
+
+
+class Guess:
+  """A reward that reads the answer."""
+
+  def look(self):
+    return "nothing"
+
+  def reward(self, answer):
+    return 1.0 if answer == "done" else 0.0
+
+
+def test_a_reward_may_read_the_answer():
+  config = tools(f"{__name__}:Guess", dict(look="looks"))
+  with Toolbox(config) as toolbox:
+    for answer, reward in (("done", 1), ("gone", 0)):
+      t = play(ROOMS, [toy.end(answer)], toolbox, config)
+      assert t.reward_parts["answer"] == reward
 
 
 class Counter:
