@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import subprocess
 import sys
 import time
+
+import pytest
 
 HANGS = """
 import threading, time
@@ -26,10 +29,19 @@ while time.monotonic() < until:
 """
 
 
-def run(before: str) -> tuple[int, str, float]:
+# Name -> what the program does before it hangs.
+PROGRAMS = {
+  "hangs": "",
+  "works": BUSY,
+  "no watch": "heartbeat.watch(0); time.sleep(2.5); raise SystemExit(7)",
+}
+
+
+def run(name: str) -> tuple[int, str, float]:
+  """Runs a program; returns its status, standard error and seconds."""
   began = time.monotonic()
   done = subprocess.run(
-    [sys.executable, "-c", HANGS.format(before=before)],
+    [sys.executable, "-c", HANGS.format(before=PROGRAMS[name])],
     capture_output=True,
     text=True,
     timeout=60,
@@ -37,18 +49,25 @@ def run(before: str) -> tuple[int, str, float]:
   return done.returncode, done.stderr, time.monotonic() - began
 
 
-def test_what_hangs_ends_with_the_stacks_of_all_threads():
-  status, errors, _ = run("")
+@pytest.fixture(scope="module")
+def ended() -> dict[str, tuple[int, str, float]]:
+  """`run` of all programs at once: they wait most of their time."""
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    return dict(zip(PROGRAMS, threads.map(run, PROGRAMS), strict=True))
+
+
+def test_a_program_that_hangs_ends_with_the_stacks_of_all_threads(ended):
+  status, errors, _ = ended["hangs"]
   assert status == 1
   assert errors.startswith("Timeout") and errors.count("in hold_on") == 2, errors
 
 
-def test_what_moves_is_left_alone_and_watched_on():
-  status, _, seconds = run(BUSY)
+def test_a_working_program_goes_on_and_stays_watched(ended):
+  status, _, seconds = ended["works"]
   # 3 s of work, then 1 s until the watch ends it.
   assert status == 1 and seconds > 4
 
 
-def test_a_watch_can_be_ended():
-  status, errors, _ = run("heartbeat.watch(0); time.sleep(2.5); raise SystemExit(7)")
+def test_a_watch_can_be_ended(ended):
+  status, errors, _ = ended["no watch"]
   assert (status, errors) == (7, "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import time
 
 import foreign
 import pytest
@@ -228,17 +229,22 @@ def block(inner: str) -> dict:
     ("oagents", row_of(search(model_output="\n" * 300_000, observations="o")), ""),
     ("oagents", row_of({"tool_calls": [{"name": "code", "arguments": DEEP}]}), ""),
     ("oagents", row_of(search(observations="\ud800 half")), ""),
-    ("react", {"question": "Who?", "text": f"{ROUND}Thought: t\nAction: a{DEEP}"}, ""),
+    (
+      "react",
+      {"question": "Who?", "text": f"{ROUND}Thought: t\nAction: a{DEEP}"},
+      "unknown_tool",
+    ),
     ("search_r1", {"question": "Who?", "text": "<search>" * 20_000}, "unclosed"),
   ],
   ids=range(9),
 )
-def test_hostile_rows_end_soon(format_, row, reason):
+def test_hostile_rows_are_read_or_dropped_in_linear_time(format_, row, reason):
+  """`reason` is "" for a row that is kept; quadratic time would be minutes."""
+  began = time.process_time()
   result = read(format_, row)
-  if isinstance(result, Dropped):
-    assert result.reason == (reason or result.reason)
-  else:
-    assert not reason and parse(result[1].text, UNIFIED).ok
+  assert time.process_time() - began < 5
+  assert (result.reason if isinstance(result, Dropped) else "") == reason
+  assert reason or parse(result[1].text, UNIFIED).ok
 
 
 @pytest.mark.parametrize("arguments", [DEEP, "9" * 5000, "NaN", "[1]", "{"])

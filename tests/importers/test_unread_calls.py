@@ -7,7 +7,6 @@ import time
 import foreign
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from imported import ALONE, ENDS, GAVE, asks, calls, read
 
 from coa_jax.data.importers.unread_calls import count_calls
@@ -143,15 +142,20 @@ def test_every_format_is_looked_at(text):
 
 @settings(max_examples=100, deadline=None)
 @given(foreign.ALL)
-def test_rows_hold_no_more_calls_than_are_read(drawn):
-  """No drawn row is dropped for unread calls; the count stays near the drawn calls."""
-  assert count_calls(drawn.row) <= len(drawn.calls) + len(drawn.row)
+def test_every_call_of_a_row_is_counted_and_read(drawn):
+  """A delegated step of OAgents is one call, with two calls inside."""
+  count = count_calls(drawn.row)
+  assert (
+    count == len(drawn.calls) if drawn.format == "chat" else count <= len(drawn.calls)
+  )
   assert not isinstance(read(drawn.format, drawn.row), Dropped)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.sampled_from(["<tool_call>", "Action: a\n", "[", "{'name':", "<|tool", "`"]))
-def test_hostile_answers_end_soon(piece):
-  began = time.monotonic()
+@pytest.mark.parametrize(
+  "piece", ["<tool_call>", "Action: a\n", "[", "{'name':", "<|tool", "`"]
+)
+def test_a_hostile_answer_takes_linear_time(piece):
+  """Quadratic time would be minutes."""
+  began = time.process_time()
   take("chat", chat(piece * 20_000))
-  assert time.monotonic() - began < 20
+  assert time.process_time() - began < 5

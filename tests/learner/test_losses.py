@@ -242,6 +242,7 @@ def test_the_gradient_is_exactly_zero_but_at_logits_of_policy_tokens(loss, monke
     assert 0.2 < touched_BU[policy_BU].mean() < 1
 
 
+@pytest.mark.slow
 def test_values_see_what_stands_before_a_token_and_are_unchanged_by_packing():
   head_D1 = jax.random.normal(jax.random.key(0), (CFG.width, 1))
 

@@ -90,6 +90,7 @@ def test_without_a_kl_nothing_is_copied():
   assert frozen == {"base": None, "reference": None}
 
 
+@pytest.mark.slow
 def test_a_kl_in_the_reward_pulls_back_to_the_reference():
   """Rewards are equal; only the KL distinguishes trajectories."""
   update, state, frozen = build(**preset("rloo")["loss"] | {"kl_coef": 5.0})
@@ -106,9 +107,7 @@ def test_a_kl_in_the_reward_pulls_back_to_the_reference():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "lora", [None, pytest.param(LoraConfig(rank=2), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
 def test_a_critic_learns_returns_and_leaves_the_policy_alone(lora):
   fields = preset("ppo")["loss"] | {"value_clip": 10.0, "kl_coef": 0.0}
   update, state, frozen = build(lora, lr=0.0, **fields)
@@ -130,10 +129,14 @@ def test_a_critic_learns_returns_and_leaves_the_policy_alone(lora):
   assert moved(before["critic"]["trunk"], after["critic"]["trunk"])
 
 
-def test_on_policy_the_first_update_has_ratio_one_and_later_ones_have_not():
+def test_on_policy_the_first_update_has_ratio_one():
   update, state, frozen = build()
   _, values = update(state, frozen, groups())
   assert values["ratio"] == pytest.approx(1, abs=1e-6) and values["clipped"] == 0
+
+
+@pytest.mark.slow
+def test_later_updates_of_a_step_have_other_ratios():
   update, state, frozen = build(epochs=2, minibatches=2, lr=0.05)
   state, values = update(state, frozen, groups())
   assert int(state.step) == 1

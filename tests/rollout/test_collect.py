@@ -237,7 +237,8 @@ def test_an_evaluation_is_as_one_alone(worker, novice, staleness):
 
 
 @pytest.mark.parametrize(
-  ("task_sampler", "staleness"), [("uniform", 0), ("learnability", 2)]
+  ("task_sampler", "staleness"),
+  [pytest.param("uniform", 0, marks=pytest.mark.slow), ("learnability", 2)],
 )
 def test_a_run_goes_on_from_a_cursor(worker, novice, task_sampler, staleness):
   """One policy under all versions, so the trajectories must be the same."""

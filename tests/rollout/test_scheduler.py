@@ -54,8 +54,7 @@ class GreedyTurn(Episode):
     self.sampled_logps = logps
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("trained", "temperature"), [(False, 1.0), (True, 0.7)])
 def test_sampler_log_probs_are_learner_log_probs(trained, temperature):
   """With a model of two layers."""
   params = toy.actor(60).params if trained else toy.params()

@@ -14,7 +14,6 @@ from playing import threads
 from test_contexts import LongPages
 from toy import eventually
 
-from coa_jax.protocol import roles
 from coa_jax.protocol.contexts import ContextConfig
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rollout.episode import EpisodeConfig
@@ -153,19 +152,6 @@ def test_every_context_is_streamed(keep, leave_at, contexts):
   assert t.text.count("<context_summary>") == (contexts - 1) * (not keep)
 
 
-@pytest.mark.parametrize("question", toy.SCRIPTS)
-def test_pieces_are_the_trajectory_and_it_is_not_graded(open_server, question: str):
-  deltas, t = events_of(open_server(), InferenceRequest(question, 0.0))
-  script = toy.SCRIPTS[question]
-  observations = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
-  expected = [*script]
-  expected[1::2] = observations
-  assert "".join(p.text for p in deltas) == t.text == "".join(expected)
-  tags = [p.text for p in deltas if p.is_tag and p.role == roles.OBSERVATION]
-  assert tags == ["<observation>", "</observation>"] * len(observations)
-  assert t.status == Status.ENDED and t.reward is None and not t.reward_parts
-
-
 def test_a_window_is_told_before_the_next_one(open_server, worker):
   first = worker.engine.counters.sampled_tokens
   seen = []
@@ -190,6 +176,7 @@ def test_max_tokens_counts_what_the_policy_writes(open_server):
     assert t.status == (Status.ENDED if most >= total else Status.TRUNCATED)
     assert "".join(p.text for p in deltas) == t.text
     assert t.segments[-1].author == Author.POLICY
+    assert t.reward is None and not t.reward_parts  # a question is not graded
     calls.append(len(t.calls))
   # The call is made only if a token is left for the text after it.
   turn = len(ids) - len(toy.tokenizer().encode(toy.SCRIPTS["2 + 3"][2]))

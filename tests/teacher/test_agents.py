@@ -119,7 +119,7 @@ def test_one_malformed_or_cut_reply_is_asked_for_again(agent, bad, why):
   assert "could not be used" in again[-1].content
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_reply_can_crash_the_team(data):
   texts = st.one_of(

@@ -127,7 +127,7 @@ def test_domains(url, blocked):
 @pytest.mark.parametrize("unit", ["a", "a.", "a.aa/", "http://", "-"])
 def test_hostile_arguments_take_linear_time(unit):
   # Quadratic time would be hours here.
-  assert not novelty.visits(trajectory(calls=(unit * 300_000,)), ("example.net",))
+  assert not novelty.visits(trajectory(calls=(unit * 100_000,)), ("example.net",))
 
 
 def test_instructions_and_tool_results_make_no_duplicates():

@@ -53,13 +53,15 @@ _PARTS = {
 
 
 @pytest.fixture(scope="module")
-def hosts():
+def hosts(request):
   """(back-end, user) -> futures of the faults found; all hosts start at once."""
   runs = []
   if os.geteuid() == 0:
     runs.append(("subprocess", "root"))
     if not MISSING:
-      runs += [("jail", "root"), ("jail", "nobody"), ("session", "root")]
+      runs += [("jail", "root"), ("session", "root")]
+      if any("[nobody-" in item.name for item in request.session.items):
+        runs.append(("jail", "nobody"))
   with concurrent.futures.ThreadPoolExecutor() as threads:
     yield {
       run: [threads.submit(_faults, *run, only) for only in _PARTS[run[0]]]
@@ -93,7 +95,9 @@ def test_the_suite_is_large_and_its_names_unique():
 
 @needs_jail
 @pytest.mark.parametrize("attack", [a.name for a in ATTACKS])
-@pytest.mark.parametrize("user", ["root", "nobody"])
+@pytest.mark.parametrize(
+  "user", ["root", pytest.param("nobody", marks=pytest.mark.slow)]
+)
 def test_contained(hosts, user, attack):
   assert _of(hosts, "jail", user, attack) == []
 
