@@ -39,6 +39,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.report import first_step, scores
 from coa_jax.report.metrics import Metrics, say, write_json
+from coa_jax.rewards.best_of import SelectorConfig, choose_by_model, choose_by_part
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.worker import AgentWorker
@@ -63,25 +64,32 @@ _FIRST = 64  # attempts checked for faults in the config
 
 # A shard's outputs, to be merged with the others'.
 LOGS = ("greedy.part.jsonl", "sampled.part.jsonl")
+SELECTIONS = "selections.jsonl"  # the selector's choices, in a workdir
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
   """Config section `eval`.
 
+  A finished evaluation may be scored again with another k, best_by or selector.
+
   Attributes:
     greedy: True to play every task once at temperature 0.
     samples: further attempts per task at `temperature`; 3 or more for pass@3.
     temperature: the further attempts' temperature.
     k: for pass@k (one of k samples is right) and votes (the most frequent answer among
-      k samples is right), each at most `samples`. A finished evaluation may be scored
-      again with others.
+      k samples is right), each at most `samples`.
+    best_by: also report the best of k samples by this part of the reward ("part_NAME"
+      of a reward function, or "reward"); "" for none.
+    selector: also report a language model's choice among k samples; None for none.
   """
 
   greedy: bool = True
   samples: int = bounded(3, least=0)
   temperature: float = 1.0
   k: tuple[int, ...] = scores.KS
+  best_by: str = ""
+  selector: SelectorConfig | None = None
 
   def __post_init__(self):
     check_fields(self)
@@ -206,7 +214,8 @@ def run(
     "init": hash_files(settings.init, samples=16),
   }
   # Attempts can be scored with any k.
-  prepare_workdir(settings, workdir, may_change=("eval.k",), inputs=inputs)
+  scoring = ("eval.k", "eval.best_by", "eval.selector")
+  prepare_workdir(settings, workdir, may_change=scoring, inputs=inputs)
 
   # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
   tags = settings.tools.tags
@@ -235,7 +244,8 @@ def run(
   if shard:
     return {"greedy": len(own_greedy), "sampled": len(own_sampled)}
 
-  # --- Score all processes' attempts.
+  # --- Choose among a task's attempts, then score all processes' attempts.
+  _choose(settings.eval, own_sampled, workdir)
   greedy = gather_scored(own_greedy, tasks, tags)
   sampled = gather_scored(own_sampled, tasks, tags)
   by_group = functools.partial(
@@ -250,6 +260,16 @@ def run(
   results["usage"] = _usage([*greedy, *sampled])
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+def _choose(config: EvalConfig, sampled: Sequence[Trajectory], workdir: str) -> None:
+  """Marks this process's chosen attempts, by `eval.best_by` and `eval.selector`."""
+  groups = list(scores.by_task(scores.graded(sampled)).values())
+  if config.best_by:
+    choose_by_part(groups, config.best_by, config.k)
+  if config.selector:
+    cache = os.path.join(workdir, SELECTIONS)
+    choose_by_model(config.selector, groups, config.k, cache)
 
 
 def gather_scored(

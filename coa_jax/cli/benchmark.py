@@ -8,7 +8,11 @@ and says which are missing and where they are published. `coa evaluate` then pla
 sets of each agent together, with the flags after --; {agent} in them is web, mhqa, code
 or math. Writes benchmark.md, .csv, .html and .json into the workdir: a score with its
 95 % interval, tokens, calls and seconds per task, and the paper's figures. The same
-command resumes; another --limit_per_source needs another workdir.
+command resumes; another --limit_per_source needs another workdir. --shard=I/N plays
+part I of N (from 0) in the common workdir.
+
+--overlap=sft.jsonl plays nothing: it counts the rows of training data (trajectories or
+tasks) that hold a question of each set, into overlap.json.
 
 Suites: afm (the paper's), math, code, mhqa, web, and offline (math and code, without
 any service).
@@ -32,10 +36,12 @@ import rich
 from absl import flags
 
 from coa_jax.cli.launch import run_program
+from coa_jax.cli.shards import read_shard
 from coa_jax.data import suites
 from coa_jax.data.suites import BenchmarkSet
-from coa_jax.data.tasks.sources import TasksConfig, select_tasks
+from coa_jax.data.tasks.sources import TasksConfig, load_tasks, select_tasks
 from coa_jax.data.tasks.task import Task
+from coa_jax.data.teacher.overlap import count_overlaps
 from coa_jax.protocol.trajectory import iter_trajectories, write_jsonl
 from coa_jax.report.metrics import say, write_json
 from coa_jax.report.tables import Table, cell, html_table, markdown_table
@@ -55,6 +61,7 @@ _COLUMNS = {
   "tokens": "tokens",
   "calls": "calls",
   "seconds": "s",
+  "chosen": "chosen",
   "paper_7b": "paper 7B",
   "paper_32b": "paper 32B",
 }
@@ -160,6 +167,7 @@ def rows_of(
       "tokens": figures["tokens_per_task"],
       "calls": figures["tool_calls_per_task"],
       "seconds": seconds.get(one.name),
+      **_chosen(figures),
       "paper_7b": one.paper.get("7b"),
       "paper_32b": one.paper.get("32b"),
     }
@@ -168,11 +176,20 @@ def rows_of(
   if len(rows) > 1:
     average: dict[str, Any] = {"agent": agent, "set": f"{agent}, average"}
     average["tasks"] = sum(row["tasks"] for row in rows)
-    for name in ("score", "tokens", "calls", "seconds", "paper_7b", "paper_32b"):
-      values = [row[name] for row in rows]
+    names = ("score", "tokens", "calls", "seconds", "chosen", "paper_7b", "paper_32b")
+    for name in names:
+      values = [row.get(name) for row in rows]
       if None not in values:
         average[name] = statistics.fmean(values)
     yield average
+
+
+def _chosen(figures: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the selector's percent, of the largest k; {} without `eval.selector`."""
+  names = [name for name in figures if name.startswith("selected_of_")]
+  if not names:
+    return {}
+  return {"chosen": 100 * figures[max(names, key=lambda n: int(n.rpartition("_")[2]))]}
 
 
 def _samples(out: str) -> int:
@@ -214,33 +231,58 @@ def _csv(table: Table) -> str:
   return out.getvalue()
 
 
-def main(words: list[str]) -> None:
-  """Runs the benchmarks with the words after --."""
-  values = flags.FLAGS
-  if not any(word.startswith("--config=") for word in words):
-    raise ConfigError(
-      "no config for the evaluations; give it after --: "
-      "-- --config=configs/evaluate_afm.py:{agent} --config.init=MODEL_FOLDER"
-    )
-  workdir = values.workdir
-  os.makedirs(workdir, exist_ok=True)
+def overlap_table(files: Sequence[str], found: Mapping[str, str], words: int) -> Table:
+  """Counts each file's rows that hold a question of each set."""
+  questions = {
+    name: [task.question for task in load_tasks(path)] for name, path in found.items()
+  }
+  rows = []
+  for file in files:
+    total, overlaps = count_overlaps(file, questions, words)
+    for name, one in overlaps.items():
+      row = {"file": file, "set": name, "questions": len(questions[name])}
+      share = 100 * one.rows / total if total else 0.0
+      rows.append({**row, "rows": one.rows, "share": share, "example": one.example})
+  columns = {
+    "file": "training data",
+    "set": "benchmark",
+    "questions": "questions",
+    "rows": "rows",
+    "share": "% of rows",
+    "example": "first",
+  }
+  note = f"Rows that share {words} words in a row with a question, or a shorter one."
+  return Table("Overlap of training data and benchmarks", rows, columns, note)
 
-  # --- The sets at hand.
-  found, missing = choose_files(values.suite, values.data, values.files)
-  for one in missing:
-    say(f"missing: {one.name}; published as {one.hub}")
+
+def run(
+  words: Sequence[str], found: Mapping[str, str], missing: Sequence[BenchmarkSet]
+) -> None:
+  """Plays the sets at hand and writes the table; of shards, the last one writes it."""
+  values = flags.FLAGS
+  workdir = values.workdir
   tasks = write_tasks(found, values.limit_per_source, values.seed, workdir)
+  of_agent = {
+    agent: [s for s in suites.SETS if s.agent == agent and s.name in found]
+    for agent in tasks
+  }
 
   # --- Each agent's sets, in one evaluation.
-  rows: list[dict[str, Any]] = []
+  words = list(words)
+  shard = [f"--shard={values.shard}"] if values.shard else []
   for agent, path in tasks.items():
-    sets = [s for s in suites.SETS if s.agent == agent and s.name in found]
-    say(f"{agent}: {', '.join(s.name for s in sets)}")
+    say(f"{agent}: {', '.join(s.name for s in of_agent[agent])}")
     out = os.path.join(workdir, agent)
-    evaluate(agent, path, sets, words, out)
-    rows += rows_of(agent, out, sets)
+    evaluate(agent, path, of_agent[agent], words + shard, out)
+  outs = [os.path.join(workdir, agent, "results.json") for agent in tasks]
+  if not all(map(os.path.exists, outs)):
+    say(f"shard {values.shard} is done; the last one writes the table")
+    return
 
   # --- The table.
+  rows: list[dict[str, Any]] = []
+  for agent, sets in of_agent.items():
+    rows += rows_of(agent, os.path.join(workdir, agent), sets)
   note = (
     "Score: percent of tasks answered rightly; avg@k: the mean of k samples. tokens, "
     "calls, s: per attempt. paper: Chain-of-Agents after RL (arXiv 2508.13167), whose "
@@ -248,7 +290,12 @@ def main(words: list[str]) -> None:
   )
   if missing:
     note += f" Missing: {', '.join(one.name for one in missing)}."
-  table = Table(f"Benchmarks: {values.suite}", rows, _COLUMNS, note)
+  columns = dict(_COLUMNS)
+  if any("chosen" in row for row in rows):
+    note += " chosen: the model of eval.selector chose one of k samples."
+  else:
+    del columns["chosen"]
+  table = Table(f"Benchmarks: {values.suite}", rows, columns, note)
   card = {
     "suite": values.suite,
     "limit_per_source": values.limit_per_source,
@@ -262,12 +309,39 @@ def main(words: list[str]) -> None:
   rich.print(table)
 
 
+def main(words: list[str]) -> None:
+  """Runs the benchmarks with the words after --, or compares training data."""
+  values = flags.FLAGS
+  if not values.overlap and not any(word.startswith("--config=") for word in words):
+    raise ConfigError(
+      "no config for the evaluations; give it after --: "
+      "-- --config=configs/evaluate_afm.py:{agent} --config.init=MODEL_FOLDER"
+    )
+  if values.shard:
+    read_shard(values.shard)
+  os.makedirs(values.workdir, exist_ok=True)
+  found, missing = choose_files(values.suite, values.data, values.files)
+  for one in missing:
+    say(f"missing: {one.name}; published as {one.hub}")
+  if not values.overlap:
+    run(words, found, missing)
+    return
+  table = overlap_table(values.overlap, found, values.overlap_words)
+  write_json(os.path.join(values.workdir, "overlap.json"), {"rows": table.rows})
+  rich.print(rich_table(table))
+
+
 def _define_flags() -> None:
   flags.DEFINE_enum("suite", "afm", list(suites.SUITES), "The benchmarks.")
   flags.DEFINE_string("data", None, "Folder with the benchmarks' files.")
   flags.DEFINE_list("files", [], "Files by name: gaia=PATH,nq=PATH.")
   flags.DEFINE_integer(
     "limit_per_source", 0, "Tasks of each benchmark; 0 for all.", lower_bound=0
+  )
+  flags.DEFINE_list("overlap", [], "Training data to compare with the benchmarks.")
+  flags.DEFINE_integer("overlap_words", 8, "n of a common n-gram.", lower_bound=1)
+  flags.DEFINE_string(
+    "shard", "", "Do part I of N alone, as 0/8; the last one writes the table."
   )
   flags.DEFINE_integer("seed", 0, "With a limit: which tasks.")
   flags.DEFINE_string(

@@ -16,8 +16,14 @@ from coa_jax import evaluate
 from coa_jax.cli.launch import launch
 from coa_jax.report.tables import Table, cell
 
-# Figure of a summary -> its heading. For pass@k and votes see `headings`.
+# Figure of a summary -> its heading. For pass@k and choices see `headings`.
 _FIGURES = {"pass1_greedy": "greedy", "pass1_sampled": "sampled"}
+_BY_K = {
+  r"pass(\d+)": "pass@{}",
+  r"best_of_(\d+)": "vote of {}",
+  r"best_of_(\d+)_by_(.+)": "best of {} by {}",
+  r"selected_of_(\d+)": "chosen of {}",
+}
 _COSTS = {
   "tool_calls_per_task": "tool calls",
   "tokens_per_task": "tokens",
@@ -29,12 +35,10 @@ def headings(results: Mapping[str, Any]) -> dict[str, str]:
   """Returns the figures in these results, as columns of a table."""
   columns = dict(_FIGURES)
   for name in results:
-    pass_k = re.fullmatch(r"pass(\d+)", name)
-    vote = re.fullmatch(r"best_of_(\d+)", name)
-    if pass_k:
-      columns[name] = f"pass@{pass_k[1]}"
-    if vote:
-      columns[name] = f"vote of {vote[1]}"
+    for pattern, text in _BY_K.items():
+      match = re.fullmatch(pattern, name)
+      if match:
+        columns[name] = text.format(*match.groups())
   columns |= _COSTS
   return {name: text for name, text in columns.items() if results[name] is not None}
 
@@ -52,7 +56,7 @@ def table(results: Mapping[str, Any], title: str = "Evaluation") -> Table:
   for name, one in groups.items():
     row = {"of": name, "tasks": one["tasks"]}
     for figure in headings(results):
-      row[figure] = cell(one[figure])
+      row[figure] = cell(one.get(figure))
       spread = one["ci95"].get(figure)
       if spread and figure in _FIGURES:
         row[figure] += f" ({cell(spread[0])}-{cell(spread[1])})"

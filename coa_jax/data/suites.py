@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +21,8 @@ class BenchmarkSet:
     name: its source in results.
     agent: the paper's agent that plays it: web, mhqa, code or math.
     hub: its public name, to download it.
-    patterns: file names, in lower case; the first file that matches one is the set.
+    patterns: names of the file or of a folder above it, in lower case, or with a `/`
+      the end of its path; the first pattern with a file counts.
     grader: its own grader; "" for the one of its tasks' kind.
     paper: model size -> the paper's figure after RL, in percent.
   """
@@ -52,7 +54,14 @@ SETS = (
   _set("math", "aime25", "yentinglin/aime_2025", "*aime*25*", (37.8, 59.8)),
   _set("math", "amc23", "math-ai/amc23", "*amc*23*", (81.6, 96.6)),
   _set("math", "math500", "HuggingFaceH4/MATH-500", "*math*500*", (89.4, 94.6)),
-  _set("math", "olympiadbench", "Hothan/OlympiadBench", "*olympiad*", (60.6, 72.1)),
+  # The text-only English problems in mathematics with a final answer.
+  _set(
+    "math",
+    "olympiadbench",
+    "Hothan/OlympiadBench",
+    "*oe_to_maths_en_comp* *olympiad*",
+    (60.6, 72.1),
+  ),
   _set(
     "code",
     "livecodebench_v4",
@@ -79,7 +88,15 @@ SETS = (
   _set("mhqa", "2wikimultihopqa", f"{_FLASH}, 2wikimultihopqa", "*2wiki*", (49.2,)),
   _set("mhqa", "musique", f"{_FLASH}, musique", "*musique*", (22.3,)),
   _set("mhqa", "bamboogle", f"{_FLASH}, bamboogle", "*bamboogle*", (49.6,)),
-  _set("web", "gaia", "gaia-benchmark/GAIA", "*gaia*", (40.8, 55.3), "gaia"),
+  # The test split has no answers; the validation split has files by level, too.
+  _set(
+    "web",
+    "gaia",
+    "gaia-benchmark/GAIA",
+    "validation/metadata.parquet validation/metadata.jsonl *gaia*",
+    (40.8, 55.3),
+    "gaia",
+  ),
   _set("web", "webwalkerqa", "callanwu/WebWalkerQA", "*webwalker*", (55.6, 63.0)),
   _set(
     "web",
@@ -114,8 +131,8 @@ _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".array_
 def find_files(folder: str, sets: Sequence[BenchmarkSet]) -> dict[str, str]:
   """Finds sets' files below a folder; returns set name -> path.
 
-  A set's file is the first one, by path, whose name matches a pattern, or whose
-  folder's does (gsm8k/test.jsonl). Corpora are passed over, training files come last.
+  Of several files that match a pattern, the first by path counts: test files before
+  development and training files. Corpora are passed over.
 
   Raises:
     FileNotFoundError: the folder does not exist.
@@ -127,13 +144,25 @@ def find_files(folder: str, sets: Sequence[BenchmarkSet]) -> dict[str, str]:
     for name in names:
       if name.endswith(_ENDINGS) and "corpus" not in name.lower():
         paths.append(os.path.join(place, name))
-  paths.sort(key=lambda path: ("train" in os.path.basename(path).lower(), path))
+  paths.sort(key=lambda path: (_split_rank(os.path.basename(path).lower()), path))
   found = {}
   for one in sets:
-    for path in paths:
-      parent, name = os.path.split(os.path.relpath(path, folder).lower())
-      texts = (name, os.path.basename(parent))
-      if any(fnmatch.fnmatch(t, p) for p in one.patterns for t in texts):
+    for pattern, path in itertools.product(one.patterns, paths):
+      if _matches(os.path.relpath(path, folder).lower(), pattern):
         found[one.name] = path
         break
   return found
+
+
+def _split_rank(name: str) -> int:
+  """Orders splits: 0 for the test split and unknown ones, 1 development, 2 training."""
+  if "train" in name:
+    return 2
+  return int(name.startswith(("dev", "val")))
+
+
+def _matches(path: str, pattern: str) -> bool:
+  parts = path.split(os.sep)
+  if "/" in pattern:
+    parts = ["/".join(parts[-pattern.count("/") - 1 :])]
+  return any(fnmatch.fnmatch(part, pattern) for part in parts)

@@ -20,6 +20,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import Author, Status, ToolCall, Trajectory, Usage
 from coa_jax.rewards import answer_of
+from coa_jax.rewards.best_of import CHOSEN
 from coa_jax.rewards.votes import vote_key
 
 RESAMPLES = 2000
@@ -37,6 +38,7 @@ class Scored:
     malformed: the number of malformed calls, by the function `malformed`.
     vote: the answer's `vote_key`; None without an answer.
     logp: the result of `mean_logp`.
+    chosen: figures for which this attempt was chosen among its task's; see `best_of`.
   """
 
   task_id: str
@@ -49,6 +51,7 @@ class Scored:
   malformed: int
   vote: str | None
   logp: float
+  chosen: tuple[str, ...] = ()
 
   @classmethod
   def from_json(cls, row: dict[str, Any]) -> Scored:
@@ -79,6 +82,7 @@ def scored(
     malformed=sum(malformed(call, tools) for call in t.calls),
     vote=vote_key(answer) if answer else None,
     logp=mean_logp(t),
+    chosen=tuple(t.meta.get(CHOSEN, ())),
   )
 
 
@@ -261,6 +265,8 @@ def summary(
 ) -> dict[str, Any]:
   """Computes one model's figures on one set of tasks.
 
+  budget: all figures stand side by side.
+
   Args:
     greedy: one attempt per task; several are averaged.
     sampled: several attempts per task.
@@ -269,14 +275,14 @@ def summary(
 
   Returns:
     `pass1_greedy`, `pass1_sampled`; for each k, `passK` and `best_of_K`, e.g. `pass3`
-    (over tasks with at least k graded samples); `tokens_per_task`,
-    `generated_tokens_per_task`, `tool_calls_per_task` (means per attempt: greedy
-    attempts if there are any, else sampled), `malformed_rate` (per attempted call) and
-    `protocol_ok` (per attempt, greedy and sampled); `ci95`, figure -> [low, high], by
-    `interval` for means per task and by `proportion_interval` for all others;
-    `calibration_error`, if a judge read confidences; `status`, name -> number of
-    attempts; `tasks`, the number of tasks with graded attempts. A figure without data
-    is None.
+    (over tasks with at least k graded samples); each figure in `Scored.chosen`, over
+    tasks with a choice; `tokens_per_task`, `generated_tokens_per_task`,
+    `tool_calls_per_task` (means per attempt: greedy attempts if there are any, else
+    sampled), `malformed_rate` (per attempted call) and `protocol_ok` (per attempt,
+    greedy and sampled); `ci95`, figure -> [low, high], by `interval` for means per task
+    and by `proportion_interval` for all others; `calibration_error`, if a judge read
+    confidences; `status`, name -> number of attempts; `tasks`, the number of tasks with
+    graded attempts. A figure without data is None.
   """
   # --- Attempts that count for the model, by task.
   greedy = [scored(t, tools) for t in greedy]
@@ -305,6 +311,9 @@ def summary(
     votes[f"best_of_{k}"] = _task_means(
       [[best_of_k(attempts, k)] for attempts in enough], correct
     )
+  for name in sorted({name for t in sampled for name in t.chosen}):
+    chosen = by_task([t for t in sampled if name in t.chosen])
+    votes[name] = _task_means(chosen.values(), correct)
   by_figure: dict[str, list[float]] = {
     "pass1_greedy": _task_means(greedy_tasks, correct),
     "pass1_sampled": _task_means(sampled_tasks, correct),

@@ -38,8 +38,11 @@ extracted answer is incorrect.
 confidence: The extracted confidence score between 0% and 100% from [response]. Put \
 100 if there is no confidence score available."""
 
-# A label at the start of a line, perhaps in bold.
-_CORRECT = re.compile(r"^[\s#>*_-]*correct[*_]*\s*:[\s*_'\"]*(yes|no)\b", re.I | re.M)
+# A label at the start of a line, perhaps in bold; "yes or no" repeats the question.
+_CORRECT = re.compile(
+  r"^[\s#>*_-]*correct[*_]*\s*:[\s*_'\"]*(yes|no)\b(?![ *_'\"]*(?:or\b|[/|]))",
+  re.I | re.M,
+)
 _CONFIDENCE = re.compile(
   r"^[\s#>*_-]*confidence[*_]*\s*:[\s*_'\"]*(\d{1,3})", re.I | re.M
 )

@@ -13,6 +13,7 @@ import toy
 
 from coa_jax.cli import benchmark
 from coa_jax.data import suites
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl
 from coa_jax.runtime.config import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -67,6 +68,44 @@ def test_files_that_are_not_there_are_refused(data, files, words):
     benchmark.choose_files("mhqa", str(data), files)
 
 
+def test_test_files_come_before_others(tmp_path):
+  names = ["nq/dev.jsonl", "nq/test.jsonl", "nq/train.jsonl", "hle/data/test-0.parquet"]
+  names += ["GAIA/2023/test/metadata.parquet"]
+  names += [f"GAIA/2023/validation/metadata{n}.parquet" for n in ("", ".level1")]
+  names += [
+    f"OlympiadBench/{n}/{n}.parquet" for n in ("OE_MM_x", "OE_TO_maths_en_COMP")
+  ]
+  for name in names:
+    write(tmp_path / name)
+  found, _ = benchmark.choose_files("afm", str(tmp_path), [])
+  assert {n: str(pathlib.Path(p).relative_to(tmp_path)) for n, p in found.items()} == {
+    "nq": names[1],
+    "hle": names[3],
+    "gaia": names[5],
+    "olympiadbench": names[-1],
+  }
+
+
+def test_training_data_is_compared_with_each_set(data, tmp_path):
+  found, _ = benchmark.choose_files("afm", str(data), [])
+  seen = "How many lamps did the mayor of Tarn buy in 1931?"
+  write(data / "AIME24.jsonl", {"problem": seen, "answer": "5"})
+  page = Segment(Author.TOOL, "observation", f"A page: {seen} It says five.")
+  rows = [
+    Trajectory("a", meta={"question": "2 + 3"}),  # equal to a short one, of two sets
+    Trajectory("b", [page], meta={"question": "Who?"}),
+    Trajectory("c", meta={"question": "What is 2 + 3, and why?"}),
+  ]
+  write_jsonl(tmp_path / "sft.jsonl", rows)
+  write(tmp_path / "rl.jsonl", {"question": seen.upper(), "answer": "5"})
+  files = [str(tmp_path / name) for name in ("sft.jsonl", "rl.jsonl")]
+  table = benchmark.overlap_table(files, found, 8)
+  counts = [(row["set"], row["rows"], row["example"]) for row in table.rows]
+  assert counts[:3] == [("aime24", 1, "b"), ("math500", 1, "a"), ("gaia", 1, "a")]
+  assert [row["rows"] for row in table.rows[3:]] == [1, 0, 0]
+  assert table.rows[0]["share"] == pytest.approx(100 / 3)
+
+
 def test_every_suite_names_known_sets():
   known = {s.name: s for s in suites.SETS}
   assert len(known) == len(suites.SETS)
@@ -118,3 +157,12 @@ def test_a_suite_in_one_table(data, tmp_path):
   card = (out / "benchmark.json").read_bytes()
   again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
   assert again.returncode == 0 and (out / "benchmark.json").read_bytes() == card
+  # In two shards; the last one writes the table.
+  cut = tmp_path / "cut"
+  for number in (0, 1):
+    assert not (cut / "benchmark.json").exists()
+    part = [*command[:4], f"--workdir={cut}", f"--shard={number}/2", *command[5:]]
+    done = subprocess.run(part, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+  rows = json.loads((cut / "benchmark.json").read_text())["rows"]
+  assert {row["set"]: (row.get("score"), row["tasks"]) for row in rows} == scores

@@ -23,6 +23,22 @@ CASES = [
   ("", "17", False),
   ("-3", "3", False),
   (" 3 ", "3", True),
+  ("1 000", "1000", False),  # a space is no separator of thousands
+  ("1.000,5", "1000.5", False),  # commas are removed, points are not
+  ("10,0", "100", True),  # wherever a comma stands
+  ("$", "0", False),  # nothing is left of it
+  ("1/2", "0.5", False),  # no arithmetic
+  ("\u20ac5", "5", False),  # of the currencies only the dollar
+  ("5 %", "5", True),
+  ("0.1", "0.10000001", False),  # no tolerance
+  ("1e400", "1000", False),
+  ("17", "17.0", True),  # the answer is a number, too
+  ("17.", "17", True),
+  ("+17", "17", True),
+  ("(17)", "17", False),
+  ("17", "$17", True),  # such an answer is a text, without punctuation
+  ("17.5", "$175", True),  # and so is every prediction for it
+  ("no number", "inf", False),
   # Texts: without white space, punctuation and case.
   ("St. Petersburg", "saint petersburg", False),
   ("St. Petersburg", "st petersburg", True),
@@ -33,6 +49,13 @@ CASES = [
   ("", "x", False),
   ("100000000", "A", False),
   ("caf\u00e9", "cafe", False),
+  ("\u201cRight\u201d", "right", False),  # only ASCII punctuation is removed
+  ("New\u00a0York", "new york", True),  # any white space
+  ("AC/DC", "acdc", True),
+  ("c++", "c", True),
+  ("stra\u00dfe", "STRASSE", False),  # lower case is no case folding
+  ("right, of course", "right", False),  # a comma in the prediction makes no list
+  ("a,b", "ab", True),
   # Lists: item by item, in order, as many items; an answer with a comma is a list.
   ("a, b", "a,b", True),
   ("a; b", "a, b", True),
@@ -46,6 +69,13 @@ CASES = [
   ("1234", "1,234", False),  # such an answer is a list of two
   ("1,234", "1,234", True),
   ("Paris, France", "Paris", False),
+  ("a,b,", "a,b", False),  # an empty item is an item
+  ("a,,b", "a,b", False),
+  ("a, b, a", "a, a, b", False),  # order counts
+  ("1,200.50", "1,200.5", True),  # in value, item by item
+  ("1;2", "1,2;3", False),
+  ("a b, c", "ab, c", True),  # white space inside an item
+  ("$1,234", "1234, 5", False),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -24,27 +25,78 @@ REPLY = (
 YES = REPLY.format(answer="42", word="equal", verdict="yes")
 NO = REPLY.format(answer="41", word="different", verdict="no")
 
-# Reply, (is correct, confidence) or None.
+# Reply, (is correct, confidence) or None, and why. The published readers: HLE asks for
+# the fields yes or no and an integer; BrowseComp (simple-evals) takes the first
+# "correct: yes" or "correct: no", and no without one. Where its verdict is another one,
+# the last column begins with "ours:".
 REPLIES = [
-  (YES, (True, 0.8)),
-  (NO, (False, 0.8)),
-  ("**correct:** Yes\n**confidence:** 95", (True, 0.95)),
-  ("correct: 'no'", (False, 1.0)),
-  ("correct: no\nconfidence: 250%", (False, 1.0)),
-  ("<think>correct: yes</think>\ncorrect: no\nconfidence: 3%", (False, 0.03)),
-  ("correct: yes\ncorrect: no", None),
-  ("correct: yes\nand again correct: yes\nCorrect: YES", (True, 1.0)),
-  ("It is correct.", None),
-  ("incorrect: yes", None),
-  ("correct: maybe", None),
-  ("<think>\ncorrect: yes", None),
-  ("", None),
+  (YES, (True, 0.8), "as asked"),
+  (NO, (False, 0.8), "as asked"),
+  ("correct: yes\nconfidence: 0%", (True, 0.0), "a right answer without confidence"),
+  ("correct: no\nconfidence: 100%", (False, 1.0), "a wrong answer with confidence"),
+  ("correct: no", (False, 1.0), "no confidence is 100, as the prompt says"),
+  ("correct: yes\nconfidence: None", (True, 1.0), "no number, so no confidence"),
+  ("correct: yes\nconfidence: 85", (True, 0.85), "without a percent sign"),
+  ("correct: yes\nconfidence: 85.5%", (True, 0.85), "HLE takes whole percents"),
+  ("correct: no\nconfidence: 250%", (False, 1.0), "not above 100"),
+  ("confidence: 10%\ncorrect: yes\nconfidence: 70%", (True, 0.7), "the last one"),
+  ("confidence: 40%\ncorrect: yes", (True, 0.4), "in any order"),
+  ("correct: yes because it equals 42", (True, 1.0), "words after the verdict"),
+  ("correct: yes.", (True, 1.0), "a full stop"),
+  ("correct: no (41 is not 42)", (False, 1.0), "a remark"),
+  ("reasoning: correct: no doubt\ncorrect: no", (False, 1.0), "both agree"),
+  ("correct: yes\nand again\ncorrect: yes", (True, 1.0), "the same verdict twice"),
+  ("extracted_final_answer: yes\ncorrect: no", (False, 1.0), "the answer yes"),
+  ("[correct_answer]: yes\ncorrect: no", (False, 1.0), "the gold answer yes"),
+  ("**correct:** Yes\n**confidence:** 95", (True, 0.95), "ours: bold, and a capital"),
+  ("**correct**: yes", (True, 1.0), "ours: a bold label"),
+  ("- correct: yes", (True, 1.0), "an item of a list"),
+  ("## correct: yes", (True, 1.0), "a heading"),
+  ("> correct: yes", (True, 1.0), "a quotation"),
+  ("correct: 'no'", (False, 1.0), "quotation marks"),
+  ('correct: "yes"', (True, 1.0), "ours: quotation marks"),
+  ("Correct: YES", (True, 1.0), "ours: capitals"),
+  ("correct : yes", (True, 1.0), "ours: a space before the colon"),
+  ("correct:yes", (True, 1.0), "ours: no space"),
+  ("correct:\n\nyes", (True, 1.0), "ours: the verdict in the next line"),
+  ("  correct: yes", (True, 1.0), "an indented line"),
+  ("<think>correct: yes</think>\ncorrect: no", (False, 1.0), "ours: thoughts aside"),
+  ("<think>a</think><think>b</think>correct: yes", (True, 1.0), "several thoughts"),
+  (
+    "reasoning: correct: yes?\ncorrect: no",
+    (False, 1.0),
+    "ours: a label begins a line",
+  ),
+  # No verdict: asked again, and in the end ungraded, where BrowseComp says no.
+  ("correct: yes\ncorrect: no", None, "ours: two verdicts are none"),
+  ("correct: no\ncorrect: yes", None, "two verdicts are none"),
+  ("It is correct.", None, "no label"),
+  ("yes", None, "no label"),
+  ("incorrect: yes", None, "ours: another label"),
+  ("not correct: yes", None, "ours: another label"),
+  ("is_correct: yes", None, "ours: another label"),
+  ("correct_answer: yes", None, "another label"),
+  ("correct: maybe", None, "neither yes nor no"),
+  ("correct: yesterday", None, "ours: a longer word"),
+  ("correct: none", None, "a longer word"),
+  ("correct:", None, "nothing said"),
+  ("correct: yes/no", None, "ours: the question, not an answer"),
+  ("correct: yes or no", None, "ours: the question, not an answer"),
+  ("correct: 'yes' or 'no'", None, "the question, not an answer"),
+  ("<think>\ncorrect: yes", None, "ours: a thought that was cut off"),
+  ("<think>correct: yes</think>", None, "ours: nothing after the thought"),
+  ('{"correct": "yes"}', None, "JSON was not asked for"),
+  ("I can not judge this.", None, "a refusal"),
+  ("", None, "nothing"),
 ]
 
 
-@pytest.mark.parametrize(("reply", "read"), REPLIES)
-def test_a_reply(reply, read):
+@pytest.mark.parametrize(("reply", "read", "why"), REPLIES)
+def test_a_reply(reply, read, why):
   assert read_reply(reply) == read
+  published = re.search("correct: (yes|no)", reply)
+  same = bool(published and published[1] == "yes") == bool(read and read[0])
+  assert same != why.startswith("ours:")
 
 
 class Server(ChatServer):
