@@ -328,7 +328,7 @@ def main(words: list[str]) -> None:
     return
   table = overlap_table(values.overlap, found, values.overlap_words)
   write_json(os.path.join(values.workdir, "overlap.json"), {"rows": table.rows})
-  rich.print(rich_table(table))
+  rich.print(table)
 
 
 def _define_flags() -> None:
