@@ -88,11 +88,6 @@ def test_teachers_that_do_not_fit_are_refused(config, stock, tmp_path):
   with pytest.raises(ConfigError, match="filter_groups=True leaves out groups with"):
     rl.run(taught, str(tmp_path / "w"))
   taught.algo.sampling.filter_groups = False
-  hinted = taught.copy_and_resolve_references()
-  hinted.distillation.hint = "The answer is {answers}."
-  hinted.agent = dict(path="json:dumps")
-  with pytest.raises(ConfigError, match="hint is added to our own loop's"):
-    rl.run(hinted, str(tmp_path / "w"))
   taught.distillation.teacher = "http://127.0.0.1:1"
   taught.rollout.constrain = True
   with pytest.raises(ConfigError, match="reports log-probs at temperature 1"):

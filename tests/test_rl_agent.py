@@ -104,6 +104,10 @@ REFUSED = [
   ({"agent.format": "chat"}, "reward.shaping.format='product'"),
   ({"rollout.context.count": 2, "rollout.context.leave_at": 64}, "take 1"),
   ({"algo.loss.advantage": "gae"}, "an agent .section agent. may spread them"),
+  (
+    {"distillation.hint": "{answers}", "algo.sampling.filter_groups": False},
+    "hint is added to our own loop's prompts",
+  ),
 ]
 
 

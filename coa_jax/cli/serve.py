@@ -366,33 +366,27 @@ def main(config: ml_collections.ConfigDict) -> None:
   """Serves until stopped."""
   # At any point, the exit ends threads and processes.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
-  host = _HOST.value
+  host, name, waiting = _HOST.value, _NAME.value, _MAX_WAITING.value
   if serve_agents.FORMAT.value:
-    serve_agents.serve(
-      config,
-      host,
-      _PORT.value,
-      _NAME.value,
-      _ALLOWED_HOSTS.value,
-      _MAX_WAITING.value,
-    )
+    allowed = _ALLOWED_HOSTS.value
+    serve_agents.serve(config, host, _PORT.value, name, allowed, waiting)
     return
   # Bind the port first: a used port is reported before loading a model.
   with (
     contextlib.suppress(KeyboardInterrupt),
     http_server.bind(host, _PORT.value) as sock,
-    open_server(config, _MAX_WAITING.value) as server,
+    open_server(config, waiting) as server,
   ):
     risk = "ask the team and have it run programs in its sandbox"
     hosts = http_server.open_hosts(host, _ALLOWED_HOSTS.value, risk)
-    app = make_app(server, _NAME.value, tuple(hosts), _CONVERSATION.value)
+    app = make_app(server, name, tuple(hosts), _CONVERSATION.value)
     http = http_server.Server(app, GRACE_S)
     # Nobody can connect before the sampler is compiled.
     print("compiling the sampler ...", file=sys.stderr, flush=True)
     server.warm_up()
     url = http_server.listen(sock, host)
     print(
-      f"serving {config.init} as {_NAME.value!r} at {url}/v1, a chat page at {url}/ "
+      f"serving {config.init} as {name!r} at {url}/v1, a chat page at {url}/ "
       "(Ctrl-C ends it)",
       flush=True,
     )
