@@ -51,7 +51,7 @@ class Scored:
   malformed: int
   vote: str | None
   logp: float
-  chosen: tuple[str, ...] = ()
+  chosen: list[str] = dataclasses.field(default_factory=list)
 
   @classmethod
   def from_json(cls, row: dict[str, Any]) -> Scored:
@@ -82,7 +82,7 @@ def scored(
     malformed=sum(malformed(call, tools) for call in t.calls),
     vote=vote_key(answer) if answer else None,
     logp=mean_logp(t),
-    chosen=tuple(t.meta.get(CHOSEN, ())),
+    chosen=list(t.meta.get(CHOSEN, ())),
   )
 
 
