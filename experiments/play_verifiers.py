@@ -164,6 +164,7 @@ async def solve(task: dict[str, Any], client: Client) -> float:
   """Plays a task as verifiers does, with our policy; returns its reward.
 
   The harness is `null`, a loop over the taskset's tools, in processes of this machine.
+  It installs its packages by `uv`.
   """
   seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
   config = {"taskset": {"id": task["meta"]["taskset"]}, "agent": seat}
