@@ -70,6 +70,14 @@ class Parse:
     """True if the whole text is a well-formed trajectory."""
     return self.verdict == ParseVerdict.OK
 
+  @property
+  def answer(self) -> str | None:
+    """The last `answer` span's content, stripped; None if there is none."""
+    for span in reversed(self.spans):
+      if span.role == ANSWER:
+        return span.content.strip()
+    return None
+
 
 # Anything like a tag at the top level; inside text only protocol tags count.
 _TOP = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>", re.ASCII)

@@ -22,6 +22,7 @@ from coa_jax.rollout.slot_cache import OnHost, Prefill
 from coa_jax.rollout.types import (
   Counters,
   Episode,
+  RolloutConfig,
   Timings,
   prompt_ids,
 )
@@ -70,7 +71,7 @@ class Scheduler:
       device: the replica's `device_loop.DeviceLoop`; untyped, so that this file does
         not import JAX.
     """
-    self.config = device.config
+    self.config: RolloutConfig = device.config
     self.device = device
     self.slots = self.config.slots
     self.counters = Counters()

@@ -11,7 +11,7 @@ import toy
 
 from coa_jax import rl
 from coa_jax.learner import log_probs
-from coa_jax.learner.algorithms import PRESETS
+from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.learner.batch import Batch
 from coa_jax.model.cache import row_bytes
 from coa_jax.model.hf.io import load_model
@@ -103,7 +103,7 @@ def test_every_algorithm_has_its_presets_fields_and_the_same_budget(
     read_config(algorithms.config_of(n, str(tmp_path), 2, 5, quick), rl.RLConfig).algo
     for n in (name, "dapo")
   )
-  for section, fields in PRESETS[name].items():
+  for section, fields in preset(name).items():
     values = {k: getattr(getattr(algo, section), k) for k in fields}
     assert values == fields | ({"rounds": 1} if "rounds" in fields else {})
   assert algo.sampling.rounds == 1

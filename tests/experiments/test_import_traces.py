@@ -280,9 +280,7 @@ def test_refusals_are_one_line(tmp_path):
     ("web --variant=web --filters.min_calls=9", "is given without --filter, which "),
     ("web --variant=web --filters.min_cals=9", "min_cals"),
     ("web --variant=unify", "unknown protocol variant 'unify'"),
-    ("rl --variant=web --filter", "--filter is for trajectories; these are tasks"),
-    ("rl --variant=web --formats.copies=1", "--formats.copies is for trajectories; th"),
-    ("rl --variant=web --shard=0/2", "--shard is for trajectories; these are tasks"),
+    ("rl --variant=web", "these rows are tasks, without trajectories; use the file as"),
     ("web --variant=web --shard=2/2", "I is below N"),
     (
       "stray --variant=web",

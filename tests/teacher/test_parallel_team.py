@@ -125,8 +125,8 @@ def test_one_unavailable_tool_ends_the_run():
 
 def test_a_journal_answers_every_call(tmp_path):
   def run(call) -> Run:
-    with Journal(str(tmp_path / "calls.jsonl")) as journal:
-      return play(Team(TWO), journal.tools(call, ("t", 0)))
+    journal = Journal(str(tmp_path / "calls.jsonl"))
+    return play(Team(TWO), journal.tools(call, ("t", 0)))
 
   whole = run(echo)
   assert run(None) == whole  # no call is made again

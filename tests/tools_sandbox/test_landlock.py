@@ -31,7 +31,7 @@ def tried(what):
     return type(e).__name__
 print(tried(lambda: open(f"{inside}/new", "w").write("x")))
 print(tried(lambda: os.rename(f"{inside}/new", f"{inside}/newer")))
-print(tried(lambda: open(f"{devices}/null", "w").write("x")))
+print(tried(lambda: open(f"{devices}/null", "r+").write("x")))
 print(tried(lambda: open(outside).read()))
 print(tried(lambda: open(outside, "a")))
 print(tried(lambda: open(outside + "2", "w")))

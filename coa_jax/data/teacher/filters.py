@@ -149,8 +149,7 @@ def examine(
   result = FilterResult(graded=trajectory.reward is not None)
   result.reflected = _has_reflection(verdict)
   # A noticed mistake earns copies only if the final answer is right.
-  is_right = bool(trajectory.reward_parts.get("answer"))
-  result.corrected = is_right and was_corrected(verdict.spans)
+  result.corrected = bool(_recorded_reward(trajectory)) and was_corrected(verdict.spans)
   if config.max_similarity < 1:
     result.signature = signature(policy_text(trajectory))
   return result
@@ -286,7 +285,7 @@ def _quality(
     return "quality", "redundant_calls"
 
   # --- The answer. A recorded reward comes first: it may have cost a judge's call.
-  reward = trajectory.reward_parts.get("answer")
+  reward = _recorded_reward(trajectory)
   if reward is None:
     reward = grade(task, verdict.answer)
     if reward is None:
@@ -296,6 +295,15 @@ def _quality(
   if reward < c.min_reward:
     return "quality", "wrong_answer"
   return None
+
+
+def _recorded_reward(trajectory: Trajectory) -> float | None:
+  """Returns the answer's recorded reward; None if it is missing or not a number."""
+  parts = trajectory.reward_parts
+  if not isinstance(parts, dict):  # a foreign row may have any type here
+    return None
+  reward = parts.get("answer")
+  return float(reward) if isinstance(reward, int | float) else None
 
 
 def _contamination(
