@@ -71,9 +71,10 @@ class Scheduler:
       device: the replica's `device_loop.DeviceLoop`; untyped, so that this file does
         not import JAX.
     """
-    self.config: RolloutConfig = device.config
+    config: RolloutConfig = device.config
+    self.config = config
     self.device = device
-    self.slots = self.config.slots
+    self.slots = config.slots
     self.counters = Counters()
     self.clear()
 
