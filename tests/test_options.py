@@ -18,6 +18,7 @@ ELSEWHERE = {
   "ServeConfig.reward": "likewise",
   "ServeConfig.eval": "likewise",
   "ServeConfig.agent": "likewise",
+  "RolloutConfig.window": "read by Scheduler, from its device loop",
   "RolloutConfig.memory": "read through the protocol memory.CacheConfig",
   "SynthesisConfig.backend": "says whether section chat has to be there",
 }

@@ -71,10 +71,9 @@ class Scheduler:
       device: the replica's `device_loop.DeviceLoop`; untyped, so that this file does
         not import JAX.
     """
-    config: RolloutConfig = device.config
-    self.config = config
+    self.config: RolloutConfig = device.config
     self.device = device
-    self.slots = config.slots
+    self.slots = self.config.slots
     self.counters = Counters()
     self.clear()
 
