@@ -13,9 +13,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   """Returns the config.
 
   Args:
-    arg: "tiny" trains a smaller model for 20 steps; "large" a 5M-parameter model, the
-      teacher in configs/opd_world.py; "hybrid" a model of the default size with linear
-      attention in three of four layers, like Qwen3.5.
+    arg: "tiny" trains a smaller model for 20 steps; "large" a 5M-parameter model;
+      "hybrid" a model of the default size with linear attention in three of four
+      layers, like Qwen3.5.
   """
   if arg not in ("", "tiny", "large", "hybrid"):
     raise ValueError(f"sft_world answers '', 'tiny', 'large' and 'hybrid', not {arg!r}")
