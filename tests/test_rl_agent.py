@@ -99,7 +99,10 @@ def test_an_evaluation_plays_by_the_agent(team, tmp_path):
 
 
 REFUSED = [
-  ({"agent.path": "nowhere:solve"}, "agent.path 'nowhere:solve' cannot be imported: Mod"),
+  (
+    {"agent.path": "nowhere:solve"},
+    "agent.path 'nowhere:solve' cannot be imported: Mod",
+  ),
   ({"agent.path": "solve"}, "must be module:function"),
   ({"agent.format": "chat"}, "reward.shaping.format='product'"),
   ({"rollout.context.count": 2, "rollout.context.leave_at": 64}, "take 1"),
