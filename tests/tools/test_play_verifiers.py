@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import os
+import sys
 import threading
 
 import pytest
@@ -84,8 +86,9 @@ class Model(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_their_loop_plays_with_our_policy_as_the_model():
-  """Their harness installs its packages by uv."""
+def test_their_loop_plays_with_our_policy_as_the_model(monkeypatch):
+  """Their harness installs packages by uv; their tool server imports the taskset."""
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Model)
   threading.Thread(target=server.serve_forever, daemon=True).start()
   client = Client(f"http://127.0.0.1:{server.server_port}/v1", "key")
