@@ -213,7 +213,7 @@ def run(
     "tools.corpus": hash_files(settings.tools.corpus),
     "init": hash_files(settings.init, samples=16),
   }
-  # Attempts can be scored with any k.
+  # Finished attempts can be scored again.
   scoring = ("eval.k", "eval.best_by", "eval.selector")
   prepare_workdir(settings, workdir, may_change=scoring, inputs=inputs)
 

@@ -1,8 +1,8 @@
 """Plays a taskset of the package `verifiers` in our RL and evaluation.
 
-`environment` gives our own loop the taskset's tools and rewards; `solve` is an agent in
-verifiers' loop, whatever that is. docs/environments.md says when to take which. Written
-for verifiers 0.4 (`pip install verifiers`). This writes a taskset's tasks for us:
+`environment` gives our own loop the taskset's tools and rewards; `solve` runs verifiers'
+own loop with our policy (docs/environments.md compares them). Written for verifiers 0.4
+(`pip install verifiers`). This command writes a taskset's tasks:
 
   python -m experiments.play_verifiers TASKSET > tasks.jsonl
 """
@@ -15,7 +15,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import verifiers.v1 as vf
@@ -93,6 +93,7 @@ class _Environment:
   """One task: its tools in this process, and the trace that its rewards read."""
 
   taskset = ""
+  _toolsets: Sequence[vf.Toolset] = ()  # so that `close` works after a failed `reset`
 
   def reset(self, task: dict[str, Any]) -> None:
     """Begins the task; the row's question is its whole prompt."""
@@ -186,5 +187,7 @@ async def solve(task: dict[str, Any], client: Client) -> float:
 
 
 if __name__ == "__main__":
+  if len(sys.argv) != 2:
+    sys.exit("usage: python -m experiments.play_verifiers TASKSET > tasks.jsonl")
   for row in rows(sys.argv[1]):
     print(json.dumps(row))

@@ -143,7 +143,7 @@ class CoAEpisode(Episode):
 
   @property
   def limit(self) -> int:
-    """The context's maximum length, by what the policy may still write."""
+    """The context's maximum length: its tokens, and those still to be sampled."""
     usage = self.trajectory.usage
     given = usage.prompt + usage.observation + len(self._forced) - self._earlier
     return given + self._max_sampled

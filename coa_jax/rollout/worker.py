@@ -197,7 +197,11 @@ class RolloutWorker:
     """Plays every task `samples` times; each of n processes plays every n-th task.
 
     Args:
+      params: the policy.
       tasks: tasks to play; a task's index and the sample number key the randomness.
+      samples: attempts per task.
+      temperature: 0 is greedy.
+      version: the policy's version, recorded on every token.
       skip: (task index, sample) of attempts to skip; the others do not change.
       shard: the tasks played here; this process's part if None.
 
@@ -250,16 +254,25 @@ class RolloutWorker:
     samples: int,
     temperature: float,
     seed: int,
-    **options: Any,
+    version: int = 0,
+    evaluation: bool = False,
   ) -> list[list[Trajectory]]:
     """Returns each task's trajectories by sample number; args as in `generate`.
 
     Each process gets only its own tasks' trajectories.
     """
     out: list[list[Trajectory]] = [[] for _ in tasks]
-    for place, trajectory in self.generate(
-      params, tasks, toolbox, samples, temperature, seed, **options
-    ):
+    played = self.generate(
+      params,
+      tasks,
+      toolbox,
+      samples,
+      temperature,
+      seed,
+      version=version,
+      evaluation=evaluation,
+    )
+    for place, trajectory in played:
       out[place].append(trajectory)
     # They arrive in order of completion, which depends on the tools.
     return [sorted(group, key=lambda t: t.sample) for group in out]
