@@ -1,8 +1,8 @@
 """Plays a taskset of the package `verifiers` in our RL and evaluation.
 
-`environment` gives our own loop the taskset's tools and rewards; `solve` runs verifiers'
-own loop with our policy (docs/environments.md compares them). Written for verifiers 0.4
-(`pip install verifiers`). This command writes a taskset's tasks:
+`environment` gives our own loop the taskset's tools and rewards. `solve` runs
+verifiers' own loop with our policy. docs/environments.md compares them. Written for
+verifiers 0.4 (`pip install verifiers`). This command writes a taskset's tasks:
 
   python -m experiments.play_verifiers TASKSET > tasks.jsonl
 """
@@ -97,9 +97,9 @@ class _Environment:
 
   def reset(self, task: dict[str, Any]) -> None:
     """Begins the task; the row's question is its whole prompt."""
+    self._loop = asyncio.new_event_loop()
     loaded, tasks = _load(self.taskset)
     self._task = tasks[task["meta"]["number"]]
-    self._loop = asyncio.new_event_loop()
     kind = type(self._task)
     self._trace = vf.Trace(
       task=vf.TraceTask(type=kind.__name__, data=self._task.data, key=self._task.key),
