@@ -88,7 +88,7 @@ PLACES = {
   "proven": ("after", Bucket, "put", _PROOF),
   "forget": ("after", Bucket, "delete", _PROOF),  # an old one lacks only its proof
   "model": ("after", Bucket, "put", "model/"),  # in the last push
-  "fetch": ("after", Bucket, "get", ""),  # at the start
+  "fetch": ("after", Bucket, "_get", ""),  # at the start
 }
 
 

@@ -189,18 +189,18 @@ class Bucket:
     if "" in objects and len(objects) > 1:
       raise BucketError(f"{self.uri}: is an object and a folder of objects")
 
-    def read(name: str, path: str) -> None:
-      self._fs.get_file(self._path(name), path)
-      size = os.path.getsize(path)
-      if size != objects[name].size:
-        raise EOFError(f"{size} of {objects[name].size} bytes came")
-
     def get(name: str) -> None:
       path = path_below(folder, name, self.uri) if name else folder
       os.makedirs(os.path.dirname(path), exist_ok=True)
-      self._tried(read, name, path)
+      self._tried(self._get, name, path, objects[name].size)
 
     at_once(get, objects)
+
+  def _get(self, name: str, path: str, size: int) -> None:
+    self._fs.get_file(self._path(name), path)
+    got = os.path.getsize(path)
+    if got != size:
+      raise EOFError(f"{got} of {size} bytes came")
 
   def _path(self, name: str) -> str:
     return f"{self._root}/{name}" if name else self._root
