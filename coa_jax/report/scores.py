@@ -281,8 +281,9 @@ def summary(
     sampled), `malformed_rate` (per attempted call) and `protocol_ok` (per attempt,
     greedy and sampled); `ci95`, figure -> [low, high], by `interval` for means per task
     and by `proportion_interval` for all others; `calibration_error`, if a judge read
-    confidences; `status`, name -> number of attempts; `tasks`, the number of tasks with
-    graded attempts. A figure without data is None.
+    confidences; `attempted`, `accuracy_given_attempted` and `f1_given_attempted`, if a
+    judge gave SimpleQA's grades; `status`, name -> number of attempts; `tasks`, the
+    number of tasks with graded attempts. A figure without data is None.
   """
   # --- Attempts that count for the model, by task.
   greedy = [scored(t, tools) for t in greedy]
@@ -339,6 +340,7 @@ def summary(
   error = calibration_error(tasks)
   if error is not None:
     out["calibration_error"] = error
+  out.update(given_attempted(tasks))
   out["status"] = {s.value: status[s.value] for s in Status}
   out["tasks"] = len(tasks)
   return out
@@ -367,6 +369,27 @@ def calibration_error(
   )
   squares = [len(b) * float(b[:, 0].mean() - b[:, 1].mean()) ** 2 for b in bins]
   return math.sqrt(math.fsum(squares) / len(ordered))
+
+
+def given_attempted(tasks: Sequence[Sequence[Scored]]) -> dict[str, float]:
+  """Computes SimpleQA's figures over attempts; {} without its grades.
+
+  `attempted` is the share of answers that commit to one; `f1_given_attempted` the
+  harmonic mean of the shares of right answers among all and among the attempted
+  (arXiv 2411.04368).
+  """
+  graded = [t for group in tasks for t in group if "attempted" in t.reward_parts]
+  if not graded:
+    return {}
+  right = statistics.fmean(float(correct(t)) for t in graded)
+  attempted = statistics.fmean(t.reward_parts["attempted"] for t in graded)
+  accuracy = right / attempted if attempted else 0.0
+  f1 = 2 * right * accuracy / (right + accuracy) if right else 0.0
+  return {
+    "attempted": attempted,
+    "accuracy_given_attempted": accuracy,
+    "f1_given_attempted": f1,
+  }
 
 
 def _well_formed(attempt: Scored) -> bool:

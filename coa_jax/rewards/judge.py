@@ -16,12 +16,12 @@ import json
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
-from coa_jax.rewards import hle, qa
+from coa_jax.rewards import hle, qa, simpleqa
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.runtime.fields import bounded, check_fields, choice
 from tools_sandbox.chat import ChatConfig, ChatModel
@@ -65,8 +65,9 @@ class JudgeConfig:
     chat: the endpoint: base_url, model, key_file, max_tokens.
     seconds: time limit for one reply, retries and pauses included.
     workers: requests at once.
-    style: verdict asks in this project's words; hle in those of HLE and BrowseComp,
-      and records the response's confidence.
+    style: verdict asks for right or wrong; hle in the words of HLE and BrowseComp, and
+      records the response's confidence; simpleqa for SimpleQA's three grades, and
+      records whether an answer was attempted.
     cache: a JSON-lines file for verdicts; with None, a stage stores them in its workdir
       (verdicts.jsonl), any other caller in memory only.
   """
@@ -74,7 +75,7 @@ class JudgeConfig:
   chat: ChatConfig
   seconds: float = bounded(120.0, above=0)
   workers: int = bounded(8, least=1)
-  style: str = choice("verdict", of=("verdict", "hle"))
+  style: str = choice("verdict", of=("verdict", "hle", "simpleqa"))
   cache: str | None = None
 
   def __post_init__(self):
@@ -83,23 +84,21 @@ class JudgeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """A verdict, and the response's confidence if the judge's style asks for it."""
+  """A verdict.
+
+  Attributes:
+    right: whether the answer is right.
+    parts: the response's `confidence` (style hle); whether an answer was `attempted`,
+      0 or 1 (style simpleqa).
+  """
 
   right: bool
-  confidence: float | None = None
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def graded(self) -> Graded:
     """Returns the verdict as a grade."""
-    if self.confidence is None:
-      return Graded(float(self.right))
-    return Graded(float(self.right), parts={"confidence": self.confidence})
-
-  def to_json(self) -> dict[str, Any]:
-    """Returns the fields of a row in the cache."""
-    if self.confidence is None:
-      return {"correct": self.right}
-    return {"correct": self.right, "confidence": self.confidence}
+    return Graded(float(self.right), parts=dict(self.parts))
 
 
 def read_verdict(reply: str) -> bool | None:
@@ -211,13 +210,13 @@ class Judge:
       Ungradable: the judge is unreachable, refuses, or gives no verdict.
     """
     # --- Verdicts without the judge.
+    style = self._config.style
     if answer is None or not answer.strip():
-      return Graded(0.0)
-    is_hle = self._config.style == "hle"
-    if not is_hle and qa.exact_match(answer, task.answers):
-      return Graded(1.0)
+      return Verdict(False, {"attempted": 0} if style == "simpleqa" else {}).graded
+    if style != "hle" and qa.exact_match(answer, task.answers):
+      return Verdict(True, {"attempted": 1} if style == "simpleqa" else {}).graded
     # --- The request and its key; another model or prompt has another verdict.
-    if is_hle:
+    if style == "hle":
       ask = hle.PROMPT.format(
         question=task.question,
         response=answer,
@@ -229,7 +228,8 @@ class Judge:
         "labelled_answers": list(task.answers),
         "predicted_answer": answer,
       }
-      ask = _ASK.format(data=json.dumps(data, indent=1))
+      prompt = simpleqa.PROMPT if style == "simpleqa" else _ASK
+      ask = prompt.format(data=json.dumps(data, indent=1))
     text = f"{self._config.chat.model}\0{_SYSTEM}\0{ask}"
     key = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
     # --- The first thread with this answer asks; all others wait for its verdict.
@@ -254,11 +254,11 @@ class Judge:
       return
     verdict.set_result(found)
     if self._cache is not None:
-      self._cache.append({"key": key, **found.to_json()})
+      self._cache.append({"key": key, "correct": found.right, **found.parts})
 
   def _ask(self, ask: str) -> Verdict:
     reply = ""
-    system = "" if self._config.style == "hle" else _SYSTEM
+    system = _SYSTEM if self._config.style == "verdict" else ""
     # `ChatModel` retries failed requests; this loop retries replies without a verdict,
     # since the model may use the right format the next time.
     for _ in range(_REPLIES):
@@ -267,32 +267,42 @@ class Judge:
           reply = self._chat.ask(system, ask, self._config.seconds)
       except (Unavailable, ToolFault) as e:
         raise Ungradable(f"reward.judge: {e}") from e
-      if self._config.style == "hle":
-        read = hle.read_reply(reply)
-        if read is not None:
-          return Verdict(*read)
-      else:
-        right = read_verdict(reply)
-        if right is not None:
-          return Verdict(right)
+      verdict = _read(self._config.style, reply)
+      if verdict is not None:
+        return verdict
     raise Ungradable(f"reward.judge: no verdict in a reply that ends {reply[-80:]!r}")
 
   def _recall(self, row: Any, where: str, place: Place) -> None:
     """Takes over a verdict from a cache."""
     try:
-      key = row["key"]
-      found = Verdict(row["correct"], row.get("confidence"))
-      is_number = isinstance(found.confidence, float | None)
-      if not isinstance(key, str) or not isinstance(found.right, bool) or not is_number:
+      parts = dict(row)
+      key = parts.pop("key")
+      right = parts.pop("correct")
+      numbers = all(isinstance(value, int | float) for value in parts.values())
+      if not isinstance(key, str) or not isinstance(right, bool) or not numbers:
         raise TypeError
-    except (TypeError, KeyError):
+    except (TypeError, ValueError, KeyError):
       raise ValueError(
-        f"{where}: not a verdict; accepted: key (text), correct (boolean) and "
-        "confidence (0 to 1)"
+        f"{where}: not a verdict; accepted: key (text), correct (boolean) and numbers "
+        "such as confidence"
       ) from None
     verdict: concurrent.futures.Future[Verdict] = concurrent.futures.Future()
-    verdict.set_result(found)
+    verdict.set_result(Verdict(right, parts))
     self._verdicts[key] = verdict
+
+
+def _read(style: str, reply: str) -> Verdict | None:
+  """Reads a reply in a style; None without a verdict."""
+  if style == "hle":
+    read = hle.read_reply(reply)
+    return None if read is None else Verdict(read[0], {"confidence": read[1]})
+  if style == "simpleqa":
+    grade = simpleqa.read_reply(reply)
+    if grade is None:
+      return None
+    return Verdict(grade == "correct", {"attempted": float(grade != "not_attempted")})
+  right = read_verdict(reply)
+  return None if right is None else Verdict(right)
 
 
 def _make_file(path: str) -> None:
