@@ -282,7 +282,8 @@ def gather_scored(
   After a start with fewer processes, two may have the same attempt: the first process's
   counts.
   """
-  rows = [dataclasses.asdict(scores.scored(t, tools)) for t in own]
+  evidence = {task.id: task.evidence for task in tasks}
+  rows = [dataclasses.asdict(scores.scored(t, tools, evidence[t.task_id])) for t in own]
   places = {task.id: place for place, task in enumerate(tasks)}
   out: dict[tuple[int, int], scores.Scored] = {}
   for row in itertools.chain.from_iterable(gather_json(rows)):

@@ -14,8 +14,8 @@ part I of N (from 0) in the common workdir.
 --overlap=sft.jsonl plays nothing: it counts the rows of training data (trajectories or
 tasks) that hold a question of each set, into overlap.json.
 
-Suites: afm (the paper's), math, code, mhqa, web, and offline (math and code, without
-any service).
+Suites: afm (the paper's), math, code, mhqa, web, more (sets that the paper does not
+have), and offline (math and code, without any service).
 """
 
 from __future__ import annotations
@@ -62,8 +62,14 @@ _COLUMNS = {
   "calls": "calls",
   "seconds": "s",
   "chosen": "chosen",
+  "recall": "recall",
   "paper_7b": "paper 7B",
   "paper_32b": "paper 32B",
+}
+
+_OPTIONAL = {
+  "chosen": "chosen: the model of eval.selector chose one of k samples.",
+  "recall": "recall: percent of the evidence that the tools showed.",
 }
 
 
@@ -168,6 +174,7 @@ def rows_of(
       "calls": figures["tool_calls_per_task"],
       "seconds": seconds.get(one.name),
       **_chosen(figures),
+      **_recall(figures),
       "paper_7b": one.paper.get("7b"),
       "paper_32b": one.paper.get("32b"),
     }
@@ -190,6 +197,13 @@ def _chosen(figures: Mapping[str, Any]) -> dict[str, float]:
   if not names:
     return {}
   return {"chosen": 100 * figures[max(names, key=lambda n: int(n.rpartition("_")[2]))]}
+
+
+def _recall(figures: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the evidence's recall in percent; {} for a set that names no evidence."""
+  if "evidence_recall" not in figures:
+    return {}
+  return {"recall": 100 * figures["evidence_recall"]}
 
 
 def _samples(out: str) -> int:
@@ -291,10 +305,11 @@ def run(
   if missing:
     note += f" Missing: {', '.join(one.name for one in missing)}."
   columns = dict(_COLUMNS)
-  if any("chosen" in row for row in rows):
-    note += " chosen: the model of eval.selector chose one of k samples."
-  else:
-    del columns["chosen"]
+  for name, text in _OPTIONAL.items():
+    if any(name in row for row in rows):
+      note += f" {text}"
+    else:
+      del columns[name]
   table = Table(f"Benchmarks: {values.suite}", rows, columns, note)
   card = {
     "suite": values.suite,

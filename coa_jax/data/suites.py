@@ -102,11 +102,18 @@ SETS = (
     "web",
     "browsecomp",
     "openai/simple-evals, browse_comp_test_set",
-    "browsecomp* browse_comp*",
+    "browse_comp* browsecomp.* browsecomp",
     (5.8, 11.1),
   ),
   _set("web", "hle", "cais/hle", "*hle*", (15.6, 18.0)),
   _set("math", "gsm8k", "openai/gsm8k", "*gsm8k*"),
+  _set("math", "gpqa", "Idavidrein/gpqa, gpqa_diamond", "*gpqa*diamond* *gpqa*"),
+  _set("math", "mmlu_pro", "TIGER-Lab/MMLU-Pro", "*mmlu*pro*"),
+  _set("web", "simpleqa", "openai/simple-evals, simple_qa_test_set", "*simple*qa*"),
+  _set("web", "frames", "google/frames-benchmark", "*frames*"),
+  _set("web", "xbench", "xbench/DeepSearch", "*xbench* *deepsearch*"),
+  # Over its own corpus (tools.corpus), with wiki_search.
+  _set("mhqa", "browsecomp_plus", "Tevatron/browsecomp-plus", "*browsecomp*plus*"),
 )
 # Sets without figures in the paper are in no suite of the paper's.
 _PAPERS = tuple(s.name for s in SETS if s.paper)
@@ -122,6 +129,7 @@ SUITES: Mapping[str, tuple[str, ...]] = {
   "code": _of("code"),
   "mhqa": _of("mhqa"),
   "web": _of("web"),
+  "more": tuple(s.name for s in SETS if not s.paper),
   # No service is needed: the programs run here.
   "offline": tuple(s.name for s in SETS if s.agent in ("math", "code")),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import Author, Status, ToolCall, Trajectory, Usage
+from coa_jax.report import set_figures
 from coa_jax.rewards import answer_of
 from coa_jax.rewards.best_of import CHOSEN
 from coa_jax.rewards.votes import vote_key
@@ -38,6 +40,7 @@ class Scored:
     malformed: the number of malformed calls, by the function `malformed`.
     vote: the answer's `vote_key`; None without an answer.
     logp: the result of `mean_logp`.
+    evidence: the result of `set_figures.evidence_recall`.
     chosen: figures for which this attempt was chosen among its task's; see `best_of`.
   """
 
@@ -51,6 +54,7 @@ class Scored:
   malformed: int
   vote: str | None
   logp: float
+  evidence: float | None = None
   chosen: list[str] = dataclasses.field(default_factory=list)
 
   @classmethod
@@ -64,9 +68,17 @@ Attempt = TypeVar("Attempt", Trajectory, Scored)
 
 
 def scored(
-  attempt: Trajectory | Scored, tools: Collection[str] = roles.TOOLS
+  attempt: Trajectory | Scored,
+  tools: Collection[str] = roles.TOOLS,
+  evidence: Collection[str] = (),
 ) -> Scored:
-  """Returns an attempt's data for the figures; `tools` as in `malformed`."""
+  """Returns an attempt's data for the figures.
+
+  Args:
+    attempt: returned as it is if it is scored.
+    tools: as in `malformed`.
+    evidence: as in `set_figures.evidence_recall`.
+  """
   if isinstance(attempt, Scored):
     return attempt
   t = attempt
@@ -82,6 +94,7 @@ def scored(
     malformed=sum(malformed(call, tools) for call in t.calls),
     vote=vote_key(answer) if answer else None,
     logp=mean_logp(t),
+    evidence=set_figures.evidence_recall(t, evidence),
     chosen=list(t.meta.get(CHOSEN, ())),
   )
 
@@ -282,7 +295,8 @@ def summary(
     greedy and sampled); `ci95`, figure -> [low, high], by `interval` for means per task
     and by `proportion_interval` for all others; `calibration_error`, if a judge read
     confidences; `attempted`, `accuracy_given_attempted` and `f1_given_attempted`, if a
-    judge gave SimpleQA's grades; `status`, name -> number of attempts; `tasks`, the
+    judge gave SimpleQA's grades; `evidence_recall`, of tasks that name their evidence;
+    `status`, name -> number of attempts; `tasks`, the
     number of tasks with graded attempts. A figure without data is None.
   """
   # --- Attempts that count for the model, by task.
@@ -326,6 +340,11 @@ def summary(
     "malformed_rate": malformed_counts,
     "protocol_ok": _task_means(tasks, _well_formed),
   }
+  with_evidence = [group for group in tasks if group[0].evidence is not None]
+  if with_evidence:
+    by_figure["evidence_recall"] = _task_means(
+      with_evidence, lambda t: t.evidence or 0.0
+    )
 
   # --- The record: each figure and its interval.
   out: dict[str, Any] = {"ci95": {}}
@@ -337,59 +356,20 @@ def summary(
       out["ci95"][name] = interval(values, under)
     else:
       out["ci95"][name] = proportion_interval(values, under)
-  error = calibration_error(tasks)
-  if error is not None:
-    out["calibration_error"] = error
-  out.update(given_attempted(tasks))
+  for part, figures in (
+    ("confidence", set_figures.calibration_error),
+    ("attempted", set_figures.given_attempted),
+  ):
+    pairs = [
+      (t.reward_parts[part], float(correct(t)))
+      for t in itertools.chain.from_iterable(tasks)
+      if part in t.reward_parts
+    ]
+    if pairs:
+      out.update(figures(pairs))
   out["status"] = {s.value: status[s.value] for s in Status}
   out["tasks"] = len(tasks)
   return out
-
-
-def calibration_error(
-  tasks: Sequence[Sequence[Scored]], size: int = 100
-) -> float | None:
-  """Computes HLE's RMS calibration error; None if no attempt has a confidence.
-
-  Attempts are sorted by confidence and cut into bins of `size`, the rest joining the
-  last bin; the error is the root of the mean of (mean confidence - accuracy)^2,
-  weighted by the bins' sizes (arXiv 2501.14249).
-  """
-  pairs = [
-    (t.reward_parts["confidence"], float(correct(t)))
-    for attempts in tasks
-    for t in attempts
-    if "confidence" in t.reward_parts
-  ]
-  if not pairs:
-    return None
-  ordered = np.array(sorted(pairs, key=lambda pair: pair[0]))
-  bins = np.array_split(
-    ordered, [size * n for n in range(1, max(len(ordered) // size, 1))]
-  )
-  squares = [len(b) * float(b[:, 0].mean() - b[:, 1].mean()) ** 2 for b in bins]
-  return math.sqrt(math.fsum(squares) / len(ordered))
-
-
-def given_attempted(tasks: Sequence[Sequence[Scored]]) -> dict[str, float]:
-  """Computes SimpleQA's figures over attempts; {} without its grades.
-
-  `attempted` is the share of answers that commit to one; `f1_given_attempted` the
-  harmonic mean of the shares of right answers among all and among the attempted
-  (arXiv 2411.04368).
-  """
-  graded = [t for group in tasks for t in group if "attempted" in t.reward_parts]
-  if not graded:
-    return {}
-  right = statistics.fmean(float(correct(t)) for t in graded)
-  attempted = statistics.fmean(t.reward_parts["attempted"] for t in graded)
-  accuracy = right / attempted if attempted else 0.0
-  f1 = 2 * right * accuracy / (right + accuracy) if right else 0.0
-  return {
-    "attempted": attempted,
-    "accuracy_given_attempted": accuracy,
-    "f1_given_attempted": f1,
-  }
 
 
 def _well_formed(attempt: Scored) -> bool:

@@ -41,7 +41,15 @@ TOOLS = {
   "mhqa": ("wiki_search",),
   "web": ("web_search",),
 }
-QUESTIONS = ("question", "Question", "problem", "question_content", "description")
+QUESTIONS = (
+  "question",
+  "Question",
+  "problem",
+  "question_content",
+  "description",
+  "query",
+  "Prompt",
+)
 
 
 def question_of(case: dict) -> str:
@@ -55,10 +63,9 @@ def evidence_of(case: dict) -> str:
   return f"evidence for {case['set']}"
 
 
-def encrypted(text: str, canary: str) -> str:
-  """Encrypts as BrowseComp does."""
-  key = itertools.cycle(hashlib.sha256(canary.encode()).digest())
-  pairs = zip(text.encode(), key, strict=False)
+def encrypted(text: str, key: bytes) -> str:
+  """Encrypts as BrowseComp and xbench do."""
+  pairs = zip(text.encode(), itertools.cycle(key), strict=False)
   return base64.b64encode(bytes(a ^ b for a, b in pairs)).decode()
 
 
@@ -67,14 +74,17 @@ def write_set(folder: pathlib.Path, case: dict) -> None:
   path = folder / case["file"]
   path.parent.mkdir(parents=True, exist_ok=True)
   row = dict(case["row"])
-  if case["set"] == "browsecomp":
-    for name in ("problem", "answer"):
-      row[name] = encrypted(row[name], row["canary"])
+  if "canary" in row:
+    canary = row["canary"].encode()
+    key = hashlib.sha256(canary).digest() if case["set"] == "browsecomp" else canary
+    for name in {"problem", "prompt", "answer"} & set(row):
+      row[name] = encrypted(row[name], key)
   if path.suffix == ".parquet":
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-  elif path.suffix == ".csv":
+  elif path.suffix in (".csv", ".tsv"):
+    delimiter = "\t" if path.suffix == ".tsv" else ","
     with path.open("w", newline="") as f:
-      csv.writer(f).writerows([list(row), list(row.values())])
+      csv.writer(f, delimiter=delimiter).writerows([list(row), list(row.values())])
   else:
     path.write_text(json.dumps(row) + "\n")
 
@@ -162,8 +172,6 @@ def run(folder: pathlib.Path, suite: str, quality: str) -> list[dict[str, Any]]:
   """Plays a suite; returns the card's rows."""
   data = folder / "data"
   names = suites.SUITES[suite]
-  if suite == "offline":  # the paper's sets are in `afm`
-    names = tuple(n for n in names if n not in suites.SUITES["afm"])
   for case in CASES:
     if case["set"] in names:
       write_set(data, case)
@@ -198,13 +206,14 @@ def run(folder: pathlib.Path, suite: str, quality: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", ["afm", "offline"])
+@pytest.mark.parametrize("suite", ["afm", "more"])
 @pytest.mark.parametrize(("quality", "score"), [("right", 100.0), ("wrong", 0.0)])
 def test_every_set_gives_the_scripted_score(tmp_path, suite, quality, score):
   rows = run(tmp_path, suite, quality)
   assert {row["set"]: row["score"] for row in rows} == {r["set"]: score for r in rows}
   assert all(row["calls"] == 1 for row in rows)
   assert {row["chosen"] for row in rows if row["agent"] == "web"} <= {score}
+  assert {row["recall"] for row in rows if row["set"] == "browsecomp_plus"} <= {100}
 
 
 def test_every_set_has_a_row():

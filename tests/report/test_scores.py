@@ -14,6 +14,7 @@ import scipy.stats
 
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.report import scores
+from coa_jax.report.set_figures import evidence_recall
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -173,6 +174,29 @@ def test_summary_by_hand():
   low, high = out["ci95"]["pass1_greedy"]
   assert low <= 0.5 <= high
   assert set(out["ci95"]) == set(out) - {"ci95", "status", "tasks"}
+
+
+def test_evidence_recall_by_hand():
+  t = samples.trajectory("a")
+  t.calls = [
+    ToolCall(
+      "wiki_search", "x", "1. Ure: a town.\n2. Ure Mill: by the river, near Tarn."
+    ),
+    ToolCall("wiki_search", "y", "17: a page whose id is its title"),
+  ]
+  for names, recall in (
+    (["Ure"], 1.0),
+    (["Tarn"], 0.0),  # named inside a page only
+    (["17", "1"], 0.5),
+    (["Ure Mill", "Ure", "Tarn", "a town"], 0.5),
+    ([], None),
+  ):
+    assert evidence_recall(t, names) == recall
+  # Tasks without evidence do not count.
+  attempts = [scores.scored(t, evidence=["Ure", "Tarn"]), samples.trajectory("b")]
+  out = scores.summary(attempts, [])
+  assert out["evidence_recall"] == 0.5 and len(out["ci95"]["evidence_recall"]) == 2
+  assert "evidence_recall" not in scores.summary([samples.trajectory("b")], [])
 
 
 def test_figures_need_no_more_than_what_processes_send():

@@ -12,7 +12,8 @@ from chat_server import ChatServer
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Status, Usage
-from coa_jax.report.scores import Scored, calibration_error
+from coa_jax.report.scores import Scored, summary
+from coa_jax.report.set_figures import calibration_error
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.hle import read_reply
 from coa_jax.rewards.judge import Judge, JudgeConfig
@@ -144,29 +145,25 @@ def test_no_verdict_is_no_wrong_answer():
       running.grade(TASK, "42")
 
 
-def attempt(confidence: float, right: float) -> Scored:
-  parts = {"answer": right, "confidence": confidence}
-  return Scored("1", 0, Status.ENDED, parts, Usage(), "", 0, 0, None, 0.0)
-
-
 def test_the_calibration_error_by_hand():
   # One bin: mean confidence 0.7, accuracy 0.5.
-  tasks = [[attempt(0.9, 1.0), attempt(0.5, 0.0)]]
-  assert calibration_error(tasks) == pytest.approx(0.2)
-  # Bins of two: errors 0.3 and 0.25; three of five attempts are in the last bin.
-  tasks = [[attempt(c, r)] for c, r in ((0.2, 1), (0.2, 0), (0.5, 1), (0.8, 0), (1, 1))]
+  assert calibration_error([(0.9, 1), (0.5, 0)]) == {
+    "calibration_error": pytest.approx(0.2)
+  }
+  # Bins of two: errors 0.3 and 0.1; three of five attempts are in the last bin.
+  pairs = [(0.2, 1), (0.2, 0), (0.5, 1), (0.8, 0), (1.0, 1)]
   expected = (2 / 5 * 0.3**2 + 3 / 5 * (2.3 / 3 - 2 / 3) ** 2) ** 0.5
-  assert calibration_error(tasks, size=2) == pytest.approx(expected)
-  assert (
-    calibration_error(
-      [
-        [
-          Scored.from_json(
-            vars(attempt(1, 1))
-            | {"reward_parts": {"answer": 1.0}, "usage": vars(Usage())}
-          )
-        ]
-      ]
-    )
-    is None
+  found = calibration_error(pairs, size=2)
+  assert found["calibration_error"] == pytest.approx(expected)
+
+
+def test_an_evaluation_has_the_figures_of_its_judge():
+  def attempt(right: float, **parts: float) -> Scored:
+    parts = {"answer": right, **parts}
+    return Scored("1", 0, Status.ENDED, parts, Usage(), "", 0, 0, None, 0.0)
+
+  assert summary([attempt(1.0, confidence=0.9)], [])["calibration_error"] == (
+    pytest.approx(0.1)
   )
+  assert summary([attempt(0.0, attempted=0.0)], [])["attempted"] == 0
+  assert not {"calibration_error", "attempted"} & set(summary([attempt(1.0)], []))

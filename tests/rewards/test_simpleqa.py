@@ -9,8 +9,7 @@ import pytest
 from chat_server import ChatServer
 
 from coa_jax.data.tasks.task import Task
-from coa_jax.protocol.trajectory import Status, Usage
-from coa_jax.report.scores import Scored, given_attempted
+from coa_jax.report.set_figures import given_attempted
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.judge import Judge, JudgeConfig
 from coa_jax.rewards.simpleqa import read_reply
@@ -104,20 +103,10 @@ def test_no_grade_is_no_wrong_answer():
     judge.close()
 
 
-def attempt(right: float, **parts: float) -> Scored:
-  parts = {"answer": right, **parts}
-  return Scored("1", 0, Status.ENDED, parts, Usage(), "", 0, 0, None, 0.0)
-
-
 def test_the_figures_by_hand():
   # Of ten answers six are attempted and three of these right.
-  tasks = [
-    *([attempt(1, attempted=1)] for _ in range(3)),
-    *([attempt(0, attempted=1)] for _ in range(3)),
-    *([attempt(0, attempted=0)] for _ in range(4)),
-  ]
-  assert given_attempted(tasks) == pytest.approx(
+  pairs = [(1, 1)] * 3 + [(1, 0)] * 3 + [(0, 0)] * 4
+  assert given_attempted(pairs) == pytest.approx(
     {"attempted": 0.6, "accuracy_given_attempted": 0.5, "f1_given_attempted": 0.375}
   )
-  assert given_attempted([[attempt(0, attempted=0)]])["f1_given_attempted"] == 0
-  assert given_attempted([[attempt(1)]]) == {}
+  assert given_attempted([(0, 0)])["f1_given_attempted"] == 0

@@ -132,6 +132,11 @@ def test_corpus_formats(tmp_path):
   )
   assert list(read_corpus(plain)) == expected
   search_r1 = tmp_path / "r1.jsonl"
+  # BrowseComp-Plus has no titles.
+  rows = [{"docid": d.id, "text": d.text, "url": "https://a.example"} for d in expected]
+  plus = tmp_path / "plus.jsonl"
+  plus.write_text("\n".join(map(json.dumps, rows)))
+  assert list(read_corpus(plus)) == [Document(d.id, d.id, d.text) for d in expected]
   rows = [{"id": d.id, "contents": f'"{d.title}"\n{d.text}'} for d in expected]
   search_r1.write_text("".join(json.dumps(r) + "\n" for r in rows))
   assert list(read_corpus(search_r1)) == expected

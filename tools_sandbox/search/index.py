@@ -68,10 +68,11 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
   """Yields the documents of a corpus file, in order.
 
   Args:
-    path: `.jsonl` with rows {"id", "title", "text"} or, in Search-R1's format, {"id",
-      "contents"} with contents = the title in quotes, a line end and the text; or
-      `.json` with a list of {"title", "text"} ("id" optional, else the position) or an
-      object title -> list of sentences.
+    path: `.jsonl` with rows {"id", "title", "text"}; in Search-R1's format {"id",
+      "contents"} with contents = the title in quotes, a line end and the text; in
+      BrowseComp-Plus's {"docid", "text"}, where the id is the title; or `.json` with a
+      list of {"title", "text"} ("id" optional, else the position) or an object title ->
+      list of sentences.
 
   Raises:
     FileNotFoundError: the file does not exist.
@@ -159,7 +160,7 @@ def _from_row(row: Any, where: str, default_id: str | None) -> Document:
     return _string(row[name], f"{where}: field {name!r}")
 
   # --- The id, which names the page in search results.
-  name = row.get("id", default_id)
+  name = row.get("id", row.get("docid", default_id))
   if name is None:
     raise ValueError(f"{where}: field 'id' is missing")
   if isinstance(name, bool) or not isinstance(name, (str, int)):
@@ -169,6 +170,8 @@ def _from_row(row: Any, where: str, default_id: str | None) -> Document:
   if "contents" in row:
     title, _, text = field("contents").partition("\n")
     return Document(str(name), title.removeprefix('"').removesuffix('"'), text)
+  if "title" not in row and "docid" in row:
+    return Document(str(name), str(name), field("text"))
   return Document(str(name), field("title"), field("text"))
 
 

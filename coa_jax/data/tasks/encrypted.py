@@ -33,6 +33,32 @@ def browsecomp(row: Row, where: str, default_id: str) -> Row:
   }
 
 
+def browsecomp_plus(row: Row, where: str, default_id: str) -> Row:
+  """Reads a row with `query`, `answer` and `evidence_docs`, encrypted or in clear.
+
+  Of the documents only the ids are kept: the texts of a row have megabytes.
+  """
+  canary = row.get("canary")
+  names = ("query", "answer")
+  query, answer = opened(row["query"], row["answer"], canary, where, names)
+  meta: dict[str, Any] = {"canary": canary} if canary else {}
+  for kind in ("gold_docs", "evidence_docs"):
+    ids = [doc["docid"] for doc in first_of(row, kind, default=[])]
+    if query != row["query"]:
+      # The ids are encrypted or not, whatever the query is.
+      key = hashlib.sha256(canary.encode()).digest()
+      clear = [_decrypted(one, key) for one in ids]
+      ids = ids if None in clear else clear
+    meta[kind] = ids
+  return {
+    "id": first_of(row, "query_id", default=default_id),
+    "question": query,
+    "answers": answer,
+    "source": "browsecomp_plus",
+    "meta": meta,
+  }
+
+
 def opened(
   question: Any, answers: Any, canary: Any, where: str, names: tuple[str, str]
 ) -> tuple[Any, Any]:

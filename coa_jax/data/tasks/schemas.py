@@ -24,7 +24,12 @@ from coa_jax.data.tasks.code_schemas import (
   livecodebench,
   mbpp,
 )
-from coa_jax.data.tasks.encrypted import browsecomp, check_in_clear, opened
+from coa_jax.data.tasks.encrypted import (
+  browsecomp,
+  browsecomp_plus,
+  check_in_clear,
+  opened,
+)
 from coa_jax.data.tasks.rl_schemas import last_question, released, system_text
 from coa_jax.data.tasks.task import Kind, Row, Task, first_of, is_absent
 from coa_jax.runtime.fields import nearest
@@ -41,6 +46,7 @@ _NAMES = {
     "query",
     "question_stem",
     "prompt",
+    "Prompt",
   ),
   "answers": (
     "answers",
@@ -448,6 +454,7 @@ _SCHEMAS: tuple[tuple[str, set[str], Callable[[Row, str, str], Row]], ...] = (
   ("APPS", {"question", "input_output", "solutions"}, apps),
   ("CodeContests", {"description", "public_tests", "private_tests"}, codecontests),
   ("BrowseComp", {"problem", "answer", "canary"}, browsecomp),
+  ("BrowseComp-Plus", {"query", "answer", "evidence_docs"}, browsecomp_plus),
   ("PopQA", {"question", "possible_answers", "prop"}, _popqa),
   ("TriviaQA", {"question", "answer", "question_id", "question_source"}, _triviaqa),
 )

@@ -50,6 +50,16 @@ class Task:
   family: str = ""
   meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+  @property
+  def evidence(self) -> list[str]:
+    """Returns the pages that a right answer needs, if the data set names them.
+
+    BrowseComp-Plus names ids (`meta.evidence_docs`); HotpotQA, 2WikiMultihopQA and
+    MuSiQue titles (`meta.supporting_titles`).
+    """
+    names = self.meta.get("evidence_docs") or self.meta.get("supporting_titles")
+    return [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+
   def to_json(self) -> dict[str, Any]:
     """Returns JSON values; `from_json` reads them back."""
     return dataclasses.asdict(self)
