@@ -2,6 +2,7 @@
 
 `chat` is any tool-calling loop with the `openai` package; `sdk` is the same agent under
 OpenAI's Agents SDK (`pip install openai-agents`). Both play the quickstart's world.
+`ask` is an instruct model without tools.
 """
 
 from __future__ import annotations
@@ -62,6 +63,23 @@ def chat(task: dict[str, Any], client: Client) -> str | None:
       result = _call(task, call.function.name, argument)
       messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
   return None
+
+
+_FORMS = {  # of the answer, by the task's kind
+  "math": "Put the final answer in \\boxed{}.",
+  "code": "Reply with one Python program in a block that begins with ```python.",
+  "qa": "Reply with the answer alone.",
+}
+
+
+def ask(task: dict[str, Any], client: Client) -> str | None:
+  """Answers a task in one reply."""
+  llm = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)
+  content = f"{task['question']}\n\n{_FORMS[task['kind']]}"
+  reply = llm.chat.completions.create(
+    model=client.model, messages=[{"role": "user", "content": content}]
+  )
+  return reply.choices[0].message.content
 
 
 async def sdk(task: dict[str, Any], client: Client) -> str | None:

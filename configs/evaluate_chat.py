@@ -1,0 +1,43 @@
+"""Evaluation of an instruct model as it is: one reply a task, without tools.
+
+  pip install openai
+  python -m experiments.evaluate --config=configs/evaluate_chat.py \
+    --workdir=runs/smollm2/chat --config.init=models/SmolLM2-135M-Instruct
+
+The baseline beside a trained agent: the question in the folder's chat template, with a
+line that says how to write the answer (`ask` in experiments/agents.py). For all sets at
+hand: python -m experiments.benchmark --suite=offline --data=benchmarks
+--workdir=runs/smollm2/benchmark -- --config=configs/evaluate_chat.py. ":cpu" decodes in
+float32 on two cores; ":tiny" plays 4 tasks.
+Expect: see "A pretrained model" in docs/benchmarks.md.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """Returns the config; `arg` "cpu" decodes in float32, "tiny" plays 4 tasks."""
+  if arg not in ("", "cpu", "tiny"):
+    raise ValueError(f"evaluate_chat answers '', 'cpu' and 'tiny', not {arg!r}")
+  tiny = arg == "tiny"
+  config = ml_collections.ConfigDict()
+  config.init = "models/SmolLM2-135M-Instruct"
+  config.model = dict(dtype="float32" if arg else "bfloat16", remat="none", scan=True)
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
+  config.agent = dict(
+    path="experiments.agents:ask",
+    format="chat",
+    seconds=3600.0,
+    workers={"": 512, "cpu": 64, "tiny": 4}[arg],
+  )
+  config.rollout = dict(
+    slots={"": 512, "cpu": 64, "tiny": 4}[arg],
+    window=16,
+    max_len=256 if tiny else 2048,
+    seed=1,
+  )
+  config.tools = dict(tools=())
+  config.reward = dict(shaping=dict(format="none"))
+  config.tasks = dict(uri="data/gsm8k/test.jsonl", limit=4 if tiny else 0, seed=0)
+  config.eval = dict(greedy=True, samples=0)
+  return config
