@@ -26,10 +26,12 @@ import dataclasses
 import html
 import io
 import os
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import rich
@@ -42,7 +44,7 @@ from coa_jax.data.suites import BenchmarkSet
 from coa_jax.data.tasks.sources import TasksConfig, load_tasks, select_tasks
 from coa_jax.data.tasks.task import Task
 from coa_jax.data.teacher.overlap import count_overlaps
-from coa_jax.protocol.trajectory import iter_trajectories, write_jsonl
+from coa_jax.protocol.trajectory import CallStatus, iter_trajectories, write_jsonl
 from coa_jax.report.metrics import say, write_json
 from coa_jax.report.tables import Table, cell, html_table, markdown_table
 from coa_jax.runtime.config import ConfigError
@@ -67,6 +69,10 @@ _COLUMNS = {
   "paper_32b": "paper 32B",
 }
 
+_PACKAGES = ("coa-jax", "jax", "jaxlib", "flax")
+# The last line of web_search; a fault of crawl_page and visual_inspector.
+_HIDDEN = re.compile(r"(?:^|\n)\(results on blocked sites, not shown: \d+\)\Z")
+_REFUSED = re.compile(r"\bthe site \S+ is blocked")
 _OPTIONAL = {
   "chosen": "chosen: the model of eval.selector chose one of k samples.",
   "recall": "recall: percent of the evidence that the tools showed.",
@@ -147,12 +153,14 @@ def evaluate(
 
 
 def rows_of(
-  agent: str, out: str, sets: Iterable[BenchmarkSet]
+  agent: str, out: str, sets: Iterable[BenchmarkSet], seconds: Mapping[str, float]
 ) -> Iterable[dict[str, Any]]:
-  """Yields a row of the table for each of an agent's sets, then their average."""
+  """Yields a row of the table for each of an agent's sets, then their average.
+
+  `seconds`: set name -> mean per attempt.
+  """
   results = read_object(os.path.join(out, "results.json"))
   by_source = results["by_source"]
-  seconds = _seconds(out)
   rows = []
   for one in sets:
     figures = by_source.get(one.name)
@@ -210,15 +218,28 @@ def _samples(out: str) -> int:
   return read_object(os.path.join(out, "config.json"))["config"]["eval"]["samples"]
 
 
-def _seconds(out: str) -> dict[str, float]:
-  """Returns each source's mean seconds per attempt."""
+def read_attempts(out: str) -> tuple[dict[str, float], int]:
+  """Returns each source's mean seconds, and the number of calls to blocked sites."""
   spent: dict[str, list[float]] = collections.defaultdict(list)
+  blocked = 0
   for name in ("greedy.jsonl", "sampled.jsonl"):
     path = os.path.join(out, name)
     if os.path.exists(path):
       for t in iter_trajectories(path):
         spent[t.meta.get("source", "")].append(t.usage.seconds)
-  return {source: statistics.fmean(values) for source, values in spent.items()}
+        for call in t.calls:
+          pattern = _HIDDEN if call.status == CallStatus.OK else _REFUSED
+          blocked += bool(pattern.search(call.result))
+  seconds = {source: statistics.fmean(values) for source, values in spent.items()}
+  return seconds, blocked
+
+
+def _agent_card(out: str) -> dict[str, Any]:
+  """Returns an evaluation's inputs and judge."""
+  record = read_object(os.path.join(out, "config.json"))
+  judge = record["config"]["reward"].get("judge")
+  name = judge and f"{judge['chat']['model']}, {judge['style']}"
+  return {**{k: record[k] for k in ("git_commit", "inputs")}, "judge": name}
 
 
 def write_table(workdir: str, table: Table, card: Mapping[str, Any]) -> None:
@@ -295,8 +316,12 @@ def run(
 
   # --- The table.
   rows: list[dict[str, Any]] = []
+  agents = {}
   for agent, sets in of_agent.items():
-    rows += rows_of(agent, os.path.join(workdir, agent), sets)
+    out = os.path.join(workdir, agent)
+    seconds, blocked_calls = read_attempts(out)
+    rows += rows_of(agent, out, sets, seconds)
+    agents[agent] = {**_agent_card(out), "blocked_calls": blocked_calls}
   note = (
     "Score: percent of tasks answered rightly; avg@k: the mean of k samples. tokens, "
     "calls, s: per attempt. paper: Chain-of-Agents after RL (arXiv 2508.13167), whose "
@@ -318,6 +343,8 @@ def run(
     "evaluate": words,
     "files": {name: hash_files(path) for name, path in sorted(found.items())},
     "missing": [one.name for one in missing],
+    "versions": {name: metadata.version(name) for name in _PACKAGES},
+    "agents": agents,
     "rows": rows,
   }
   write_table(workdir, table, card)

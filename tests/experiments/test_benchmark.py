@@ -13,7 +13,14 @@ import toy
 
 from coa_jax.cli import benchmark
 from coa_jax.data import suites
-from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl
+from coa_jax.protocol.trajectory import (
+  Author,
+  CallStatus,
+  Segment,
+  ToolCall,
+  Trajectory,
+  write_jsonl,
+)
 from coa_jax.runtime.config import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -114,6 +121,22 @@ def test_every_suite_names_known_sets():
   assert all(0 < v < 100 for s in suites.SETS for v in s.paper.values())
 
 
+def test_calls_to_blocked_sites_are_counted(tmp_path):
+  results = [
+    "1. [A](https://a.example)\na (results on blocked sites, not shown: 3)",
+    "1. [A](https://a.example)\na\n(results on blocked sites, not shown: 3)\nand more",
+    "1. [A](https://a.example)\na\n(results on blocked sites, not shown: 3)",
+    "(results on blocked sites, not shown: 1)",
+    "the site hf.co is blocked",  # says a page
+  ]
+  t = Trajectory("a", meta={"source": "gaia"})
+  t.calls = [ToolCall("web_search", "x", result) for result in results]
+  fault = "the site hf.co is blocked"
+  t.calls.append(ToolCall("crawl_page", "x", fault, CallStatus.MODEL))
+  write_jsonl(tmp_path / "greedy.jsonl", [t])
+  assert benchmark.read_attempts(str(tmp_path)) == ({"gaia": 0.0}, 3)
+
+
 CONFIG = """
 import ml_collections
 
@@ -140,7 +163,11 @@ def test_a_suite_in_one_table(data, tmp_path):
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
   assert "missing: aime25; published as yentinglin/aime_2025" in done.stderr
-  rows = json.loads((out / "benchmark.json").read_text())["rows"]
+  card = json.loads((out / "benchmark.json").read_text())
+  rows = card["rows"]
+  agent = card["agents"]["math"]
+  assert (agent["judge"], agent["blocked_calls"]) == (None, 0)
+  assert set(agent["inputs"]) == {"tasks", "tools.corpus", "init"}
   scores = {row["set"]: (row.get("score"), row["tasks"]) for row in rows}
   assert scores == {
     "aime24": (100.0, 2),

@@ -47,7 +47,8 @@ def search(server, tmp_path):
 def test_results_are_numbered_and_leaks_are_left_out(server, search):
   assert search()(" who   built Ur? ", LONG) == (
     "1. [Ur](https://en.test/ur) (2020)\nA city.\n"
-    "2. [Uruk](http://en.test/uruk)\nKings lived."
+    "2. [Uruk](http://en.test/uruk)\nKings lived.\n"
+    "(results on blocked sites, not shown: 1)"
   )
   (request,) = server.requests
   assert request.json == {"q": "who built Ur?", "num": 10}
@@ -64,7 +65,11 @@ def test_the_cache_outlives_the_run_and_the_block_list(server, search, tmp_path)
   assert search(cache=path)("  Ur ", LONG) == first and len(server.requests) == 1
   config = WebConfig(endpoint=server.url + "/search", cache=path)
   assert len(WebSearch(config, blocked=()).hits("Ur", LONG)) == 3
-  assert len(WebSearch(config, blocked=("en.test",)).hits("Ur", LONG)) == 1
+  one = WebSearch(config, blocked=("en.test",))
+  assert len(one.hits("Ur", LONG)) == 1
+  assert one("Ur", LONG).endswith("\n(results on blocked sites, not shown: 2)")
+  none = WebSearch(config, blocked=("test", "huggingface.co"))
+  assert none("Ur", LONG) == "(results on blocked sites, not shown: 3)"
   with pytest.raises(Unavailable):
     search(cache=path)("something else", LONG)
   server.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
@@ -203,9 +208,8 @@ def test_offline_the_corpus_answers_through_the_same_interface():
   one = WebSearch(WebConfig(), local=local)
   assert one("the city of Ur", 1.0) == "1. [Ur](http://a.test/ur)\nA city."
   assert one("zzz", 1.0) == "no result"
-  assert (
-    WebSearch(WebConfig(), blocked=("a.test",), local=local)("Ur", 1.0) == "no result"
-  )
+  one = WebSearch(WebConfig(), blocked=("a.test",), local=local)
+  assert one("Ur", 1.0) == "(results on blocked sites, not shown: 1)"
   with pytest.raises(BadCall, match="2000 characters"):
     one("x" * 2001, 1.0)
   with pytest.raises(ValueError, match="needs web"):

@@ -126,8 +126,8 @@ class WebSearch:
       ToolFault: the service refuses this query.
       Unavailable: the service is down, or replies in another format.
     """
-    hits = self.hits(content, seconds)
-    if not hits:
+    hits, num_blocked = self._find(content, seconds)
+    if not hits and not num_blocked:
       return "no result"
     lines = []
     for number, hit in enumerate(hits, 1):
@@ -135,17 +135,23 @@ class WebSearch:
       if hit.date:
         date = f" ({hit.date})"
       lines.append(f"{number}. [{hit.title}]({hit.link}){date}\n{hit.snippet}".strip())
+    if num_blocked:
+      lines.append(f"(results on blocked sites, not shown: {num_blocked})")
     return "\n".join(lines)
 
   def hits(self, query: str, seconds: float) -> list[WebHit]:
     """Returns the results as records; raises as `__call__`."""
+    return self._find(query, seconds)[0]
+
+  def _find(self, query: str, seconds: float) -> tuple[list[WebHit], int]:
+    """Returns the results, and how many others are on blocked sites."""
     query = " ".join(clean(query).split())
     if len(query) > _QUERY_CHARS:
       raise BadCall(f"a query has at most {_QUERY_CHARS} characters")
     hits = self._search(query, seconds)
     # Blocked here and not in the cache: the list may change between runs.
     shown = [hit for hit in hits if not self._is_blocked(hit.link)]
-    return shown[: self._config.results]
+    return shown[: self._config.results], len(hits) - len(shown)
 
   def _search(self, query: str, seconds: float) -> list[WebHit]:
     # --- Offline: a corpus, with ids in place of links.
