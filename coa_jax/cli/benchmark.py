@@ -329,6 +329,8 @@ def run(
   )
   if missing:
     note += f" Missing: {', '.join(one.name for one in missing)}."
+  if training := suites.training_sets(found):
+    note += f" Training rows, for want of a test file: {', '.join(training)}."
   columns = dict(_COLUMNS)
   for name, text in _OPTIONAL.items():
     if any(name in row for row in rows):

@@ -133,6 +133,8 @@ SUITES: Mapping[str, tuple[str, ...]] = {
   # No service is needed: the programs run here.
   "offline": tuple(s.name for s in SETS if s.agent in ("math", "code")),
 }
+# Published as a training split alone.
+_TRAIN_ONLY = ("aime24", "aime25")
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".array_record")
 
 
@@ -160,6 +162,15 @@ def find_files(folder: str, sets: Sequence[BenchmarkSet]) -> dict[str, str]:
         found[one.name] = path
         break
   return found
+
+
+def training_sets(found: Mapping[str, str]) -> list[str]:
+  """Returns the sets whose file, by its name, has training rows."""
+  return [
+    name
+    for name, path in found.items()
+    if _split_rank(os.path.basename(path).lower()) == 2 and name not in _TRAIN_ONLY
+  ]
 
 
 def _split_rank(name: str) -> int:

@@ -93,6 +93,15 @@ def test_test_files_come_before_others(tmp_path):
   }
 
 
+def test_training_rows_are_named(tmp_path):
+  names = ["musique_train.json", "hotpotqa/dev.json", "aime_2024/train-0.parquet"]
+  for name in names:
+    write(tmp_path / name)
+  found, _ = benchmark.choose_files("afm", str(tmp_path), [])
+  assert set(found) == {"musique", "hotpotqa", "aime24"}
+  assert suites.training_sets(found) == ["musique"]
+
+
 def test_training_data_is_compared_with_each_set(data, tmp_path):
   found, _ = benchmark.choose_files("afm", str(data), [])
   seen = "How many lamps did the mayor of Tarn buy in 1931?"
