@@ -296,8 +296,8 @@ def summary(
     and by `proportion_interval` for all others; `calibration_error`, if a judge read
     confidences; `attempted`, `accuracy_given_attempted` and `f1_given_attempted`, if a
     judge gave SimpleQA's grades; `evidence_recall`, of tasks that name their evidence;
-    `status`, name -> number of attempts; `tasks`, the
-    number of tasks with graded attempts. A figure without data is None.
+    `status`, name -> number of attempts; `tasks`, the number of tasks with graded
+    attempts. A figure without data is None.
   """
   # --- Attempts that count for the model, by task.
   greedy = [scored(t, tools) for t in greedy]

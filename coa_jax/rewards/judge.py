@@ -212,9 +212,9 @@ class Judge:
     # --- Verdicts without the judge.
     style = self._config.style
     if answer is None or not answer.strip():
-      return Verdict(False, {"attempted": 0} if style == "simpleqa" else {}).graded
+      return Verdict(False, {"attempted": 0.0} if style == "simpleqa" else {}).graded
     if style != "hle" and qa.exact_match(answer, task.answers):
-      return Verdict(True, {"attempted": 1} if style == "simpleqa" else {}).graded
+      return Verdict(True, {"attempted": 1.0} if style == "simpleqa" else {}).graded
     # --- The request and its key; another model or prompt has another verdict.
     if style == "hle":
       ask = hle.PROMPT.format(
