@@ -4,7 +4,7 @@
   python -m experiments.evaluate --config=configs/evaluate_chat.py \
     --workdir=runs/smollm2/chat --config.init=models/SmolLM2-135M-Instruct
 
-The baseline beside a trained agent: the question in the folder's chat template, with a
+A baseline for trained agents: the question in the folder's chat template, with a
 line that says how to write the answer (`ask` in experiments/agents.py). For all sets at
 hand: python -m experiments.benchmark --suite=offline --data=benchmarks
 --workdir=runs/smollm2/benchmark -- --config=configs/evaluate_chat.py. ":cpu" decodes in

