@@ -208,8 +208,8 @@ def _chosen(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _recall(figures: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the evidence's recall in percent; {} for a set that names no evidence."""
-  if "evidence_recall" not in figures:
+  """Returns the evidence's recall in percent; {} without evidence or tool calls."""
+  if "evidence_recall" not in figures or not figures["tool_calls_per_task"]:
     return {}
   return {"recall": 100 * figures["evidence_recall"]}
 
