@@ -60,6 +60,13 @@ def chromium():
     browser.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs():
+  """Frees a file's programs: a worker's would add up to more than 5 GiB."""
+  yield
+  jax.clear_caches()
+
+
 @pytest.fixture
 def gpu_described():
   """Describes an absent GPU; JAX 0.12 needs this to lower programs for it."""

@@ -91,7 +91,7 @@ def test_records_after_the_checkpoint_are_void(tmp_path):
 @pytest.mark.parametrize(
   "journey",
   [
-    pytest.param("sft", marks=pytest.mark.slow),
+    pytest.param("sft", marks=pytest.mark.soak),
     pytest.param("rl", marks=pytest.mark.soak),
   ],
 )

@@ -38,7 +38,7 @@ def distilled(tmp_path_factory) -> types.SimpleNamespace:
   return types.SimpleNamespace(results=results, file=folder / "trajectories.jsonl")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_tiny_configs_in_a_row(distilled, tmp_path):
   assert distilled.results["tasks"] == 20
   assert distilled.results["convert"] == {

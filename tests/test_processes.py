@@ -139,7 +139,7 @@ def results(folder: pathlib.Path) -> dict:
   return out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
   """Each process writes its own trajectories and total results, even after a kill."""
   config = {**sections, "eval": dict(greedy=True, samples=3)}

@@ -278,9 +278,8 @@ def test_the_learner_has_the_samplers_log_probs(played):
   assert diff.max() <= 1e-4
 
 
-@pytest.mark.parametrize(
-  "decoded", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
 def test_half_precision_costs_agreement(folder, tok, monkeypatch, decoded: str):
   if decoded == "bfloat16":  # as on devices other than CPUs
 

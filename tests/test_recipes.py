@@ -86,7 +86,7 @@ def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
     "rl_own_environment",
     "rl_gsm8k",
     "rl_smollm2",
-    "rl_afm:web:32b",
+    pytest.param("rl_afm:web:32b", marks=pytest.mark.soak),
     pytest.param("rl_afm:mhqa", marks=pytest.mark.soak),
     "rl_afm:code:1.5b",
     pytest.param("rl_afm:math", marks=pytest.mark.soak),

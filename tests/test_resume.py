@@ -209,7 +209,7 @@ def unanswered(workdir: str) -> tuple[int, dict[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "case", [pytest.param("sft", marks=pytest.mark.soak), "rl", "ppo"]
+  "case", ["rl", *(pytest.param(c, marks=pytest.mark.soak) for c in ("sft", "ppo"))]
 )
 def test_ended_anywhere_and_run_again_is_uninterrupted(configs, case, tmp_path):
   config = configs[case]

@@ -81,7 +81,7 @@ def played(workdir: pathlib.Path) -> list[tuple]:
   return sorted(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_signal_to_one_process_ends_the_rollouts_of_both(tmp_path):
   """Nothing waits for the interrupted step; the next run repeats it bit-identical."""
   config = guessing.rl_config(tmp_path, steps=100).to_dict()

@@ -16,14 +16,12 @@ REFUSED = {"packed, in contexts": 6}
 # Summation order changes the last digits: on CPUs from two vendors by up to 1.2e-6
 # relative to the gradient in float32, and negligibly in float64.
 BOUNDS = {"float32": 2e-6, "float64": 1e-12}
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(
   scope="module",
   params=[
-    ("some", "float64"),
-    pytest.param(("all", "float64"), marks=SLOW),
+    ("all", "float64"),
     pytest.param(("some", "float32"), marks=pytest.mark.soak),
   ],
   ids=" ".join,

@@ -45,8 +45,7 @@ def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
 @pytest.mark.parametrize(
   ("case", "counts"),
   [
-    ("critic", (2,)),
-    pytest.param("critic", (4,), marks=SOAK),
+    *(pytest.param("critic", (count,), marks=SOAK) for count in (2, 4)),
     *(pytest.param("grpo", (count,), marks=SOAK) for count in (2, 4)),
     pytest.param("whitened", (4,), marks=SLOW),
     pytest.param("whitened", (2,), marks=SOAK),

@@ -148,9 +148,7 @@ def test_there_and_back_is_identical_to_the_bit(tmp_path, seed: int, dtype: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("seed", "scan"), [(2, False), (2, True), (5, False), (12, False), (16, True)]
-)
+@pytest.mark.parametrize(("seed", "scan"), [(2, False), (5, False), (16, True)])
 def test_gradients_are_the_same(tmp_path, seed: int, scan: bool):
   model = folder(tmp_path, drawn.CONFIGS[seed])
   load = LoadConfig(scan=scan, logit_chunk=50 if scan else 0)
@@ -278,7 +276,7 @@ def test_a_folder_of_ours_is_whole_to_transformers(tmp_path, changes, name: str)
     np.testing.assert_array_equal(loaded["lm_head.weight"].T, head)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_logits_are_the_same_at_a_published_size(tmp_path):
   cfg = variant("qwen2.5-0.5b")
   rng = np.random.default_rng(0)

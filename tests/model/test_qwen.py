@@ -165,7 +165,11 @@ def loss_and_grad(cfg: ModelConfig, params):
   ("scan", "remat"),
   [
     (False, "full"),
-    *((True, remat) for remat in ("none", "full", "attention", "dots", "offload")),
+    (True, "full"),
+    *(
+      pytest.param(True, remat, marks=pytest.mark.soak)
+      for remat in ("none", "attention", "dots", "offload")
+    ),
   ],
 )
 def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):

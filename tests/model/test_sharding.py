@@ -84,7 +84,7 @@ def test_sharded_is_one_device(figures: dict, mesh: str):
   assert_equal(figures[f"plain/{mesh}"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mesh", ["whole_kv_heads", "fsdp8_gathered_twice"])
 def test_sharded_otherwise_is_one_device(more: dict, mesh: str):
   assert_equal(more[f"plain/{mesh}"])

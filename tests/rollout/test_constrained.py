@@ -55,7 +55,10 @@ def play(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokenizer", [toy.tokenizer, toy.stock_tokenizer])
+@pytest.mark.parametrize(
+  "tokenizer",
+  [toy.stock_tokenizer, pytest.param(toy.tokenizer, marks=pytest.mark.soak)],
+)
 def test_an_untrained_model_breaks_no_rule(tokenizer):
   worker, _, played = play(tokenizer(), LENGTH)
   ended = [t for t in played if t.status == Status.ENDED]

@@ -101,7 +101,9 @@ def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(hybrid, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pages", "in_flight"), [(8, 1), (8, 2), (40, 3)])
+@pytest.mark.parametrize(
+  ("pages", "in_flight"), [(40, 3), pytest.param(8, 2, marks=pytest.mark.soak)]
+)
 def test_pauses_windows_and_latency_change_nothing(
   hybrid, monkeypatch, pages: int, in_flight: int
 ):

@@ -156,7 +156,7 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
     assert on.counters.copied_tokens == 0
 
 
-@pytest.fixture(params=[paged.SHORT, 16])
+@pytest.fixture(params=[pytest.param(paged.SHORT, marks=pytest.mark.soak), 16])
 def short(request, monkeypatch):
   """Maximum length of short rows: longer ones are read block by block."""
   monkeypatch.setattr(programs, "SHORT", request.param)
@@ -194,7 +194,9 @@ def test_pages_change_nothing(novice, monkeypatch, short):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pages", "in_flight"), [(8, 2), (40, 3)])
+@pytest.mark.parametrize(
+  ("pages", "in_flight"), [(40, 3), pytest.param(8, 2, marks=pytest.mark.soak)]
+)
 def test_windows_in_flight_change_nothing(novice, monkeypatch, in_flight, pages):
   """Even while other slots stop, wait for tools, pause or start."""
   monkeypatch.setattr(caching, "PAGE_SIZE", 16)
@@ -266,7 +268,9 @@ def test_memory_for_less_than_one_trajectory_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["places_last", "heads_first"])
+@pytest.mark.parametrize(
+  "layout", ["heads_first", pytest.param("places_last", marks=pytest.mark.soak)]
+)
 def test_prompts_that_begin_alike_are_prefilled_once_and_play_alike(
   monkeypatch, layout
 ):
