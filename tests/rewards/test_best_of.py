@@ -33,6 +33,36 @@ REPLIES = [
   ('{"choice": 4}', None),
   ("99999999999999999999", None),
   ("attempt 2 or 3", None),
+  # The object, and what stands around it.
+  ('I choose this: {"choice": 2}', 1),
+  ('{"choice": 2}\nBoth say Paris.', 1),
+  ('{"choice": 2, "rationale": "not 1"}', 1),
+  ('{"rationale": "{1}", "choice": 3}', 2),
+  ("{'choice': 2}", None),  # no JSON
+  ('{"choice":\n  2\n}', 1),
+  ('{"choice": 3} {"choice": 3}', 2),  # said twice
+  ('```\n{"choice": 1}\n```', 0),
+  ('{"choice": 2', 1),  # cut off after the number
+  ('{"choice": null}', None),
+  ('{"choice": "none"}', None),
+  ('{"choice": -1}', None),
+  ('{"choice": [1, 2]}', None),
+  ('{"rationale": "the second"}', None),
+  # A number alone, and in prose.
+  (" 3\n", 2),
+  ("(2)", 1),
+  ("[1]", 0),
+  ("#3", 2),
+  ("4", None),
+  ("0", None),
+  ("2.", 1),
+  ("1, 2", None),
+  ("two", None),
+  ("The answer is Paris.", None),
+  ("I can not choose.", None),
+  ("<think>1</think>2", 1),
+  ("<think>1</think><think>2</think>3", 2),
+  ("<think>2</think>", None),
   ('<think>"choice": 3', None),
   ("", None),
 ]
