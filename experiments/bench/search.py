@@ -8,7 +8,8 @@ document, which is found if it is among the first ten hits. The cases have the s
 BrowseComp-Plus (100,195 documents of 5,000 words) and of growing parts of wiki-18
 (21 million passages of 100 words).
 
-Expect (two cores): see "Search" in docs/benchmarks.md; about an hour for all cases, and 17 GB of memory.
+Expect (two cores): see "Search" in docs/benchmarks.md; about an hour for all cases,
+and 17 GB of memory.
 """
 
 from __future__ import annotations
