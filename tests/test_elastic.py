@@ -88,13 +88,8 @@ def test_records_after_the_checkpoint_are_void(tmp_path):
     assert left == ["notes.txt", "step_000000.jsonl"]
 
 
-@pytest.mark.parametrize(
-  "journey",
-  [
-    pytest.param("sft", marks=pytest.mark.soak),
-    pytest.param("rl", marks=pytest.mark.soak),
-  ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("journey", ["sft", "rl"])
 def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
   config = configs[journey]
   steps = STEPS[journey]

@@ -19,7 +19,6 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.rollout.exchange import from_bytes, to_bytes
 
 PROGRAM = pathlib.Path(__file__).with_name("learn_in_processes.py")
-SLOW = pytest.mark.slow
 SOAK = pytest.mark.soak
 # Network outputs: sums over devices, which several processes add in another order.
 OF_NETWORKS = {"old_BT", "reference_BT", "value_BT", "return_BT"}
@@ -47,7 +46,7 @@ def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
   [
     *(pytest.param("critic", (count,), marks=SOAK) for count in (2, 4)),
     *(pytest.param("grpo", (count,), marks=SOAK) for count in (2, 4)),
-    pytest.param("whitened", (4,), marks=SLOW),
+    ("whitened", (4,)),
     pytest.param("whitened", (2,), marks=SOAK),
   ],
 )
