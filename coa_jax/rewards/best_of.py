@@ -38,8 +38,8 @@ it.
 
 Reply with one JSON object and nothing else:
 {{"rationale": "one sentence", "choice": the attempt's number}}"""
-_CHOICE = re.compile(r'"choice"\s*:\s*"?(\d+)\b')
-_ALONE = re.compile(r"\W*(\d+)\W*")
+_CHOICE = re.compile(r'"choice"\s*:\s*(?:"(\d+)"|(\d+)(?:\.0)?)\s*(?:[,}]|\Z)')
+_ALONE = re.compile(r"[^\w-]*(\d+)\W*")
 _REPLIES = 3  # for one choice
 _SECONDS = 300.0  # for one reply, retries and pauses included
 _log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def read_choice(reply: str, count: int) -> int | None:
   if "<think>" in reply:
     return None
   alone = _ALONE.fullmatch(reply)
-  numbers = {alone[1]} if alone else set(_CHOICE.findall(reply))
+  numbers = {alone[1]} if alone else {a or b for a, b in _CHOICE.findall(reply)}
   if len(numbers) != 1:
     return None
   number = numbers.pop()

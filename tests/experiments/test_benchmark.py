@@ -161,6 +161,14 @@ def get_config(arg):
 """
 
 
+def without_seconds(workdir: pathlib.Path) -> dict:
+  """A run's card without the only figure that another run may change."""
+  card = json.loads((workdir / "benchmark.json").read_text())
+  for row in card["rows"]:
+    assert row.pop("seconds") > 0
+  return card
+
+
 @pytest.mark.slow
 def test_a_suite_in_one_table(data, tmp_path):
   toy.save_policy(str(tmp_path / "model"), toy.actor().params)
@@ -200,5 +208,4 @@ def test_a_suite_in_one_table(data, tmp_path):
     part = [*command[:4], f"--workdir={cut}", f"--shard={number}/2", *command[5:]]
     done = subprocess.run(part, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-  rows = json.loads((cut / "benchmark.json").read_text())["rows"]
-  assert {row["set"]: (row.get("score"), row["tasks"]) for row in rows} == scores
+  assert without_seconds(cut) == without_seconds(out)

@@ -65,6 +65,29 @@ REPLIES = [
   ("<think>2</think>", None),
   ('<think>"choice": 3', None),
   ("", None),
+  # Signs, fractions and other ways to write a number.
+  ("-1", None),
+  ("- 2", None),
+  ("+2", 1),
+  ("1.5", None),
+  ("2/3", None),
+  ("02", 1),
+  ("2\u20e3", 1),  # the key-cap emoji
+  ("\u0662", 1),  # an Arabic-Indic two
+  ("\u00b2", None),  # a superscript
+  ("II", None),
+  ('{"choice": 2.0}', 1),
+  ('{"choice": 2.5}', None),
+  ('{"choice": 2e0}', None),
+  ('{"choice": true}', None),
+  # Other keys and nested objects.
+  ('{"Choice": 2}', None),
+  ('{"choices": 2}', None),
+  ('{"attempt": 2}', None),
+  ('{"result": {"choice": 2}}', 1),
+  ('{"rationale": "\\"choice\\": 3"}', None),
+  ('{"rejected": 1, "choice": 3}', 2),
+  ("{choice: 2}", None),
 ]
 
 
