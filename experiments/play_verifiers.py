@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -161,12 +162,32 @@ class _Environment:
 # In verifiers' loop.
 
 
-async def solve(task: dict[str, Any], client: Client) -> float:
+_starting = threading.Lock()  # attempts run in threads
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+  """Starts an event loop for all attempts; needs the lock.
+
+  verifiers' attempts share locks, which may be used in one event loop only.
+  """
+  loop = asyncio.new_event_loop()
+  threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+  return loop
+
+
+def solve(task: dict[str, Any], client: Client) -> float:
   """Plays a task as verifiers does, with our policy; returns its reward.
 
   The harness is `null`, a loop over the taskset's tools, in processes of this machine.
   It installs its packages by `uv`.
   """
+  with _starting:
+    loop = _loop()
+  return asyncio.run_coroutine_threadsafe(_solve(task, client), loop).result()
+
+
+async def _solve(task: dict[str, Any], client: Client) -> float:
   seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
   config = {"taskset": {"id": task["meta"]["taskset"]}, "agent": seat}
   env = vf.load_environment(vf.resolve_env_config(config))
