@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Iterator
 
 import guessing
@@ -143,6 +144,8 @@ def test_a_server_scores_as_the_folder_that_it_serves(url, tmp_path):
   """A teacher on a real server."""
   over_vllm(url, tmp_path).engine.server.refresh(policy(20))
   trajectories = toy.trajectories()
+  for s in (s for t in trajectories for s in t.segments):
+    s.logps = [0.0] * len(s.ids)  # in place of the sampler's
   by_server = ServerTeacher(url, toy.MAX_LEN, CFG.vocab_size)(trajectories, None)
   batch = BatchConfig(rows=2, length=toy.MAX_LEN)
   by_model = ModelTeacher(CFG, policy(20), batch, ONE_DEVICE)(trajectories, None)
@@ -213,6 +216,7 @@ def test_a_server_that_the_run_starts_serves_its_policy(started, tmp_path):
   port = log.name.split(".")[1]
   assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
   del on
+  gc.collect()  # the worker is part of a cycle
   with pytest.raises(httpx.ConnectError):
     httpx.get(f"http://127.0.0.1:{port}/health")
 
