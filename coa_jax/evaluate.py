@@ -42,7 +42,7 @@ from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards.best_of import SelectorConfig, choose_by_model, choose_by_part
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout.agents.config import AgentConfig
-from coa_jax.rollout.agents.worker import AgentWorker
+from coa_jax.rollout.agents.worker import AgentWorker, endpoint_worker
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
@@ -113,7 +113,7 @@ class EvaluateConfig:
   """Config of an evaluation: its sections.
 
   Attributes:
-    init: a model folder.
+    init: a model folder; "" if `agent.endpoint` is the model.
     tasks: the tasks to play.
     model: loading options of the folder.
     mesh: use of the devices.
@@ -125,8 +125,8 @@ class EvaluateConfig:
     eval: attempts per task.
   """
 
-  init: str
   tasks: TasksConfig
+  init: str = ""
   model: LoadConfig = section(LoadConfig)
   mesh: MeshConfig = section(MeshConfig)
   rollout: RolloutConfig = section(RolloutConfig)
@@ -137,8 +137,14 @@ class EvaluateConfig:
   eval: EvalConfig = section(EvalConfig)
 
   def __post_init__(self):
-    if not self.init:
+    endpoint = self.agent and self.agent.endpoint
+    if not self.init and not endpoint:
       raise ValueError("config lacks field 'init'")
+    if self.init and endpoint:
+      raise ValueError(
+        f"agent.endpoint is the model, so init={self.init!r} would not be used: take "
+        'init=""'
+      )
     if self.agent:
       self.agent.check_format(self.reward.shaping.format)
 
@@ -182,37 +188,23 @@ def run(
   fields = f"eval.samples={samples} of {len(tasks)} tasks"
   held = samples * len(tasks) * capacity.TRAJECTORY
   capacity.check_host({fields: held // jax.process_count()})
-  partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
-  cfg = load_config(settings.init, settings.model)
-  tokenizer = load_tokenizer(settings.init, cfg)
-  check_positions(settings.rollout, cfg, settings.init)
   workdir = process_dir(workdir)
-  worker = make_worker(
-    cfg,
-    tokenizer,
-    settings.rollout,
-    settings.tools.tool_descriptions,
-    partitioner=partitioner.decoding(settings.rollout.tensor),
-    vllm=settings.vllm,
-    grader=Grader(settings.reward.kept_in(workdir)),
-    parallel_calls=settings.tools.parallel,
-    conversations=settings.agent.format if settings.agent else "",
-  )
-  if settings.agent:
-    worker = AgentWorker(worker, settings.agent)
+  worker, load = _open_worker(settings, Grader(settings.reward.kept_in(workdir)))
   all_tasks = len(tasks)
   tasks = worker.admit(tasks)
   worker.grader.check(tasks, settings.rollout.max_len)
-  dialect = worker.episode_config
-  warn_if_other(settings.init, dialect.variant, dialect.style)
+  if settings.init:
+    dialect = worker.episode_config
+    warn_if_other(settings.init, dialect.variant, dialect.style)
   warn_unread(settings.tools)
 
   # --- Claim the workdir for one config and its inputs.
   inputs = {
     "tasks": hash_json(map(Task.to_json, tasks)),
     "tools.corpus": hash_files(settings.tools.corpus),
-    "init": hash_files(settings.init, samples=16),
   }
+  if settings.init:
+    inputs["init"] = hash_files(settings.init, samples=16)
   # Finished attempts can be scored again.
   scoring = ("eval.k", "eval.best_by", "eval.selector")
   prepare_workdir(settings, workdir, may_change=scoring, inputs=inputs)
@@ -220,7 +212,7 @@ def run(
   # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
   tags = settings.tools.tags
   look = functools.partial(_first_warnings, settings, tasks, tags, worker.grader)
-  params = load_params(settings.init, cfg, partitioner)
+  params = load()
   own_greedy: list[Trajectory] = []
   own_sampled: list[Trajectory] = []
   with worker.grader, Toolbox(settings.tools) as toolbox, worker:
@@ -260,6 +252,33 @@ def run(
   results["usage"] = _usage([*greedy, *sampled])
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+def _open_worker(
+  settings: EvaluateConfig, grader: Grader
+) -> tuple[RolloutWorker, Callable[[], Any]]:
+  """Makes the worker; also returns a function that loads the policy."""
+  agent = settings.agent
+  if agent and agent.endpoint:
+    return AgentWorker(endpoint_worker(agent.workers, grader), agent), lambda: None
+  partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
+  cfg = load_config(settings.init, settings.model)
+  tokenizer = load_tokenizer(settings.init, cfg)
+  check_positions(settings.rollout, cfg, settings.init)
+  worker = make_worker(
+    cfg,
+    tokenizer,
+    settings.rollout,
+    settings.tools.tool_descriptions,
+    partitioner=partitioner.decoding(settings.rollout.tensor),
+    vllm=settings.vllm,
+    grader=grader,
+    parallel_calls=settings.tools.parallel,
+    conversations=agent.format if agent else "",
+  )
+  if agent:
+    worker = AgentWorker(worker, agent)
+  return worker, lambda: load_params(settings.init, cfg, partitioner)
 
 
 def _choose(config: EvalConfig, sampled: Sequence[Trajectory], workdir: str) -> None:
@@ -318,7 +337,8 @@ def _play(
   there: Attempts = {}
   if os.path.exists(path):
     for t in read_trajectories(path):
-      there[places[t.task_id], t.sample] = t
+      if t.status != Status.INFRASTRUCTURE:  # those are played again
+        there[places[t.task_id], t.sample] = t
   wanted = set(itertools.product(mine.of(range(len(tasks))), range(samples)))
   # After a kill only some processes may have all their attempts. Then all continue, for
   # they make the decode parameters together.

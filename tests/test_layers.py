@@ -74,6 +74,7 @@ DOORS = {
     "coa_jax/tools/tools.py",
     "coa_jax/rewards/code/grader.py",
     "coa_jax/rewards/best_of.py",
+    "coa_jax/rollout/agents/endpoint.py",
     "coa_jax/rewards/judge.py",
     "coa_jax/rollout/agents/requests.py",
     "coa_jax/rollout/agents/server.py",

@@ -68,7 +68,6 @@ _COLUMNS = {
   "paper_7b": "paper 7B",
   "paper_32b": "paper 32B",
 }
-
 _PACKAGES = ("coa-jax", "jax", "jaxlib", "flax")
 # The last line of web_search; a fault of crawl_page and visual_inspector.
 _HIDDEN = re.compile(r"(?:^|\n)\(results on blocked sites, not shown: \d+\)\Z")
@@ -161,6 +160,7 @@ def rows_of(
   """
   results = read_object(os.path.join(out, "results.json"))
   by_source = results["by_source"]
+  config = read_object(os.path.join(out, "config.json"))["config"]
   rows = []
   for one in sets:
     figures = by_source.get(one.name)
@@ -177,7 +177,7 @@ def rows_of(
       "tasks": figures["tasks"],
       "score": None if score is None else 100 * score,
       "interval": None if low is None else [100 * low, 100 * high],
-      "metric": f"avg@{_samples(out)}" if sampled else "greedy",
+      "metric": f"avg@{config['eval']['samples']}" if sampled else "greedy",
       "tokens": figures["tokens_per_task"],
       "calls": figures["tool_calls_per_task"],
       "seconds": seconds.get(one.name),
@@ -214,10 +214,6 @@ def _recall(figures: Mapping[str, Any]) -> dict[str, float]:
   return {"recall": 100 * figures["evidence_recall"]}
 
 
-def _samples(out: str) -> int:
-  return read_object(os.path.join(out, "config.json"))["config"]["eval"]["samples"]
-
-
 def read_attempts(out: str) -> tuple[dict[str, float], int]:
   """Returns each source's mean seconds, and the number of calls to blocked sites."""
   spent: dict[str, list[float]] = collections.defaultdict(list)
@@ -235,11 +231,16 @@ def read_attempts(out: str) -> tuple[dict[str, float], int]:
 
 
 def _agent_card(out: str) -> dict[str, Any]:
-  """Returns an evaluation's inputs and judge."""
+  """Returns an evaluation's inputs, model and judge."""
   record = read_object(os.path.join(out, "config.json"))
-  judge = record["config"]["reward"].get("judge")
-  name = judge and f"{judge['chat']['model']}, {judge['style']}"
-  return {**{k: record[k] for k in ("git_commit", "inputs")}, "judge": name}
+  config = record["config"]
+  judge = config["reward"].get("judge")
+  endpoint = (config.get("agent") or {}).get("endpoint")
+  return {
+    **{k: record[k] for k in ("git_commit", "inputs")},
+    "model": endpoint["model"] if endpoint else config["init"],
+    "judge": judge and f"{judge['chat']['model']}, {judge['style']}",
+  }
 
 
 def write_table(workdir: str, table: Table, card: Mapping[str, Any]) -> None:

@@ -188,6 +188,8 @@ class RLConfig:
       self._check_teachers(self.distillation)
     if self.agent:
       self.agent.check_format(self.reward.shaping.format)
+      if self.agent.endpoint:
+        raise ValueError("agent.endpoint is for evaluation: RL trains the model `init`")
     field = self.algo.loss.needs_one_row
     spread = ""
     if self.agent:

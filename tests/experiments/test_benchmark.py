@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import toy
+from chat_server import ChatServer
 
 from coa_jax.cli import benchmark
 from coa_jax.data import suites
@@ -209,3 +210,28 @@ def test_a_suite_in_one_table(data, tmp_path):
     done = subprocess.run(part, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
   assert without_seconds(cut) == without_seconds(out)
+
+
+@pytest.mark.slow
+def test_a_suite_over_an_endpoint(data, tmp_path):
+  command = [sys.executable, "-m", "experiments.benchmark", "--suite=math"]
+  command += [f"--data={data}", f"--workdir={tmp_path / 'out'}", "--"]
+  command += ["--config=configs/evaluate_chat.py:endpoint"]
+  with ChatServer() as server:
+    server.faults += ["\\boxed{5}"] * 3
+    command += [f"--config.agent.endpoint.base_url={server.url}"]
+    command += ["--config.agent.endpoint.model=big"]
+    done = subprocess.run(
+      command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+  assert done.returncode == 0, done.stderr
+  card = json.loads((tmp_path / "out/benchmark.json").read_text())
+  (agent,) = card["agents"].values()
+  assert agent["model"] == "big" and set(agent["inputs"]) == {"tasks", "tools.corpus"}
+  scores = {row["set"]: (row["score"], row["tokens"]) for row in card["rows"]}
+  # One of AIME's two answers is 5, MATH500's is 6; 100 tokens asked, 7 replied.
+  assert scores == {
+    "aime24": (50.0, 107),
+    "math500": (0.0, 107),
+    "math, average": (25.0, 107),
+  }

@@ -14,6 +14,7 @@ from coa_jax.protocol.tool_bodies import FunctionCall
 from coa_jax.rollout.agents.types import Sampling
 from tools_sandbox import http_server
 
+MAX_BODY = 1 << 24  # bytes; a conversation may be long
 # Accepted only with these values: the sampler has nothing like them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "frequency_penalty": (0,),

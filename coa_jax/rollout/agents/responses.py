@@ -8,6 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coa_jax.rollout.agents.requests import Refused
 from coa_jax.rollout.agents.types import Sampled
 
 # Field `object` of a response.
@@ -128,3 +133,17 @@ def _text_choice(
     logps = sampled.logps
     out["logprobs"] = {"tokens": tokens, "token_logprobs": logps, "top_logprobs": None}
   return out
+
+
+async def _refused(request: Request, e: Any) -> Response:
+  kind = "server_error" if e.status >= 500 else "invalid_request_error"
+  kind = "rate_limit_error" if e.status == 429 else kind
+  error = {"message": str(e), "type": kind, "param": None, "code": e.code}
+  return JSONResponse({"error": error}, e.status)
+
+
+async def _http_error(request: Request, e: Any) -> Response:
+  return await _refused(request, Refused(e.detail, e.status_code))
+
+
+ERRORS: Any = {Refused: _refused, HTTPException: _http_error}  # Starlette's handlers

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pydantic
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,6 +23,7 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.agents import responses
 from coa_jax.rollout.agents.requests import (
+  MAX_BODY,
   CompletionRequest,
   Refused,
   read_chat,
@@ -32,37 +33,41 @@ from coa_jax.rollout.agents.sessions import Closed, NoRoom, Session
 from coa_jax.rollout.agents.types import Sampled
 from tools_sandbox import http_server
 
-MAX_BODY = 1 << 24  # bytes; a conversation may be long
 MODEL = "policy"
+_Attempt = TypeVar("_Attempt")
 
 
 class _End(http_server.Body):
   reward: float | None = pydantic.Field(None, allow_inf_nan=False)
 
 
+def by_key(find: Callable[[str], _Attempt | None]) -> Callable[[Request], _Attempt]:
+  """Returns a function that finds a request's attempt by its API key.
+
+  Every OpenAI client sends its key with each request.
+
+  Args:
+    find: API key -> the attempt; None refuses the request.
+  """
+
+  def found(request: Request) -> _Attempt:
+    key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    attempt = find(key)
+    if attempt is None:
+      message = "the API key names no running trajectory"
+      raise Refused(message, 401, "invalid_api_key")
+    return attempt
+
+  return found
+
+
 class AgentServer:
-  """Serves sessions over HTTP on loopback, in its own thread."""
+  """Serves an application over HTTP on loopback, in its own thread."""
 
-  def __init__(self, find: Callable[[str], Session | None], tokenizer: Tokenizer):
-    """Listens at once, at a free port.
-
-    Args:
-      find: API key -> its session; None refuses the request. Every OpenAI client sends
-        its key with each request, so it names the trajectory.
-      tokenizer: the model's.
-    """
-
-    def by_key(request: Request) -> Session:
-      key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-      session = find(key)
-      if session is None:
-        message = "the API key names no running trajectory"
-        raise Refused(message, 401, "invalid_api_key")
-      return session
-
+  def __init__(self, app: Starlette):
+    """Listens at once, at a free port."""
     sock = http_server.bind("127.0.0.1", 0)
     self.url = http_server.listen(sock, "127.0.0.1") + "/v1"
-    app = make_app(by_key, tokenizer, list(http_server.LOOPBACK))
     self._server = http_server.Server(app, grace_s=3)
     self._thread = threading.Thread(
       target=self._server.run, args=([sock],), name="agents", daemon=True
@@ -78,7 +83,7 @@ class AgentServer:
 def make_app(
   find: Callable[[Request], Session],
   tokenizer: Tokenizer,
-  hosts: list[str],
+  hosts: Sequence[str] = http_server.LOOPBACK,
   name: str = MODEL,
   end: Callable[[str, float | None], Trajectory | None] = lambda name, reward: None,
   most: int | None = None,
@@ -145,15 +150,6 @@ def make_app(
     counts = {"contexts": len(ended.split()), "tokens": ended.num_tokens}
     return JSONResponse({"name": asked, "reward": reward, **counts})
 
-  async def refused(request: Request, e: Refused) -> Response:
-    kind = "server_error" if e.status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if e.status == 429 else kind
-    error = {"message": str(e), "type": kind, "param": None, "code": e.code}
-    return JSONResponse({"error": error}, e.status)
-
-  async def http_error(request: Request, e: HTTPException) -> Response:
-    return await refused(request, Refused(e.detail, e.status_code))
-
   return Starlette(
     routes=[
       Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -162,8 +158,8 @@ def make_app(
       Route("/v1/models", models),
       Route("/v1/models/{model:path}", one_model),
     ],
-    middleware=[http_server.check_host(hosts)],
-    exception_handlers={Refused: refused, HTTPException: http_error},
+    middleware=[http_server.check_host(list(hosts))],
+    exception_handlers=responses.ERRORS,
   )
 
 

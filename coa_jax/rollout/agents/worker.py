@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -14,15 +15,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.data.tasks.task import Task
+from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import AGENT_ANSWER
 from coa_jax.rewards.graded import Graded, Ungradable
+from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.agents.config import AgentConfig
+from coa_jax.rollout.agents.endpoint import EndpointRun, make_relay
 from coa_jax.rollout.agents.formats import Format
-from coa_jax.rollout.agents.server import MODEL, AgentServer
+from coa_jax.rollout.agents.server import MODEL, AgentServer, by_key, make_app
 from coa_jax.rollout.agents.sessions import Session
-from coa_jax.rollout.agents.types import Sampling
+from coa_jax.rollout.agents.types import Sampling, task_meta
+from coa_jax.rollout.episode import EpisodeConfig
 from coa_jax.rollout.types import Attempt, Engine
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.runtime.fields import import_named
@@ -53,6 +58,33 @@ def _warn_once(name: str, value: float) -> None:
   )
 
 
+class _NoEngine:
+  """In place of a sampler: the endpoint samples."""
+
+  def __init__(self, capacity: int):
+    self.capacity = capacity
+
+  def set_policy(self, params: Any, version: int) -> None:
+    """Has no policy."""
+
+  def batch(self) -> contextlib.AbstractContextManager[None]:
+    """Delays nothing."""
+    return contextlib.nullcontext()
+
+  def cancel(self, episode: Any) -> None:
+    """Has nothing to cancel: an attempt ends with its agent."""
+
+  def close(self) -> None:
+    """Has no threads."""
+
+
+def endpoint_worker(at_once: int, grader: Grader) -> RolloutWorker:
+  """Makes a worker without a model, for `AgentWorker`; it plays `at_once` attempts."""
+  variant = roles.get_variant("unified").with_tools(())
+  dialect = EpisodeConfig(variant, "brief", max_calls=0, tool_seconds=0.0)
+  return RolloutWorker(_NoEngine(at_once), None, dialect, grader)
+
+
 class AgentRun(Session):
   """One attempt by an agent."""
 
@@ -68,12 +100,7 @@ class AgentRun(Session):
     self.sequence = attempt.sequence
     self.temperature = attempt.temperature
     self.key = secrets.token_hex(16)
-    self.trajectory.meta |= {
-      "question": task.question,
-      "answers": list(task.answers),
-      "family": task.family,
-      "source": task.source,
-    }
+    self.trajectory.meta |= task_meta(task)
 
   def adapted(self, sampling: Sampling) -> Sampling:
     """Takes the attempt's temperature, at which the learner computes log-probs."""
@@ -86,6 +113,9 @@ class AgentRun(Session):
     )
 
 
+_Run = AgentRun | EndpointRun
+
+
 class AgentWorker(RolloutWorker):
   """A worker whose tasks are played by a user's agent."""
 
@@ -93,11 +123,12 @@ class AgentWorker(RolloutWorker):
     """Imports the agent, and starts its server.
 
     Args:
-      worker: made with `conversations`; its engine closes with this worker.
+      worker: made with `conversations`, or by `endpoint_worker`; its engine closes with
+        this worker.
       config: section `agent`.
 
     Raises:
-      ValueError: the agent can not be imported.
+      ValueError: the agent can not be imported, or the endpoint's key not read.
     """
     super().__init__(
       worker.engine,
@@ -111,8 +142,13 @@ class AgentWorker(RolloutWorker):
     self._config = config
     self._agent = import_named(config.path, "agent.path")
     self._places = threading.Semaphore(config.workers)
-    self._runs: dict[str, AgentRun] = {}
-    self._server = AgentServer(self._runs.get, worker.tokenizer)
+    self._runs: dict[str, _Run] = {}
+    find = by_key(self._runs.get)
+    if config.endpoint:
+      app = make_relay(find, config.endpoint, config.seconds)
+    else:
+      app = make_app(find, worker.tokenizer)
+    self._server = AgentServer(app)
 
   def close(self) -> None:
     """Ends all attempts, the server and the engine."""
@@ -131,13 +167,15 @@ class AgentWorker(RolloutWorker):
     toolbox: Tools,
     key: tuple[Any, ...] = (),
     within: int = 0,
-  ) -> AgentRun:
+  ) -> _Run:
     """Returns an attempt, for `submit`; an agent has its own tools."""
+    if self._config.endpoint:
+      return EndpointRun(attempt)
     return AgentRun(attempt, self.engine, self.tokenizer, self.form)
 
   def submit(
     self,
-    episode: AgentRun,
+    episode: _Run,
     group: int | None = None,
     first: bool = False,
     evaluation: bool = False,
@@ -152,7 +190,7 @@ class AgentWorker(RolloutWorker):
 
   def _play(
     self,
-    run: AgentRun,
+    run: _Run,
     evaluation: bool,
     out: concurrent.futures.Future[Trajectory],
   ) -> None:
@@ -201,7 +239,7 @@ class AgentWorker(RolloutWorker):
     else:
       out.set_result(t)
 
-  def _call(self, run: AgentRun, result: concurrent.futures.Future[Any]) -> None:
+  def _call(self, run: _Run, result: concurrent.futures.Future[Any]) -> None:
     """Calls the agent."""
     client = Client(self._server.url, run.key)
     try:
@@ -213,6 +251,6 @@ class AgentWorker(RolloutWorker):
     else:
       result.set_result(value)
 
-  def _end(self, run: AgentRun) -> None:
+  def _end(self, run: _Run) -> None:
     self._runs.pop(run.key, None)
     run.close()
