@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object, to_dataclass
 
@@ -24,6 +25,7 @@ _WORDS = {
   "tools": "tools",
   "functions": "function tools",
   "tool_formats": "tool format",
+  "parallel": "tools.parallel",
 }
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class Dialect:
     tools: the tools' tags.
     functions: names of the tools called by the tag `tool`.
     tool_formats: protocol, and varied if the data had copies in other formats.
+    parallel: maximum calls in one `tool` span; 1 without this tag.
   """
 
   variant: str
@@ -45,13 +48,20 @@ class Dialect:
   tools: tuple[str, ...]
   functions: tuple[str, ...] = ()
   tool_formats: tuple[str, ...] = ("protocol",)
+  parallel: int = 1
 
   @classmethod
   def of(cls, variant: Variant, style: str, varied: bool = False) -> Dialect:
     """Returns the dialect of a variant reduced to a run's tools."""
     formats = ("protocol", "varied") if varied else ("protocol",)
-    functions = tuple(sorted(variant.functions))
-    return cls(variant.name, style, tuple(sorted(variant.tools)), functions, formats)
+    return cls(
+      variant.name,
+      style,
+      tuple(sorted(variant.tools)),
+      tuple(sorted(variant.functions)),
+      formats,
+      variant.parallel if FUNCTION_TAG in variant.tools else 1,
+    )
 
   def differences(self, other: Dialect) -> list[str]:
     """Lists the fields in which a run's dialect differs from this one."""
@@ -172,7 +182,7 @@ def _manifest_rows(file: str) -> Iterator[tuple[Any, str]]:
       return
 
 
-def _shown(value: str | tuple[str, ...]) -> str:
-  if isinstance(value, str):
+def _shown(value: str | int | tuple[str, ...]) -> str:
+  if isinstance(value, str | int):
     return repr(value)
   return repr(", ".join(value)) if value else "none"

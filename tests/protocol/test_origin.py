@@ -65,6 +65,17 @@ def test_a_run_in_another_dialect_is_told_by_what(
   assert caplog.messages == expected
 
 
+def test_parallel_calls_are_part_of_a_dialect():
+  variant = get_variant("unified").with_tools((*TOOLS, "tool:weather"))
+  several = Dialect.of(dataclasses.replace(variant, parallel=4), "brief")
+  assert Dialect.of(variant, "brief").differences(several) == [
+    "tools.parallel 1 and not 4"
+  ]
+  # Without the tag `tool` there is no list of calls.
+  own = dataclasses.replace(get_variant("unified").with_tools(TOOLS), parallel=4)
+  assert Dialect.of(own, "brief") == TRAINED
+
+
 @pytest.mark.parametrize(
   "text",
   [
