@@ -82,6 +82,10 @@ def log_plainly() -> None:
   handler = logging.get_absl_handler()
   handler.setFormatter(PlainFormatter())
   handler.addFilter(is_for_the_user)
+  # Orbax logs while it is imported: that adds a handler, which would repeat each line.
+  for other in python_logging.root.handlers[:]:
+    if type(other) is python_logging.StreamHandler:
+      python_logging.root.removeHandler(other)
   # httpx logs every request, so every tool call, at a visible level.
   python_logging.getLogger("httpx").setLevel(python_logging.WARNING)
 

@@ -36,7 +36,7 @@ CASES = {
   "10k passages": (10_000, 100),
   "100k passages": (100_000, 100),
   "1M passages": (1_000_000, 100),
-  "3M passages": (3_000_000, 100),
+  "2M passages": (2_000_000, 100),
   "10k pages": (10_000, 5_000),
   "BrowseComp-Plus": (100_195, 5_000),
 }

@@ -278,3 +278,24 @@ def test_a_warning_is_one_plain_line(path, level, shown):
   assert process.is_for_the_user(record) == shown
   word = logging.getLevelName(level).lower()
   assert process.PlainFormatter().format(record) == f"{word}: 3 too long"
+
+
+def test_a_warning_is_printed_once():
+  """Orbax's import adds a handler, which absl does not know after `outlive_readers`."""
+  program = """
+import logging
+import absl.app
+from coa_jax.runtime import interruption
+from coa_jax.cli import process, streams
+
+def main(argv):
+  process.log_plainly()
+  logging.getLogger("coa_jax").warning("too long")
+
+streams.outlive_readers()
+absl.app.run(main)
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", program], capture_output=True, text=True, check=True
+  )
+  assert done.stderr == "warning: too long\n"
