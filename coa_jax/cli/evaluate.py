@@ -64,7 +64,10 @@ def table(results: Mapping[str, Any], title: str = "Evaluation") -> Table:
   failed = results["status"].get("infrastructure", 0)
   note = "in parentheses 95 % intervals; more in results.json"
   if failed:
-    note += f"; {failed} attempts failed by infrastructure are left out"
+    note += (
+      f"; {failed} attempts failed by infrastructure are left out, and the same "
+      "command plays them again"
+    )
   return Table(title, rows, columns, note)
 
 
