@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import ml_collections
 import openai
@@ -127,6 +128,29 @@ def test_a_stream_and_faults(config, tmp_path):
   # The refused attempt is no wrong answer; the same command plays it again.
   assert (first["tasks"], first["pass1_greedy"]) == (1, 1.0)
   assert (second["tasks"], second["pass1_greedy"]) == (2, 1.0)
+
+
+class Together(ChatServer):
+  """Answers once this many requests wait."""
+
+  def __init__(self, many: int):
+    super().__init__()
+    self.arrived = threading.Barrier(many)
+
+  def answer(self, body: dict) -> str:
+    self.arrived.wait(60)
+    return "5"
+
+
+def test_attempts_ask_at_the_same_time(config, tmp_path):
+  config.agent.path = f"{__name__}:streamed"
+  config.agent.workers = config.eval.samples = 24
+  config.tasks.limit = 1
+  config.eval.greedy = False
+  with Together(24) as server:
+    config.agent.endpoint.base_url = server.url
+    results = evaluate.run(config, str(tmp_path / "out"))
+  assert results["status"]["ended"] == 24
 
 
 def test_another_history_is_another_context():
