@@ -97,11 +97,14 @@ async def sdk(task: dict[str, Any], client: Client) -> str | None:
     return _call(task, "code", program)
 
   agents.set_tracing_disabled(True)
-  llm = openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)
-  model = agents.OpenAIChatCompletionsModel(client.model, llm)
-  team = agents.Agent(name="team", model=model, tools=[wiki_search, code])
-  try:
-    done = await agents.Runner.run(team, task["question"], max_turns=MOST_CALLS + 1)
-  except agents.MaxTurnsExceeded:
-    return None
+  # Closed while its event loop runs: each attempt has a loop of its own.
+  async with openai.AsyncOpenAI(
+    base_url=client.base_url, api_key=client.api_key
+  ) as llm:
+    model = agents.OpenAIChatCompletionsModel(client.model, llm)
+    team = agents.Agent(name="team", model=model, tools=[wiki_search, code])
+    try:
+      done = await agents.Runner.run(team, task["question"], max_turns=MOST_CALLS + 1)
+    except agents.MaxTurnsExceeded:
+      return None
   return str(done.final_output)

@@ -362,6 +362,14 @@ def test_a_prompt_without_room_is_refused(chat):
   assert on.close().status == Status.TRUNCATED
 
 
+@pytest.mark.parametrize(("most", "status"), [(6, "ended"), (None, "truncated")])
+def test_a_reply_without_room_is_cut(chat, most, status):
+  on = session(chat)
+  sampled = on.complete(ASKED, [], Sampling(most=most)).result()
+  assert not sampled.is_whole
+  assert on.close().status == Status(status)
+
+
 def test_a_closed_session_drops_its_reply(chat):
   on = session(chat)
   running = on.complete(ASKED, [], Sampling(most=60))

@@ -190,7 +190,7 @@ class Session:
     self.trajectory = Trajectory(task_id, sample=sample)
     self.trajectory.meta["ambiguous_joins"] = 0
     self._turns = 0  # replies with calls
-    self.overflowed = False  # whether a request left no room for a reply
+    self.overflowed = False  # whether a request left too little room for a reply
 
   def complete(
     self, messages: Sequence[Message], tools: Sequence[Any], sampling: Sampling
@@ -373,6 +373,8 @@ class Session:
           episode.ids, episode.logps, episode.versions
         )
       context.is_busy = False
+      filled = prompt + len(episode.ids) >= self._engine.config.max_len
+      self.overflowed |= filled and not episode.is_whole
     if isinstance(error, concurrent.futures.CancelledError) or not episode.ids:
       error = Closed("the reply was dropped")
     if error is not None:
@@ -401,7 +403,7 @@ class Session:
   def close(self) -> Trajectory:
     """Ends the session: drops running replies, and returns the trajectory.
 
-    Its status is `truncated` if a request found no room, otherwise `ended`.
+    Its status is `truncated` if a request or a reply found no room, otherwise `ended`.
     """
     with self._lock:
       self._closed = True
