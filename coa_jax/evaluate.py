@@ -140,10 +140,10 @@ class EvaluateConfig:
     endpoint = self.agent and self.agent.endpoint
     if not self.init and not endpoint:
       raise ValueError("config lacks field 'init'")
-    if self.init and endpoint:
+    if endpoint and (self.init or self.vllm):
       raise ValueError(
-        f"agent.endpoint is the model, so init={self.init!r} would not be used: take "
-        'init=""'
+        "agent.endpoint is the model, so init and section vllm would not be used: take "
+        'init="" and leave vllm out'
       )
     if self.agent:
       self.agent.check_format(self.reward.shaping.format)

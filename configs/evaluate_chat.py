@@ -30,27 +30,26 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   tiny = arg == "tiny"
   at_once = {"": 512, "tiny": 4}.get(arg, 64)
   config = ml_collections.ConfigDict()
-  config.init = "" if arg == "endpoint" else "models/SmolLM2-135M-Instruct"
-  config.model = dict(dtype="float32" if arg else "bfloat16", remat="none", scan=True)
-  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.agent = dict(
     path="experiments.agents:ask",
     format="chat",
     seconds=3600.0,
     workers=at_once,
   )
+  config.rollout = dict(seed=1)
   if arg == "endpoint":
     config.agent.endpoint = dict(
       base_url="http://localhost:8000/v1",
       model="Qwen/Qwen2.5-7B-Instruct",
       key_file=config_dict.placeholder(str),
     )
-  config.rollout = dict(
-    slots=at_once,
-    window=16,
-    max_len=256 if tiny else 2048,
-    seed=1,
-  )
+  else:
+    config.init = "models/SmolLM2-135M-Instruct"
+    config.model = dict(dtype="float32" if arg else "bfloat16", remat="none", scan=True)
+    config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
+    config.rollout.slots = at_once
+    config.rollout.window = 16
+    config.rollout.max_len = 256 if tiny else 2048
   config.tools = dict(tools=())
   config.reward = dict(shaping=dict(format="none"))
   config.tasks = dict(uri="data/gsm8k/test.jsonl", limit=4 if tiny else 0, seed=0)

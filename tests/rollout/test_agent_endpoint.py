@@ -169,7 +169,7 @@ def test_another_history_is_another_context():
 
 
 REFUSED = [
-  ({"init": "models/x"}, "so init='models/x' would not be used"),
+  ({"init": "models/x"}, "init and section vllm would not be used"),
   ({"agent.endpoint": None}, "config lacks field 'init'"),
   ({"agent.format": "team"}, "take agent.format='chat'"),
   ({"agent.endpoint.model": ""}, "name the model"),

@@ -28,7 +28,7 @@ from coa_jax.protocol.trajectory import (
   Trajectory,
 )
 from coa_jax.rollout.agents import responses
-from coa_jax.rollout.agents.config import AgentConfig, EndpointConfig
+from coa_jax.rollout.agents.config import EndpointConfig
 from coa_jax.rollout.agents.requests import MAX_BODY, Refused
 from coa_jax.rollout.agents.types import task_meta
 from coa_jax.rollout.types import Attempt
@@ -142,14 +142,14 @@ def _read_completion(data: bytes) -> dict[str, Any]:
 
 
 def make_relay(
-  find: Callable[[Request], EndpointRun], agent: AgentConfig, config: EndpointConfig
+  find: Callable[[Request], EndpointRun], config: EndpointConfig, seconds: float
 ) -> Starlette:
   """Makes the application that sends requests on.
 
   Args:
     find: returns a request's attempt, or raises `Refused`.
-    agent: how many attempts ask at once, and for how long.
     config: the endpoint.
+    seconds: maximum time of one request, retries included.
 
   Raises:
     ValueError: the URL or the key file can not be used.
@@ -162,7 +162,19 @@ def make_relay(
     {"Authorization": f"Bearer {key}"} if key else {},
     use_proxies=True,
   )
-  pool = concurrent.futures.ThreadPoolExecutor(agent.workers)
+
+  def send(body: Any) -> concurrent.futures.Future[dict[str, Any]]:
+    out: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+
+    def work() -> None:
+      try:
+        out.set_result(service.send(body, seconds, _read_completion)[0])
+      except BaseException as e:
+        out.set_exception(e)
+
+    # A daemon, so that an interrupted program does not wait for a reply.
+    threading.Thread(target=work, name="endpoint", daemon=True).start()
+    return out
 
   async def chat(request: Request) -> Response:
     run = find(request)
@@ -175,9 +187,10 @@ def make_relay(
     if body.get("n") not in (None, 1):
       raise Refused("n: an attempt takes one reply at a time")
     body |= {"model": config.model, **run.settings}
-    asked = pool.submit(service.send, body, agent.seconds, _read_completion)
     try:
-      reply, _ = await asyncio.wrap_future(asked)
+      reply = await asyncio.wrap_future(send(body))
+    except asyncio.CancelledError:  # the server ends
+      raise Refused("the run ends", 503) from None
     except NoReply as e:
       raise Refused(f"the endpoint: {e} {e.text[:500]}", e.refusal or 502) from None
     run.record(messages, reply)

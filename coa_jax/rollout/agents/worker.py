@@ -145,7 +145,7 @@ class AgentWorker(RolloutWorker):
     self._runs: dict[str, _Run] = {}
     find = by_key(self._runs.get)
     if config.endpoint:
-      app = make_relay(find, config, config.endpoint)
+      app = make_relay(find, config.endpoint, config.seconds)
     else:
       app = make_app(find, worker.tokenizer)
     self._server = AgentServer(app)
