@@ -2,7 +2,9 @@
 
   python -m experiments.sft --config=configs/sft_world.py --workdir=runs/world/sft
 
-Needs runs/world/distill (configs/distill_world.py). Expect: validation loss 0.125,
+":again" trains the trained model on more trajectories, such as the right ones of
+another model's attempts (--config.data.trajectories). Needs runs/world/distill
+(configs/distill_world.py). Expect: validation loss 0.125,
 greedy pass@1 0.92 on held-out worlds, 284 s on two cores.
 """
 
@@ -15,10 +17,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   Args:
     arg: "tiny" trains a smaller model for 20 steps; "large" a 5M-parameter model;
       "hybrid" a model of the default size with linear attention in three of four
-      layers, like Qwen3.5.
+      layers, like Qwen3.5; "again" continues from runs/world/sft with RL's rates.
   """
-  if arg not in ("", "tiny", "large", "hybrid"):
-    raise ValueError(f"sft_world answers '', 'tiny', 'large' and 'hybrid', not {arg!r}")
+  if arg not in ("", "tiny", "large", "hybrid", "again"):
+    names = "'', 'tiny', 'large', 'hybrid' and 'again'"
+    raise ValueError(f"sft_world answers {names}, not {arg!r}")
   tiny = arg == "tiny"
   world = "world_tiny" if tiny else "world"  # the :tiny stages feed each other
   config = ml_collections.ConfigDict()
@@ -63,6 +66,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     vocab_size=1344,
     seed=0,
   )
+  if arg == "again":
+    config.init = f"runs/{world}/sft/model"
+    config.model = dict(remat="none")
+    config.optim.update(lr=0.003, adam_lr=1e-3, warmup=3, schedule="linear", final=0.2)
+    del config.data["vocab_size"]  # the model has a tokenizer
+    config.data.update(steps=119, rows=16, validation=64)
   config.checkpoint = dict(every=10 if tiny else 500, keep=1)
   config.log = dict(wandb_project="")
   return config
