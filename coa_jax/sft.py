@@ -8,13 +8,14 @@ budget: a stage is one page, from its config to its results.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from coa_jax.learner.sources import (
   read_sources,
   validation_order,
 )
+from coa_jax.learner.state import Learner, TrainState
 from coa_jax.model import flops, lora
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import load_tokenizer, save_run
@@ -80,6 +82,44 @@ _SOURCES = "sources.json"  # trajectories per file, in the token folder
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Data:
+  """A run's sequences of tokens.
+
+  Attributes:
+    dataset: all of them, on disk.
+    train: numbers of those to train on, in the sources' mix.
+    validation: numbers of the held-out ones.
+    counts: trajectories, and those left out by reason, for `results.json`.
+  """
+
+  dataset: Dataset
+  train: np.ndarray
+  validation: np.ndarray
+  counts: dict[str, Any]
+
+
+@dataclasses.dataclass
+class _Session:
+  """An open run: its records and resources.
+
+  Attributes:
+    frozen: the untrained parameters.
+    stream: micro-batches from the first step's on.
+    validate: returns the held-out loss for trained and frozen parameters.
+  """
+
+  learner: Learner
+  state: TrainState
+  frozen: Any
+  stream: Iterator[Micro]
+  validate: Callable[[Any, Any], float]
+  checkpoints: Checkpoints
+  metrics: Metrics
+  goodput: Goodput
+  timer: StepTimer
+
+
 @exclusive(process_dir)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains; writes `workdir/model` (a Hugging Face folder) and `results.json`.
@@ -104,47 +144,130 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """
   # --- Plan: read the config and the sources, refuse faults, and claim the workdir.
   settings = read_config(config, SFTConfig)
-  data = settings.data
+  steps = settings.data.steps
   init = settings.init or ""
   plan = plan_sft(settings)
   tokenizer = None
   if isinstance(settings.model, LoadConfig):
     tokenizer = load_tokenizer(init, plan.cfg)
     plan = plan.fitted(tokenizer)
-  sources = read_sources(data.trajectories)
+  sources = read_sources(settings.data.trajectories)
   num_rows = check_sources(sources)
   own_dir = process_dir(workdir)
   _claim(settings, sources, own_dir)
 
   # --- Tokenize the data; it stays on disk.
   if tokenizer is None:
-    tokenizer = _trained_tokenizer(data, sources, own_dir)
+    tokenizer = _trained_tokenizer(settings.data, sources, own_dir)
     plan = plan.fitted(tokenizer)
-  cfg = plan.cfg
+  data = _read_data(plan, sources, tokenizer, num_rows, workdir)
+
+  with _open(plan, data, workdir) as s:
+    numbers = range(int(s.state.step) + 1, steps + 1)
+    for step in traced(numbers, settings.log.profile, "sft", own_dir):
+      # --- Take the next micro-batches, prepared by a thread.
+      micro = list(itertools.islice(s.stream, settings.data.micro_batches))
+      s.timer.lap("data")
+
+      # --- Learn. The loss is a mean over all micro-batches' policy tokens.
+      batches = [m.batch for m in micro]
+      tokens = sum(m.policy for m in micro)
+      s.state, values = s.learner.step(s.state, batches, tokens, s.frozen)
+      # Reading values waits for the device, so the lap below times the step.
+      values = {name: float(value) for name, value in values.items()}
+      _check_finite(step, values)
+      s.timer.lap("step")
+
+      # --- Validate.
+      every = settings.data.validate_every
+      if (every and step % every == 0) or step == steps:
+        values["validation_loss"] = s.validate(s.state.params, s.frozen)
+        s.timer.lap("eval")
+
+      # --- Log and save.
+      values |= _speed(s.timer, plan, micro)
+      values |= s.goodput.after_step(values)
+      s.metrics.log(step, values, f"loss {values['loss']:.3f}")
+      s.checkpoints.reached(s.state, {}, step == steps)
+      s.timer.lap("save")
+
+  # --- Write the model folder, and the run's results.
+  params = save_run(
+    workdir,
+    plan.cfg,
+    s.state.params,
+    s.frozen,
+    settings.lora,
+    tokenizer,
+    init,
+    Origin.of_run(read_origin_of(own_dir), steps),
+  )
+  results = {
+    "steps": steps,
+    "parameters": count_params(params),
+    "parameters_trained": count_params(s.state.params),
+    **data.counts,
+  }
+  if steps:
+    results |= _logged(own_dir)
+  write_json(os.path.join(own_dir, "results.json"), results)
+  if is_first_process():
+    write_model_cards(workdir, own_dir, init, steps)
+  return results
+
+
+def _read_data(
+  plan: SFTPlan,
+  sources: Sequence[Source],
+  tokenizer: Tokenizer,
+  num_rows: int,
+  workdir: str,
+) -> _Data:
+  """Tokenizes the sources, and divides and mixes their sequences."""
+  data = plan.settings.data
+  own_dir = process_dir(workdir)
   dataset, num_of_source = _dataset(
-    data, sources, tokenizer, cfg.vocab_size, own_dir, num_rows
+    data, sources, tokenizer, plan.cfg.vocab_size, own_dir, num_rows
   )
   train, validation, left_out = _divide(data, dataset, num_of_source)
-  num_train = len(train)
+  counts = {"trajectories": len(train), **left_out}
   if len(sources) > 1 or sources[0].weight != 1:
     train, by_source = mix(sources, num_of_source, train)
-    left_out["trajectories_by_source"] = by_source
+    counts["trajectories_by_source"] = by_source
     if own_dir == workdir:  # one process of several is enough
       _tell(by_source)
+  return _Data(dataset, train, validation, counts)
 
-  # --- Load the model, or make a fresh one.
+
+@contextlib.contextmanager
+def _open(plan: SFTPlan, data: _Data, workdir: str) -> Iterator[_Session]:
+  """Loads the model, opens the run's resources, and resumes an interrupted run."""
+  settings = plan.settings
+  seed = settings.data.seed
+  own_dir = process_dir(workdir)
+
+  # --- The model, or a fresh one.
   if isinstance(settings.model, LoadConfig):
-    params = load_params(init, cfg, plan.partitioner)
+    params = load_params(settings.init or "", plan.cfg, plan.partitioner)
   else:
-    params = init_params(cfg, data.seed, plan.partitioner)
+    params = init_params(plan.cfg, seed, plan.partitioner)
 
   # --- The learner: a jitted loss and an optimizer over the trained parameters.
-  trained, frozen = lora.split(cfg, params, settings.lora, data.seed, plan.partitioner)
+  trained, frozen = lora.split(plan.cfg, params, settings.lora, seed, plan.partitioner)
   learner, loss = plan.make_learner()
-  mean_loss = functools.partial(_mean_loss, jax.jit(loss), plan.partitioner)
   state = learner.init(trained)
+  del params, trained  # the state has them
+  rows = dict(
+    size=settings.data.rows,
+    length=settings.data.length,
+    partitioner=plan.partitioner,
+  )
+  mean_loss = functools.partial(_mean_loss, jax.jit(loss), plan.partitioner)
 
-  # --- Resume an interrupted run.
+  def validate(trained: Any, frozen: Any) -> float:
+    return mean_loss(trained, frozen, data.dataset.once(data.validation, **rows))
+
+  # --- Resume.
   folder = os.path.join(workdir, "checkpoints")
   with Checkpoints(folder, settings.checkpoint) as checkpoints:
     state, _ = checkpoints.restore(state) or (state, {})
@@ -153,70 +276,27 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     log = resume_log(own_dir, "sft", first, workdir)
     if is_first_process():
       say_what_changed(log, devices, jax.process_count())
-    timer = StepTimer()
-    # The position in the data is a number: micro-batch n depends only on (seed, n).
-    stream = dataset.endless(
-      train,
-      size=data.rows,
-      length=data.length,
-      partitioner=plan.partitioner,
-      seed=data.seed,
-      first=first * data.micro_batches,
-    )
-    # All but the first process log only into their own folders.
+
+    # --- The data's stream: micro-batch n depends only on (seed, n).
+    first_micro = first * settings.data.micro_batches
+    stream = data.dataset.endless(data.train, seed=seed, first=first_micro, **rows)
+
+    # --- The records. All but the first process log only into their own folders.
     tracked = settings.log if own_dir == workdir else None
-    metrics = Metrics(own_dir, "sft", data.steps, tracked=tracked)
-    with metrics, Goodput(log, read_begun(workdir), devices) as goodput:
-      numbers = range(first + 1, data.steps + 1)
-      for step in traced(numbers, settings.log.profile, "sft", own_dir):
-        # --- Take the next micro-batches, prepared by a thread.
-        micro = list(itertools.islice(stream, data.micro_batches))
-        timer.lap("data")
-
-        # --- Learn. The loss is a mean over all micro-batches' policy tokens.
-        batches = [m.batch for m in micro]
-        tokens = sum(m.policy for m in micro)
-        state, values = learner.step(state, batches, tokens, frozen)
-        # Reading values waits for the device, so the lap below times the step.
-        values = {name: float(value) for name, value in values.items()}
-        _check_finite(step, values)
-        timer.lap("step")
-
-        # --- Validate.
-        is_last = step == data.steps
-        is_due = data.validate_every and step % data.validate_every == 0
-        if is_due or is_last:
-          batches = dataset.once(
-            validation, size=data.rows, length=data.length, partitioner=plan.partitioner
-          )
-          values["validation_loss"] = mean_loss(state.params, frozen, batches)
-          timer.lap("eval")
-
-        # --- Log and save.
-        values |= _speed(timer, plan, micro)
-        values |= goodput.after_step(values)
-        metrics.log(step, values, f"loss {values['loss']:.3f}")
-        checkpoints.reached(state, {}, is_last)
-        timer.lap("save")
-
-  # --- Write the model folder, and the run's results.
-  origin = Origin.of_run(read_origin_of(own_dir), data.steps)
-  params = save_run(
-    workdir, cfg, state.params, frozen, settings.lora, tokenizer, init, origin
-  )
-  results = {
-    "steps": data.steps,
-    "parameters": count_params(params),
-    "parameters_trained": count_params(state.params),
-    "trajectories": num_train,
-    **left_out,
-  }
-  if data.steps:
-    results |= _logged(own_dir)
-  write_json(os.path.join(own_dir, "results.json"), results)
-  if is_first_process():
-    write_model_cards(workdir, own_dir, init, data.steps)
-  return results
+    metrics = Metrics(own_dir, "sft", settings.data.steps, tracked=tracked)
+    goodput = Goodput(log, read_begun(workdir), devices)
+    with metrics, goodput:
+      yield _Session(
+        learner=learner,
+        state=state,
+        frozen=frozen,
+        stream=stream,
+        validate=validate,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        goodput=goodput,
+        timer=StepTimer(),
+      )
 
 
 def _hash(sources: Sequence[Source]) -> str:
