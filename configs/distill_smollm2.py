@@ -11,16 +11,17 @@ changed, each of two copies with other numbers gives two more.
 Expect: 12,838 trajectories from 6,419 questions (dropped: 756 without a note for the
 answer, 352 without a calculating note) and two for each of 7,321 copies, about 210
 tokens each, question included. About 13 minutes on two cores.
-":tiny" (64 tasks): a few seconds; give it a separate workdir.
+":cpu" makes one trajectory per question, for configs/sft_smollm2.py:cpu: 6,419 in 70
+seconds. ":tiny" (64 tasks): a few seconds. Give each a separate workdir.
 """
 
 import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """Returns the config; `arg` "tiny" takes 64 tasks."""
-  if arg not in ("", "tiny"):
-    raise ValueError(f"distill_smollm2 answers '' and 'tiny', not {arg!r}")
+  """Returns the config; `arg` "cpu" makes fewer trajectories, "tiny" takes 64 tasks."""
+  if arg not in ("", "cpu", "tiny"):
+    raise ValueError(f"distill_smollm2 answers '', 'cpu' and 'tiny', not {arg!r}")
   config = ml_collections.ConfigDict()
   config.tasks = dict(
     uri="data/gsm8k/train_6973.jsonl",
@@ -29,8 +30,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.tools = dict(tools=("code",), workers=2)
   config.teacher = dict(
     backend="gsm8k_programs",
-    samples=2,
-    new_numbers=2,
+    samples=1 if arg == "cpu" else 2,
+    new_numbers=0 if arg == "cpu" else 2,
     workers=4,
     # One agent thinks, runs programs and answers: the hyphens remove agents.
     variant="unified-plan-reflection-suggested_answer-double_check",
