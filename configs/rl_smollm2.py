@@ -61,7 +61,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     ),
     loss=dict(advantage="dr_grpo", clip_low=0.2, clip_high=0.28),
     batch=dict(
-      rows={"": 16, "cpu": 4, "tiny": 1}[arg],
+      rows={"": 16, "cpu": 2, "tiny": 1}[arg],
       length=512 if tiny else 1024,
     ),
   )

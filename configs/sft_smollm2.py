@@ -41,7 +41,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.data = dict(
     trajectories="runs/smollm2/distill/trajectories.jsonl",
     steps=steps,
-    rows={"": 16, "cpu": 4, "tiny": 2}[arg],
+    rows=2 if arg else 16,
+    micro_batches=2 if arg == "cpu" else 1,
     length=512 if tiny else 1024,
     validation={"": 128, "cpu": 64, "tiny": 2}[arg],
     validate_every={"": 200, "cpu": 100, "tiny": 1}[arg],
