@@ -91,6 +91,13 @@ def test_bounds_follow_the_limits_of_the_run(pool):
   assert a > 110 and few > 5
 
 
+@needs_group
+def test_a_slot_does_not_swap(pool):
+  # With swap space and without this, a program beyond its limit is not killed.
+  bounds = pool.read("memory.swappiness") + pool.read("memory.swap.max")
+  assert all(int(bound) == 0 for bound in bounds)
+
+
 @pytest.fixture
 def tight(monkeypatch):
   """Groups of 100 MiB, whatever a run's limits say.

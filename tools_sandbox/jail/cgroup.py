@@ -29,6 +29,7 @@ _CONTROLLERS = ("memory", "pids")
 _USED = ("memory.usage_in_bytes", "memory.current")
 _LIMIT = ("memory.limit_in_bytes", "memory.max")
 _EVENTS = ("memory.oom_control", "memory.events")
+_SWAP = ("memory.swappiness", "memory.swap.max")  # 0 in either: the group never swaps
 # A slot's own tasks: first process, template, two inits, keeper; and forks waiting for
 # a request.
 _OWN_TASKS = 16
@@ -121,6 +122,10 @@ class Group:
     self._second = os.path.exists(f"{folders['memory']}/{_LIMIT[1]}")  # version 2
     self._set: tuple[int, int] | None = None
     self._base = self._killed = 0
+    # Otherwise memory beyond the limit would fill the machine's swap space.
+    if os.path.exists(self._memory(_SWAP)):  # the kernel may have no swap
+      with open(self._memory(_SWAP), "w", encoding="ascii") as f:
+        f.write("0")
 
   @classmethod
   def create(cls) -> Group | None:
@@ -137,10 +142,10 @@ class Group:
           _sweep(folder)
           os.mkdir(path)
         folders[controller] = path
+      return cls(folders)
     except OSError:
       remove(list(folders.values()))
       return None
-    return cls(folders)
 
   @property
   def folders(self) -> list[str]:
