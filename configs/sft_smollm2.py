@@ -8,7 +8,7 @@
 Trains all weights in float32; on a GPU, matrix products are in bfloat16. Rows of 1,024
 tokens hold four or five trajectories. ":cpu" is for two cores and the trajectories of
 configs/distill_smollm2.py:cpu; add --cpu_devices=2. Expect there: validation loss 0.51
-after 200 updates, 21 s each.
+after 200 updates of 21 s; greedy 0.062 (0.043 to 0.091) on 400 test questions.
 Expect on one H100: loss 0.17, validation loss 0.54 after 600 updates, 2 minutes; greedy
 0.100 on GSM8K's test questions (configs/evaluate_smollm2.py).
 """
