@@ -18,6 +18,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -341,7 +342,16 @@ def _open(
       say_what_changed(log, devices, jax.process_count())
       drop_trajectories([own_dir, *other_process_dirs(workdir)], step)
 
-    # --- The collector, and the records.
+    # --- The records, and the collector. All but the first process log only into their
+    # own folders.
+    tracked = settings.log if own_dir == workdir else None
+    metrics = Metrics(own_dir, "rl", settings.algo.steps, tracked=tracked)
+    goodput = Goodput(log, read_begun(workdir), devices)
+
+    def until_done(futures: Sequence[Future[Any]]) -> None:
+      metrics.follow(futures, "trajectories")
+      checkpoints.until_done(futures)
+
     task_sampler = make_task_sampler(
       sampling.task_sampler,
       tasks.train,
@@ -358,12 +368,8 @@ def _open(
       seed=seed,
       step=step,
       cursor=cursor,
-      until_done=checkpoints.until_done,
+      until_done=until_done,
     )
-    # All but the first process log only into their own folders.
-    tracked = settings.log if own_dir == workdir else None
-    metrics = Metrics(own_dir, "rl", settings.algo.steps, tracked=tracked)
-    goodput = Goodput(log, read_begun(workdir), devices)
     with metrics, goodput, collector:
       yield _Session(
         learner=learner,

@@ -9,8 +9,10 @@ import json
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -27,6 +29,7 @@ T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
 # Seconds between plain progress lines if the output is not a terminal.
 PLAIN_EVERY = 10.0
+FOLLOW_EVERY = 30.0  # seconds between two lines within one step
 
 
 class Metrics:
@@ -170,6 +173,33 @@ class Metrics:
       if step % every == 0 or step == self.total:
         self._show(step, time.monotonic() - self._began, "", "")
 
+  def follow(self, futures: Sequence[Future[Any]], unit: str) -> None:
+    """Shows how many of a long step's futures are done; waits for none.
+
+    Args:
+      futures: the step's work.
+      unit: the name of one in progress lines, plural.
+    """
+    done = 0
+    lock = threading.Lock()
+
+    def count(_: Future[Any]) -> None:
+      nonlocal done
+      with lock:
+        done += 1
+        now = time.monotonic()
+        if now - self._shown < FOLLOW_EVERY or done == len(futures):
+          return
+        self._shown = now
+        status = f"{done}/{len(futures)} {unit}"
+        if self._bar is not None:
+          self._bar.update(self._task, status=status)
+        else:
+          say(f"{self.title}  {status}")
+
+    for future in futures:
+      future.add_done_callback(count)
+
   def warn(self, text: str) -> None:
     """Prints a line above the progress."""
     self._console.print(text, style="bold yellow", markup=False, soft_wrap=True)
@@ -194,6 +224,7 @@ class Metrics:
       if shares:
         status += f"\n[dim]{_literal(shares)}[/dim]"
       self._bar.update(self._task, completed=step, status=status)
+      self._shown = time.monotonic()
       return
 
     # --- Otherwise an occasional line; a line not yet due waits for `__exit__`.

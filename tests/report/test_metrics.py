@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -51,6 +52,16 @@ def test_a_resumed_stage_has_no_duplicates_and_leaves_others_alone(tmp_path, clo
   ]
   assert steps(path, "rl") == [4]
   assert read_metrics(tmp_path, "sft") == rows  # a workdir works, too
+
+
+def test_a_long_step_shows_its_work(tmp_path, clock, capfd):
+  with Metrics(str(tmp_path), "rl", total=2) as log:
+    futures = [Future() for _ in range(4)]
+    log.follow(futures, "trajectories")
+    for future, seconds in zip(futures, (1, 30, 10, 100), strict=True):
+      clock[0] += seconds
+      future.set_result(None)
+    assert capfd.readouterr().err == "rl  2/4 trajectories\n"  # the step ends it
 
 
 def test_a_process_that_joins_a_run_has_the_log_of_the_first(tmp_path):
