@@ -87,10 +87,10 @@ class _Data:
   """A run's sequences of tokens.
 
   Attributes:
-    dataset: all of them, on disk.
-    train: numbers of those to train on, in the sources' mix.
-    validation: numbers of the held-out ones.
-    counts: trajectories, and those left out by reason, for `results.json`.
+    dataset: all sequences, on disk.
+    train: numbers of the training sequences, in the sources' mix.
+    validation: numbers of the held-out sequences.
+    counts: trajectories trained on, and left out by reason, for `results.json`.
   """
 
   dataset: Dataset
@@ -105,7 +105,7 @@ class _Session:
 
   Attributes:
     frozen: the untrained parameters.
-    stream: micro-batches from the first step's on.
+    stream: endless micro-batches, from this start's first step.
     validate: returns the held-out loss for trained and frozen parameters.
   """
 
