@@ -7,8 +7,9 @@
 
 Trains all weights in float32; on a GPU, matrix products are in bfloat16. Rows of 1,024
 tokens hold four or five trajectories. ":cpu" is for two cores and the trajectories of
-configs/distill_smollm2.py:cpu; add --cpu_devices=2. Expect there: validation loss 0.51
-after 200 updates of 21 s; greedy 0.062 (0.043 to 0.091) on 400 test questions.
+configs/distill_smollm2.py:cpu; --cpu_devices=2 --config.mesh.data=2
+--config.mesh.fsdp=1 is 10 % faster. Expect there: validation loss 0.51 after 200
+updates of 21 s; greedy 0.062 (0.043 to 0.091) on 400 test questions.
 Expect on one H100: loss 0.17, validation loss 0.54 after 600 updates, 2 minutes; greedy
 0.100 on GSM8K's test questions (configs/evaluate_smollm2.py).
 """
@@ -29,9 +30,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     remat="none",
     scan=True,
   )
-  # On a CPU every device keeps the whole model: gathering it would take longer.
-  data, fsdp = (-1, 1) if arg == "cpu" else (1, -1)
-  config.mesh = dict(data=data, fsdp=fsdp, context=1, tensor=1)
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(
     name="adamw",
     lr=5e-4 if arg == "cpu" else 3e-4,
