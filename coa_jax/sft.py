@@ -256,7 +256,7 @@ def _open(plan: SFTPlan, data: _Data, workdir: str) -> Iterator[_Session]:
   trained, frozen = lora.split(plan.cfg, params, settings.lora, seed, plan.partitioner)
   learner, loss = plan.make_learner()
   state = learner.init(trained)
-  del params, trained  # the state has them
+  del params, trained  # the state has copies
   rows = dict(
     size=settings.data.rows,
     length=settings.data.length,

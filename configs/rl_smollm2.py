@@ -54,7 +54,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.tasks = dict(uri="data/gsm8k/train_6973.jsonl")
   config.algo = dict(
     steps=2 if tiny else 40,
-    # Half as many samples find a mixed group at less cost where learning is slow.
+    # At a pass rate of 5 %, groups of 8 give a mixed group for half the learning of 16.
     sampling=dict(
       prompts={"": 64, "cpu": 24, "tiny": 2}[arg],
       samples={"": 16, "cpu": 8, "tiny": 2}[arg],

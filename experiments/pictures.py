@@ -5,8 +5,7 @@
 learning.png: SFT's validation loss, RL's reward and accuracy on development tasks.
 trajectory.png: the RL model's greedy trajectory for --task in the viewer, rendered by
 Chromium; needs playwright (`pip install playwright`) and Chromium (`apt-get install
-chromium` or `playwright install chromium`). --task= leaves it out, for any folder with
-the workdirs sft and rl.
+chromium` or `playwright install chromium`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _WORKDIR = flags.DEFINE_string(
   "workdir", "runs/quickstart", "A finished quickstart's workdir."
 )
 _OUT = flags.DEFINE_string("out", "docs/pictures", "Folder for the pictures.")
-_TASK = flags.DEFINE_string("task", "test-00000", "The trajectory's task, or nothing.")
+_TASK = flags.DEFINE_string("task", "test-00000", "The trajectory's task.")
 _PANELS = {
   "SFT: validation loss (nats per token)": {"validation_loss": "validation"},
   "RL: share of tasks": {"reward": "reward", "dev_accuracy": "greedy accuracy (dev)"},
@@ -44,7 +43,7 @@ header, .bar, .legend, #list, .prompt { display: none !important; }
 
 
 def main() -> None:
-  """Writes the pictures and prints their paths."""
+  """Writes both pictures and prints their paths."""
   os.makedirs(_OUT.value, exist_ok=True)
   sft = read_metrics(os.path.join(_WORKDIR.value, "sft"), "sft")
   rl = read_metrics(os.path.join(_WORKDIR.value, "rl"), "rl")
@@ -52,8 +51,6 @@ def main() -> None:
   plots.write_png(learning, plots.curves([*sft, *rl], _PANELS))
   print(learning)
 
-  if not _TASK.value:
-    return
   file = os.path.join(_WORKDIR.value, "eval_rl", "greedy.jsonl")
   attempts = [t for t in read_trajectories(file) if t.task_id == _TASK.value]
   if not attempts:

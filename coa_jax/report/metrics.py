@@ -178,7 +178,7 @@ class Metrics:
 
     Args:
       futures: the step's work.
-      unit: the name of one in progress lines, plural.
+      unit: their plural name in progress lines.
     """
     done = 0
     lock = threading.Lock()

@@ -44,12 +44,6 @@ def test_the_curves_need_no_browser_and_a_wrong_task_is_one_line(workdir):
   assert picture.startswith(b"\x89PNG") and len(picture) < 150_000
 
 
-def test_without_a_task_only_the_curves_are_drawn(workdir):
-  shutil.rmtree(workdir / "eval_rl")
-  draw(workdir, "--task=")
-  assert [p.name for p in (workdir / "pictures").iterdir()] == ["learning.png"]
-
-
 def test_a_trajectory_in_a_browser(workdir):
   pytest.importorskip("playwright", reason="needs playwright")
   if not shutil.which("chromium"):
