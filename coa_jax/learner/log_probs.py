@@ -39,14 +39,16 @@ def token_logps(
   truncation: Truncation = NO_TRUNCATION,
   constraint: TokenMask | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Computes each token's log-prob, given the previous tokens in its segment.
+  """Computes each policy token's log-prob, given the previous tokens in its segment.
 
   Logits exist for `cfg.logit_chunk` tokens per row at once; the backward pass
-  recomputes them, unless the chunk is the whole row.
+  recomputes them, unless the chunk is the whole row. Chunks without a policy token are
+  skipped: prompts and observations cost nothing.
 
   Returns:
     logp_BT and entropy_BT (nats, float32), and removed_BT, the probability
-    excluded by the grammar; a segment's first token has 0 in all.
+    excluded by the grammar; 0 for a segment's first token and all tokens that the
+    policy did not write (`loss_mask_BT` is 0).
   """
   # --- Hidden states, and the output head.
   hidden_BTD = hidden_states(Transformer(cfg, partitioner), params, batch)
@@ -65,13 +67,14 @@ def token_logps(
     constraint=constraint,
   )
 
-  # --- Each place's target: the next token. A row's last prediction is unused.
-  target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
-  grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
-  # In the hidden states' order.
+  # --- Each place's target: the next token, in the hidden states' order. The place
+  # before a segment's first token belongs to another segment.
+  counts_BT = (batch.position_BT > 0) & (batch.loss_mask_BT > 0)
   row_devices = partitioner.ways("T")
-  target_BT = zigzag(target_BT, row_devices)
-  grammar_BT = zigzag(grammar_BT, row_devices)
+  target_BT, grammar_BT, targeted_BT = (
+    zigzag(jnp.roll(x, -1, axis=1), row_devices)
+    for x in (batch.tokens_BT, batch.grammar_BT, counts_BT)
+  )
 
   # --- Log-probs, a chunk of every device's tokens at a time.
   rows, T = target_BT.shape
@@ -82,15 +85,12 @@ def token_logps(
   if chunks == 1:
     by_place = head(hidden_BTD, target_BT, grammar_BT)
   else:
-    by_place = _by_chunks(
-      head, hidden_BTD, target_BT, grammar_BT, row_devices, chunks, C
-    )
+    arrays = (hidden_BTD, target_BT, grammar_BT)
+    by_place = _by_chunks(head, arrays, targeted_BT, row_devices, chunks, C)
 
-  # --- Move results from places to target tokens. The place before a segment's first
-  # token belongs to another segment.
-  predicted_BT = batch.position_BT > 0
+  # --- Move results from places to target tokens.
   logp_BT, entropy_BT, removed_BT = (
-    jnp.roll(straight(x, row_devices), 1, axis=1) * predicted_BT for x in by_place
+    jnp.roll(straight(x, row_devices), 1, axis=1) * counts_BT for x in by_place
   )
   return logp_BT, entropy_BT, removed_BT
 
@@ -141,9 +141,8 @@ def _head(
 
 def _by_chunks(
   head: Callable[..., tuple[jax.Array, ...]],
-  hidden_BTD: jax.Array,
-  target_BT: jax.Array,
-  grammar_BT: jax.Array,
+  arrays: tuple[jax.Array, ...],
+  targeted_BT: jax.Array,
   row_devices: int,
   chunks: int,
   C: int,
@@ -151,37 +150,63 @@ def _by_chunks(
   """Applies `head` in chunks: C tokens of each device's row part at a time.
 
   Args:
-    head: maps some tokens of the three arrays to several arrays of [B, tokens].
+    head: maps some places of `arrays` to several float32 arrays of [B, places].
+    arrays: [B, T, ...] each.
+    targeted_BT: places whose results are used; chunks without one are skipped.
   """
   # Each device's part of a row is cut separately: chunk c is every part's c-th piece,
   # so all devices work on it and no token moves between them.
-  B, T = target_BT.shape
+  B, T = targeted_BT.shape
   own = T // row_devices
+  # Used places first, in their order, so that the last chunks have none.
+  order_BPT = jnp.argsort(~targeted_BT.reshape(B, row_devices, own), stable=True)
+  back_BPT = jnp.argsort(order_BPT)
 
-  def split(x: jax.Array, fill: int) -> jax.Array:
-    """Reshapes [B, T, ...] to [chunks, B, row_devices * C, ...], padded with `fill`."""
-    x = x.reshape(B, row_devices, own, *x.shape[2:])
+  def split(x: jax.Array) -> jax.Array:
+    """Reorders [B, T, ...] and returns [chunks, B, row_devices * C, ...]."""
+    x = _permuted(x.reshape(B, row_devices, own, *x.shape[2:]), order_BPT, back_BPT)
     lacks = [(0, 0)] * x.ndim
     lacks[2] = (0, chunks * C - own)
-    x = jnp.pad(x, lacks, constant_values=fill)
+    x = jnp.pad(x, lacks)
     x = jnp.moveaxis(x.reshape(B, row_devices, chunks, C, *x.shape[3:]), 2, 0)
     return x.reshape(chunks, B, row_devices * C, *x.shape[4:])
 
   def join(x: jax.Array) -> jax.Array:
     x = jnp.moveaxis(x.reshape(chunks, B, row_devices, C), 0, 2)
-    return x.reshape(B, row_devices, chunks * C)[:, :, :own].reshape(B, T)
+    x = x.reshape(B, row_devices, chunks * C)[:, :, :own]
+    return _permuted(x, back_BPT, order_BPT).reshape(B, T)
 
   # A chunk's logits are recomputed for the gradient: keeping all chunks' logits would
   # save no memory.
-  again = jax.checkpoint(head, prevent_cse=False)
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def chunk(
+    arrays: tuple[jax.Array, ...], targeted_BC: jax.Array
+  ) -> tuple[jax.Array, ...]:
+    none = tuple(jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(head, *arrays))
+    return jax.lax.cond(targeted_BC.any(), head, lambda *_: none, *arrays)
 
-  def chunk(arrays: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    hidden_BCD, target_BC, grammar_BC = arrays
-    return again(hidden_BCD, target_BC, grammar_BC)
+  parts = (tuple(map(split, arrays)), split(targeted_BT))
+  return map(join, jax.lax.map(lambda part: chunk(*part), parts))
 
-  no_grammar = -1
-  arrays = (split(hidden_BTD, 0), split(target_BT, 0), split(grammar_BT, no_grammar))
-  return map(join, jax.lax.map(chunk, arrays))
+
+@jax.custom_vjp
+def _permuted(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+  """Orders axis 2 of [B, P, T, ...] by `order`, whose inverse is `back`."""
+  order = order.reshape(*order.shape, *[1] * (x.ndim - 3))
+  return jnp.take_along_axis(x, order, axis=2)
+
+
+def _permuted_forward(x, order, back):
+  return _permuted(x, order, back), (order, back)
+
+
+def _permuted_backward(orders, gradient):
+  # A gather by the inverse: a scatter would be slower.
+  order, back = orders
+  return _permuted(gradient, back, order), None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
 def logits_at_once(vocabulary: int) -> int:

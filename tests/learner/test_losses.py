@@ -141,6 +141,26 @@ def test_chunks_of_rows_of_a_prime_length_are_the_whole():
     assert_close(total(dataclasses.replace(CFG, logit_chunk=chunk)), expected)
 
 
+@pytest.mark.slow
+def test_only_chunks_with_policy_tokens_are_computed(monkeypatch):
+  """The row with the most policy tokens decides, wherever they stand in it."""
+  batch = alone(4, 109)
+  most = int(batch.loss_mask_BT.sum(1).max())
+  assert most < 80
+  computed = []
+  real = distribution.taken_log_probs
+
+  def counted(*args):
+    jax.debug.callback(lambda: computed.append(1))
+    return real(*args)
+
+  monkeypatch.setattr(distribution, "taken_log_probs", counted)
+  cfg = dataclasses.replace(CFG, logit_chunk=10)
+  jax.block_until_ready(log_probs.token_logps(cfg, toy.params(layers=1), batch))
+  jax.effects_barrier()
+  assert len(computed) == -(-most // 10)
+
+
 @pytest.mark.parametrize("most", [1, 100, 128, 200, 882, 4096])
 def test_chunks_hold_a_row_and_are_of_whole_tiles_from_one_on(most):
   for length in (1, 109, 128, 300, 1000, 8191, 8192, 32768):
@@ -211,10 +231,11 @@ def test_token_logps_are_the_models_at_the_temperature():
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   target = np.take_along_axis(logp[:, :-1], batch.tokens_BT[:, 1:, None], -1)[..., 0]
   entropy = -(np.exp(logp) * logp).sum(-1)[:, :-1]
-  real = batch.segment_BT[:, 1:] > 0
-  np.testing.assert_allclose(logp_BT[:, 1:][real], target[real], atol=5e-6)
-  np.testing.assert_allclose(entropy_BT[:, 1:][real], entropy[real], atol=5e-6)
-  assert not logp_BT[:, 0].any() and not entropy_BT[:, 0].any()
+  wrote = batch.loss_mask_BT[:, 1:] > 0
+  np.testing.assert_allclose(logp_BT[:, 1:][wrote], target[wrote], atol=5e-6)
+  np.testing.assert_allclose(entropy_BT[:, 1:][wrote], entropy[wrote], atol=5e-6)
+  others = batch.loss_mask_BT == 0
+  assert not logp_BT[others].any() and not entropy_BT[others].any()
 
 
 @LOSSES

@@ -54,7 +54,7 @@ def test_vllm_serves_an_exported_folder(tmp_path, kind: str):
     assert len(ids) == NEW
     batch = batching.empty(1, len(prompt) + NEW)
     batch.tokens_BT[0] = prompt + ids
-    batch.segment_BT[:] = 1
+    batch.segment_BT[:] = batch.loss_mask_BT[:] = 1
     batch.position_BT[0] = np.arange(len(prompt) + NEW)
     ours = np.asarray(log_probs.token_logps(cfg, params, batch)[0])[0, len(prompt) :]
     np.testing.assert_allclose(theirs, ours, atol=1e-4)

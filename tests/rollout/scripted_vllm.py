@@ -132,7 +132,8 @@ class ScriptedVllm(Server):
     ids = body["prompt"]
     cfg, params = load_model(self.stale or self.folder)
     batch = batching.empty(1, len(ids))
-    batch.tokens_BT[0], batch.segment_BT[:] = ids, 1
+    batch.tokens_BT[0] = ids
+    batch.segment_BT[:] = batch.loss_mask_BT[:] = 1
     batch.position_BT[0] = np.arange(len(ids))
     logps = np.asarray(log_probs.token_logps(cfg, params, batch)[0])[0].tolist()
     rows = [{str(i): {"logprob": x}} for i, x in zip(ids, logps, strict=True)]
