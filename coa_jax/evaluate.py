@@ -210,7 +210,7 @@ def run(
   prepare_workdir(settings, workdir, may_change=scoring, inputs=inputs)
 
   # --- Play, greedily and at the temperature; earlier starts' attempts are kept.
-  tags = settings.tools.tags
+  tags = None if settings.agent else settings.tools.tags
   look = functools.partial(_first_warnings, settings, tasks, tags, worker.grader)
   params = load()
   own_greedy: list[Trajectory] = []
@@ -418,11 +418,13 @@ class AttemptLog:
 def _first_warnings(
   settings: EvaluateConfig,
   tasks: Sequence[Task],
-  tags: Collection[str],
+  tags: Collection[str] | None,
   grader: Grader,
   attempts: Sequence[Trajectory],
 ) -> list[str]:
-  tools = tags if settings.tools.enabled and settings.rollout.max_calls else ()
+  tools: Collection[str] = ()
+  if tags and settings.tools.enabled and settings.rollout.max_calls:
+    tools = tags
   return first_step.warnings(
     attempts,
     tasks,

@@ -59,8 +59,10 @@ def chat(task: dict[str, Any], client: Client) -> str | None:
       return message.content
     messages.append(message)
     for call in message.tool_calls:
-      (argument,) = json.loads(call.function.arguments).values()
-      result = _call(task, call.function.name, argument)
+      arguments = json.loads(call.function.arguments)
+      result = "error: give the tool's one argument"
+      if len(arguments) == 1:
+        result = _call(task, call.function.name, *map(str, arguments.values()))
       messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
   return None
 

@@ -62,6 +62,9 @@ class Table:
     self._base.set_authorizer(
       lambda action, *_: sqlite3.SQLITE_OK if action in reads else sqlite3.SQLITE_DENY
     )
+    # No query takes much memory, or more than a million steps.
+    self._base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1_000_000)
+    self._base.set_progress_handler(lambda: 1, 1_000_000)
     return f"The table t has {len(rows)} rows with columns {names}."
 
   def sql(self, query: str) -> str:

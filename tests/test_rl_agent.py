@@ -109,7 +109,7 @@ REFUSED = [
   ({"algo.loss.advantage": "gae"}, "an agent .section agent. may spread them"),
   (
     {"distillation.hint": "{answers}", "algo.sampling.filter_groups": False},
-    "hint is added to our own loop's prompts",
+    "hint is added to prompts with the task's question alone; section agent",
   ),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 import toy
 
 from coa_jax.protocol.origin import Dialect, Origin
-from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.runtime.config import ConfigError, fill_defaults, read_config
 from coa_jax.serve import ServeConfig, open_server
 
@@ -67,6 +67,11 @@ def test_rows_beyond_the_models_positions_are_refused(folder):
     file.write_text(json.dumps({**json.loads(written), **stretched}))
     with open_server(config(folder)):
       pass
+    # A model with a vision tower has its positions further in.
+    inner = {"model_type": "qwen3_5", "text_config": {"max_position_embeddings": 63}}
+    file.write_text(json.dumps(inner))
+    with pytest.raises(ValueError, match=message):
+      check_positions(RolloutConfig(max_len=64), toy.MODEL, str(folder / "model"))
   finally:
     file.write_text(written)
 

@@ -219,7 +219,7 @@ def test_tokenised_data_is_not_tokenised_again(config, tmp_path, monkeypatch):
   config.data.steps, workdir = 2, str(tmp_path / "w")
   config.checkpoint.every = 1
   first = sft.run(config, workdir)
-  monkeypatch.setattr(Tokenizer, "encode_trajectory", None)
+  monkeypatch.setattr(Tokenizer, "encode_trajectories", None)
   assert sft.run(config, workdir) == first
   path = tmp_path / "trajectories.jsonl"
   path.write_text("\n".join(path.read_text().splitlines()[1:]))

@@ -186,6 +186,9 @@ def main(command: list[str]) -> None:
     read_shard(values.shard),
   )
   done = [f for f in folders if os.path.exists(os.path.join(f, "results.json"))]
+  if not done:
+    print("no run has a results.json: nothing to compare")
+    return
   compare(done, os.path.join(values.workdir, "compare.html"))
 
 

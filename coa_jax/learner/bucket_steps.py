@@ -69,17 +69,20 @@ def choose(bucket: Bucket) -> tuple[int, str]:
   The step is -1 if there is no checkpoint yet, and -2 if all are damaged. Damaged newer
   steps and all unfinished steps are deleted; the run repeats the newer ones.
   """
-  # --- Each begun step's objects.
+  # --- Each begun step's objects, and the folders of unfinished ones: Orbax gives an
+  # uncommitted step a longer name on some stores.
   objects: dict[str, dict[str, Stored]] = {}
+  uncommitted: set[str] = set()
   for name, stored in bucket.list().items():
     folder, _, file = name.partition("/")
-    # Orbax gives an uncommitted step a longer name on some stores.
-    if match := re.match(r"\d+(\.\d{6,})?", folder):
-      objects.setdefault(match[0], {})[file] = stored
+    if step_of(folder) >= 0:
+      objects.setdefault(folder, {})[file] = stored
+    elif step_of(folder.partition(".orbax-checkpoint-tmp")[0]) >= 0:
+      uncommitted.add(folder)
 
   # --- The newest whole step, and newer steps' faults.
-  notes = []
-  bad = []
+  notes = [f"checkpoint {folder} was not finished" for folder in sorted(uncommitted)]
+  bad = [*uncommitted]
   damaged = False
   newest = ""
   for folder in sorted(objects, key=order, reverse=True):
@@ -97,7 +100,8 @@ def choose(bucket: Bucket) -> tuple[int, str]:
     bad.append(folder)
   step = step_of(newest)
   if notes:
-    _log.warning("%s: %s; resuming from %d", bucket.uri, "; ".join(notes), step)
+    start = f"resuming from {step}" if newest else "no whole checkpoint is left"
+    _log.warning("%s: %s; %s", bucket.uri, "; ".join(notes), start)
   if not newest and damaged:
     return -2, ""
   for folder in bad:

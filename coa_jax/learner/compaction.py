@@ -36,11 +36,14 @@ _ABOUT = re.compile(
 def compacted(
   trajectory: Trajectory, config: ContextConfig, tokenizer: Tokenizer
 ) -> Trajectory:
-  """Splits a finished one-context trajectory into contexts, as a rollout would.
+  """Splits a finished trajectory into contexts, as a rollout would.
 
   A summary begins with the span about the observation that filled the context; the
-  context's thoughts, plans and reflections follow.
+  context's thoughts, plans and reflections follow. A trajectory that has several
+  contexts already is returned as it is.
   """
+  if len(trajectory.split()) > 1:
+    return trajectory
   out = dataclasses.replace(trajectory, segments=[])
   marker = tokenizer.encode_observation(REMOVED)
   segments = list(trajectory.segments)

@@ -102,9 +102,8 @@ def check_sources(sources: Sequence[Source]) -> int:
       next(iter_trajectories(source.path), None)
     except ValueError as e:
       raise ValueError(
-        f"{e}; other systems' records become trajectories by: python -m "
-        f"coa import --file={source.path} --variant=VARIANT "
-        "--out=trajectories.jsonl"
+        f"{e}; other systems' records become trajectories by: coa import "
+        f"--file={source.path} --variant=VARIANT --out=trajectories.jsonl"
       ) from e
   return num_rows
 

@@ -69,8 +69,9 @@ class TokenMask:
     return jnp.take(row, self.class_V, axis=-1) | (state < 0)[..., None]
 
   def after(self, state: jax.Array, token: jax.Array) -> jax.Array:
-    """Returns the state after a token, int32."""
-    return self.next_SC[state, self.class_V[token]].astype(jnp.int32)
+    """Returns the state after a token, int32; state -1 stays."""
+    after = self.next_SC[jnp.maximum(state, 0), self.class_V[token]]
+    return jnp.where(state < 0, -1, after.astype(jnp.int32))
 
 
 def log_probs(

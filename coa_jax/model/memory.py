@@ -257,7 +257,7 @@ def cache_room(
     return math.inf
   room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
   room -= cache.state_bytes(model, config.slots, partitioner)
-  return room - 4 * config.slots * model.vocab_size  # logits
+  return room - 4 * config.slots * model.vocab_size // partitioner.ways("V")  # logits
 
 
 def device_bytes(partitioner: Partitioner) -> int:

@@ -231,10 +231,11 @@ class RLConfig:
         "algo.sampling.filter_groups=True leaves out groups with equal rewards, which "
         "a teacher scores like others; with section distillation take False"
       )
-    if distillation.hint and self.agent:
+    if distillation.hint and (self.agent or self.tools.environment):
+      section = "agent" if self.agent else "tools.environment"
       raise ValueError(
-        "distillation.hint is added to our own loop's prompts, not to an agent's "
-        "(section agent): take a teacher without a hint"
+        "distillation.hint is added to prompts with the task's question alone; section "
+        f"{section} writes others: take a teacher without a hint"
       )
     servers = [name for name in distillation.sources if is_address(name)]
     if servers and (self.rollout.constrain or sampling.temperature != 1):

@@ -83,7 +83,7 @@ def leave_context(
   *read, new = trajectory.split()[-1].segments
   # --- All but the last `keep` observations are removed.
   places = [i for i, s in enumerate(read) if s.role == OBSERVATION]
-  removed = set(places[: len(places) + 1 - config.keep])
+  removed = set(places[: max(0, len(places) + 1 - config.keep)])
   following = []
   for i, s in enumerate(read):
     if i in removed:
@@ -110,11 +110,13 @@ def repeat_summary(trajectory: Trajectory) -> list[Segment]:
   """
   last = trajectory.split()[-1].segments
   prompt = [s for s in last if s.author == Author.PROMPT]
-  # The opening tag is a segment of its own if the policy was made to begin a summary.
+  # The opening tag is a segment of its own if the policy was made to begin a summary;
+  # otherwise its first token may end the segment before.
   begin = len(last) - 1
-  while open_tag(CONTEXT_SUMMARY) not in last[begin].text:
+  text = last[begin].text
+  while open_tag(CONTEXT_SUMMARY) not in text:
     begin -= 1
-  text = "".join(s.text for s in last[begin:])
+    text = last[begin].text + text
   ids = [i for s in last[begin:] for i in s.ids]
   following = [*prompt, Segment(Author.CARRIED, CONTEXT_SUMMARY, text, ids)]
   trajectory.segments += following

@@ -257,7 +257,8 @@ def _schema(row: dict[str, Any]) -> Any:
   )
   texts = ("name", "arguments", "result", "status")
   call = pa.struct({**dict.fromkeys(texts, text), "seconds": real})
-  counts = ("prompt", "cached", "generated", "observation", "tool_calls", "model_calls")
+  counts = ("prompt", "cached", "generated", "observation", "model_calls")
+  counts += ("tool_calls", "tool_turns")
   usage = pa.struct({**dict.fromkeys(counts, whole), "seconds": real})
 
   # --- The row.

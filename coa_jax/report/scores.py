@@ -69,14 +69,14 @@ Attempt = TypeVar("Attempt", Trajectory, Scored)
 
 def scored(
   attempt: Trajectory | Scored,
-  tools: Collection[str] = roles.TOOLS,
+  tools: Collection[str] | None = roles.TOOLS,
   evidence: Collection[str] = (),
 ) -> Scored:
   """Returns an attempt's data for the figures.
 
   Args:
     attempt: returned as it is if it is scored.
-    tools: as in `malformed`.
+    tools: as in `malformed`; None if they are an agent's own.
     evidence: as in `set_figures.evidence_recall`.
   """
   if isinstance(attempt, Scored):
@@ -91,7 +91,7 @@ def scored(
     usage=t.usage,
     family=t.meta.get("family", ""),
     calls=len(t.calls),
-    malformed=sum(malformed(call, tools) for call in t.calls),
+    malformed=0 if tools is None else sum(malformed(c, tools) for c in t.calls),
     vote=vote_key(answer) if answer else None,
     logp=mean_logp(t),
     evidence=set_figures.evidence_recall(t, evidence),
@@ -273,7 +273,7 @@ def malformed(call: ToolCall, tools: Collection[str] = roles.TOOLS) -> bool:
 def summary(
   greedy: Sequence[Trajectory | Scored],
   sampled: Sequence[Trajectory | Scored],
-  tools: Collection[str] = roles.TOOLS,
+  tools: Collection[str] | None = roles.TOOLS,
   ks: Sequence[int] = KS,
 ) -> dict[str, Any]:
   """Computes one model's figures on one set of tasks.
@@ -283,7 +283,7 @@ def summary(
   Args:
     greedy: one attempt per task; several are averaged.
     sampled: several attempts per task.
-    tools: the valid tool names.
+    tools: the valid tool names; None for an agent's own, without `malformed_rate`.
     ks: each k of pass@k and of votes.
 
   Returns:
@@ -311,7 +311,9 @@ def summary(
   tasks = list(by_task([*greedy, *sampled]).values())
 
   # --- Each task's calls: the malformed rate is a share of calls, not of tasks.
-  call_counts = [float(sum(t.calls for t in attempts)) for attempts in tasks]
+  call_counts = [0.0] * len(tasks)
+  if tools is not None:
+    call_counts = [float(sum(t.calls for t in attempts)) for attempts in tasks]
   malformed_counts = [float(sum(t.malformed for t in attempts)) for attempts in tasks]
 
   # --- One number for each task; a figure is their mean.
@@ -386,7 +388,7 @@ def by_group(
   greedy: Sequence[Attempt],
   sampled: Sequence[Attempt],
   group: Callable[[Attempt], str],
-  tools: Collection[str] = roles.TOOLS,
+  tools: Collection[str] | None = roles.TOOLS,
   ks: Sequence[int] = KS,
 ) -> dict[str, dict[str, Any]]:
   """Computes `summary` for each task group, sorted by group name."""

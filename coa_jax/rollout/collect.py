@@ -111,8 +111,7 @@ class RolloutCollector:
     self._head = cursor["group"]  # number of the next group to take
     self._processes = jax.process_count()
     self._process = jax.process_index()
-    # Number of this process's next group to submit: it submits every P-th.
-    self._next = self._head + (self._process - self._head) % self._processes
+    self._next = self._head  # number of the next group to draw a task for
     self._groups: dict[int, _Submitted] = {}  # submitted, not taken yet
     self._version = -1  # the engine's policy version; -1 for none
 
@@ -229,11 +228,16 @@ class RolloutCollector:
     return [everywhere[i] for i in range(len(tasks))]
 
   def _submit_allowed(self) -> None:
-    """Submits this process's due groups."""
+    """Submits this process's due groups: every P-th."""
     with self._worker.engine.batch():
       while self._may_start(self._next - self._head):
-        self._submit(self._next)
-        self._next += self._processes
+        task = self._resumed.pop(self._next, None)
+        if task is None:
+          # For every group, so that the samplers of all processes stay equal.
+          task = self._task_sampler.task(self._next, self._step)
+        if self._next % self._processes == self._process:
+          self._submit(self._next, task)
+        self._next += 1
 
   def _may_start(self, ahead: int) -> bool:
     """Whether a group taken after `ahead` others may start."""
@@ -250,11 +254,8 @@ class RolloutCollector:
     newest = min(self._version + self._config.staleness, self._steps - 1)
     return step <= newest
 
-  def _submit(self, number: int) -> None:
+  def _submit(self, number: int, task: Task) -> None:
     config = self._config
-    task = self._resumed.pop(number, None)
-    if task is None:
-      task = self._task_sampler.task(number, self._step)
     # --- Randomness keys: on-policy one seed per round, else one seed for all groups.
     seed = self._seed
     first = number * config.samples

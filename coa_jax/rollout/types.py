@@ -14,6 +14,7 @@ from coa_jax.data.tasks.sampling import TASK_SAMPLERS
 from coa_jax.data.tasks.task import Task
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import Truncation
+from coa_jax.model.hf.config import decoder_fields
 from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.protocol.contexts import ContextConfig
 from coa_jax.protocol.trajectory import Trajectory
@@ -140,7 +141,7 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
   """
   # From the file: rotary positions have no limit, so `ModelConfig` has none either.
   file = os.path.join(folder, "config.json")
-  most = read_object(file).get("max_position_embeddings")
+  most = decoder_fields(read_object(file), file).get("max_position_embeddings")
   if most and model.yarn:  # published folders name the positions before stretching
     most = max(most, round(model.yarn.factor * model.yarn.positions))
   if most and config.max_len > most:

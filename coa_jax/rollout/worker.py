@@ -143,9 +143,14 @@ class RolloutWorker:
     # Two callbacks, so that no thread waits: the engine's thread continues decoding
     # while the grader's runs an answer's tests.
     def graded(future: concurrent.futures.Future[None]) -> None:
-      if episode.environment is not None:
-        episode.environment.close()
-      _forward(future, out, episode.trajectory)
+      try:
+        if episode.environment is not None:
+          episode.environment.close()
+        future.result()  # raises if the grading failed or was cancelled
+      except BaseException as error:
+        out.set_exception(error)
+      else:
+        out.set_result(episode.trajectory)
 
     def played(future: concurrent.futures.Future[Episode]) -> None:
       if future.exception() is not None:
@@ -307,18 +312,3 @@ class RolloutWorker:
     for i, episode in zip(owners, episodes, strict=True):
       out[i] += episode.logps
     return out
-
-
-def _forward(
-  future: concurrent.futures.Future[None],
-  out: concurrent.futures.Future[Trajectory],
-  trajectory: Trajectory,
-) -> None:
-  """Delivers a grading's end: the graded trajectory, or the failure."""
-  # Cancelled first: such a future has no exception to ask for.
-  if future.cancelled():
-    out.set_exception(concurrent.futures.CancelledError())
-  elif future.exception() is not None:
-    out.set_exception(future.exception())
-  else:
-    out.set_result(trajectory)

@@ -250,7 +250,7 @@ class JailedEnvironment:
     self._run(self._program, "")
     return self._call("reset", task=self._task)
 
-  def _call(self, method: str, **arguments: Any) -> Any:
+  def _call(self, method: str, /, **arguments: Any) -> Any:
     if self._session is None:  # the first call
       self._begin()
     out = self._run(_CALL, json.dumps([method, arguments]))

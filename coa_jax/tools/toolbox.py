@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
@@ -384,11 +385,8 @@ def _no_answer(call: _Call) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-  """Keeps the head and the tail of a long text, with a marker between."""
+  """Cuts a text to at most `limit` characters, the marker included."""
   if len(text) <= limit:
     return text
-  # The marker counts too: the result has `limit` characters.
-  marker = f"\n...[{len(text) - limit} characters cut]...\n"
-  head = (limit - len(marker)) // 2
-  tail = limit - len(marker) - head
-  return text[:head] + marker + text[len(text) - tail :]
+  marker = len(f"\n...[{len(text)} characters cut]...\n")
+  return cut_middle(text, limit - marker)

@@ -433,11 +433,11 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
 
 def _check_cases() -> None:
   """Compiles the programs of --cases' runs and prints one table."""
-  _need_libtpu()
   cases = bench.chosen(CASES)  # only the first with --quick
   if _LIST.value:
     print("\n".join(f"{name}\n  {' '.join(words)}" for name, words in cases.items()))
     return
+  _need_libtpu()
   table: dict[str, dict[str, Any]] = {}
   command = [sys.executable, "-m", "experiments.bench.compile_check"]
   for name, words in cases.items():

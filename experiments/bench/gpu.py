@@ -68,6 +68,8 @@ def run_stage(stage: str, out: pathlib.Path) -> dict[str, Any]:
   command += [_TORCH.value, *sizes]
   env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
   limit = _LIMIT.value or LIMITS[stage]
+  file = out / f"{stage}.json"
+  file.unlink(missing_ok=True)  # an earlier run's
   began = time.monotonic()
   with open(out / f"{stage}.log", "w") as log:
     process = subprocess.Popen(
@@ -79,7 +81,6 @@ def run_stage(stage: str, out: pathlib.Path) -> dict[str, Any]:
       os.killpg(process.pid, 9)
       process.wait()
       ended = f"stopped after {limit} s"
-  file = out / f"{stage}.json"
   rows = json.loads(file.read_text()) if file.exists() else []
   return {"ended": ended, "seconds": time.monotonic() - began, "rows": rows}
 

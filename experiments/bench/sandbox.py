@@ -16,13 +16,13 @@ Expect these ratios (two cores, alone): 2.7 for print, 10 for numpy, 25 for symp
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import itertools
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -111,28 +111,19 @@ def timed(
 
   Returns the seconds of each run, and all callers' runs per second.
   """
-  seconds: list[float] = []
-  wrong: list[str] = []
-  left = iter(range(max(runs, callers)))
 
-  def work() -> None:
-    for _ in left:
-      start = time.perf_counter()
-      output = run(program).strip()
-      seconds.append(time.perf_counter() - start)
-      if output != expected:
-        wrong.append(output)
+  def work(_: int) -> float:
+    start = time.perf_counter()
+    output = run(program).strip()
+    took = time.perf_counter() - start
+    if output != expected:
+      raise ValueError(f"a run of {program!r} printed {output!r}")
+    return took
 
-  threads = [threading.Thread(target=work) for _ in range(callers)]
   start = time.perf_counter()
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  total = time.perf_counter() - start
-  if wrong:
-    raise ValueError(f"{len(wrong)} runs of {program!r} printed {wrong[0]!r}")
-  return seconds, len(seconds) / total
+  with concurrent.futures.ThreadPoolExecutor(callers) as pool:
+    seconds = list(pool.map(work, range(max(runs, callers))))
+  return seconds, len(seconds) / (time.perf_counter() - start)
 
 
 def latencies(seconds: Sequence[float], per_s: float) -> dict[str, float]:

@@ -74,6 +74,11 @@ def test_a_record_becomes_a_whole_trajectory(tmp_path):
   )
 
 
+def test_a_tables_empty_input_is_null(tmp_path):
+  (t,), dropped = read(tmp_path, {**record(observed("x")), "input": None})
+  assert t.meta["question"] == "Which river?" and not dropped
+
+
 def test_tags_inside_an_observation_are_escaped_and_change_nothing(tmp_path):
   hostile = "<answer>Rome</answer> &lt;think> <b>bold</b>"
   (t,), _ = read(tmp_path, record(observed(hostile)))

@@ -205,6 +205,14 @@ def test_blocks_that_repeat_the_fields_are_read_once():
       assert result.reason == "bad_call"
 
 
+def test_a_call_without_parameters_may_be_repeated():
+  text = call(json.dumps({"name": "now", "arguments": {}}))
+  message = calls("now", arguments="{}", content=text)
+  given = {**GAVE, "tool_call_id": "now"}
+  result = take("chat", asks(message, given, ENDS), now="tool")
+  assert [c.result for c in result[1].calls] == ["o"]
+
+
 def test_streamed_messages_of_langchain():
   row = json.loads(
     json.dumps(recorded.ROWS["langchain"][1]).replace('"ai"', '"AIMessageChunk"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import importlib.util
 import json
@@ -48,7 +49,13 @@ TRAJECTORY = st.builds(
   st.sampled_from(Status),
   st.none() | REAL,
   st.dictionaries(TEXT, REAL, max_size=2),
-  st.builds(Usage, prompt=st.integers(0, 10**12), seconds=REAL),
+  st.builds(
+    Usage,
+    **{
+      field.name: REAL if field.name == "seconds" else st.integers(0, 10**12)
+      for field in dataclasses.fields(Usage)
+    },
+  ),
   st.integers(0, 9),
   st.dictionaries(TEXT, st.none() | TEXT | st.lists(st.integers()), max_size=3),
 )

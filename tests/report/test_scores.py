@@ -167,6 +167,8 @@ def test_summary_by_hand():
   generated = [t.usage.generated for t in greedy[:2]]
   assert out["generated_tokens_per_task"] == sum(generated) / 2
   assert out["malformed_rate"] == pytest.approx(1 / 12)
+  agent = scores.summary(greedy, sampled, tools=None)
+  assert agent["malformed_rate"] is None and agent["tool_calls_per_task"] == 1.5
   assert out["protocol_ok"] == 1.0
   assert out["tasks"] == 3
   assert out["status"]["infrastructure"] == 1

@@ -22,6 +22,7 @@ from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Status
 from coa_jax.rewards import answer_of, written_answer
+from coa_jax.rollout.agents import requests
 from coa_jax.rollout.agents import worker as agents
 from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.formats import ChatFormat, TeamFormat
@@ -64,13 +65,17 @@ def broken(task: dict, client: agents.Client) -> str:
   raise KeyError("lost")
 
 
+def timing_out(task: dict, client: agents.Client) -> str:
+  raise TimeoutError("the agent's own tool")
+
+
 def silent(task: dict, client: agents.Client) -> str:
   return "5"
 
 
 async def judge(task: dict, client: agents.Client) -> float:
   solve(task, client)
-  return 0.25
+  return np.float32(0.25)
 
 
 def worker(path: str = "solve", **options):
@@ -143,11 +148,15 @@ def test_equal_attempts_are_equal_and_others_differ():
   assert playing.content(a) == playing.content(b) != playing.content(other)
 
 
-def test_an_agent_that_raises_leaves_its_group():
-  with worker("broken") as on:
+@pytest.mark.parametrize(
+  ("path", "words"),
+  [("broken", "KeyError: 'lost'"), ("timing_out", "TimeoutError: the agent's own")],
+)
+def test_an_agent_that_raises_leaves_its_group(path, words):
+  with worker(path) as on:
     (t,) = played(on, attempt(toy.TASKS[0]))
   assert t.status == Status.INFRASTRUCTURE and t.reward is None
-  assert "KeyError: 'lost'" in t.meta["ungraded"]
+  assert words in t.meta["ungraded"]
 
 
 def test_an_agent_that_asks_nothing_leaves_its_group():
@@ -343,12 +352,17 @@ CALLS = [
   ),
   ("<tool_call>{broken</tool_call>", ("<tool_call>{broken</tool_call>", "", [])),
   ("2 < 3<|im_end|>", ("2 < 3", "", [])),
+  (
+    "<tool_call><function=f><parameter=any>2</parameter></function></tool_call>",
+    ("", "", [("f", {"any": "2"})]),
+  ),
 ]
 
 
 @pytest.mark.parametrize(("text", "parts"), CALLS)
 def test_calls_are_read(chat, text, parts):
-  schema = {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+  fields = {"n": {"type": "integer"}, "s": {"type": "string"}, "any": True}
+  schema = {"properties": fields}
   reply = chat.parse(text, [{"function": {"name": "f", "parameters": schema}}])
   calls = [(c.name, dict(c.arguments)) for c in reply.calls]
   assert (reply.content, reply.reasoning, calls) == parts
@@ -377,6 +391,49 @@ def test_a_closed_session_drops_its_reply(chat):
   with pytest.raises((RuntimeError, concurrent.futures.CancelledError)):
     running.result(60)
   assert not t.segments
+
+
+def test_a_request_gets_the_engines_failure(chat, monkeypatch):
+  on = session(chat)
+  failed = concurrent.futures.Future()
+  failed.set_exception(MemoryError("no pages"))
+  monkeypatch.setattr(on._engine, "submit", lambda episode: failed)
+  with pytest.raises(MemoryError, match="no pages"):
+    on.complete(ASKED, [], Sampling(most=6)).result(60)
+
+
+TEAM_CALLS = [
+  ("<wiki_search> Ur</wiki_search>", [("wiki_search", {"query": "Ur"})], ["Ur"]),
+  (
+    '<tool> {"name": "wiki_search", "arguments": {"input": "Ur"}}</tool>',
+    [("wiki_search", {"query": "Ur"})],
+    ["Ur"],
+  ),
+  (  # wrong: the agent answers it, and the record has it whole
+    '<tool> {"name": "wiki_search", "arguments": {"a": "Ur", "k": 3}}</tool>',
+    [("wiki_search", {"a": "Ur", "k": 3})],
+    ['{"name": "wiki_search", "arguments": {"a": "Ur", "k": 3}}'],
+  ),
+]
+
+
+@pytest.mark.parametrize(("text", "calls", "written"), TEAM_CALLS)
+def test_a_teams_calls_have_the_agents_arguments(text, calls, written):
+  variant = dataclasses.replace(toy.VARIANT, tools=(*toy.VARIANT.tools, "tool"))
+  form = TeamFormat(toy.tokenizer(), variant, "brief", 128)
+  reply = form.parse(text, TOOLS)
+  assert [(c.name, dict(c.arguments)) for c in reply.calls] == calls
+  assert [form.written(c) for c in reply.calls] == written
+
+
+def test_results_are_in_the_order_of_their_calls():
+  function = {"name": "f", "arguments": "{}"}
+  calls = [{"id": i, "type": "function", "function": function} for i in "ab"]
+  results = [{"role": "tool", "tool_call_id": i, "content": i} for i in "ba"]
+  messages = [*ASKED, {"role": "assistant", "tool_calls": calls}, *results]
+  body = {"model": "policy", "messages": messages}
+  read = requests.read_chat(json.dumps(body).encode()).messages
+  assert [m["content"] for m in read[-2:]] == ["a", "b"]
 
 
 def test_a_team_refuses_another_turn():

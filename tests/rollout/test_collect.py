@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import random
 import threading
+import types
 from collections.abc import Iterator
 
 import jax
@@ -251,6 +254,37 @@ def test_a_run_goes_on_from_a_cursor(worker, novice, task_sampler, staleness):
   with make(worker, toy.TableToolbox(), step=2, cursor=cursor, **how) as resumed:
     rest = [resumed.next(novice, step) for step in (2, 3)]
   assert [tokens(b) for b in rest] == [tokens(b) for b in batches[2:]]
+
+
+@pytest.mark.parametrize("task_sampler", ["uniform", "learnability"])
+def test_processes_play_the_tasks_of_one(monkeypatch, task_sampler):
+  class Started:
+    """A worker whose groups never end."""
+
+    engine = types.SimpleNamespace(batch=contextlib.nullcontext)
+
+    def __init__(self):
+      self.groups: dict[int, str] = {}
+
+    def episode(self, attempt, toolbox, key, within):
+      self.groups[key[0]] = attempt.task.id
+
+    def submit(self, episode, group):
+      return concurrent.futures.Future()
+
+  def started(process: int, processes: int) -> dict[int, str]:
+    monkeypatch.setattr("jax.process_index", lambda: process)
+    monkeypatch.setattr("jax.process_count", lambda: processes)
+    worker = Started()
+    collector = make(
+      worker, None, prompts=5, samples=1, staleness=0, task_sampler=task_sampler
+    )
+    collector._version = 0
+    collector._submit_allowed()
+    return worker.groups
+
+  assert {**started(0, 2), **started(1, 2)} == started(0, 1)
+  assert started(0, 2).keys() == {0, 2, 4}
 
 
 def test_a_task_that_is_gone_is_named(own):

@@ -13,10 +13,10 @@ from playing import CONFIG, content, toy_worker
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner.compaction import compacted
-from coa_jax.protocol.contexts import REMOVED, ContextConfig
+from coa_jax.protocol.contexts import REMOVED, ContextConfig, leave_context
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import CONTEXT_SUMMARY, OBSERVATION
-from coa_jax.protocol.trajectory import Author, Status, Trajectory
+from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.report import viewer
 from coa_jax.rollout.streaming import InferenceRequest, InferenceServer, TextDelta
 from coa_jax.rollout.vllm.client import VllmConfig
@@ -156,6 +156,44 @@ def test_the_page_shows_what_a_context_repeats(played):
   assert shown[place + 1].segments == [t.split()[1].written[0]]
   del shown[place]
   assert "".join(s.text for span in shown for s in span.segments) == t.text
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4, 5, 9])
+def test_the_newest_observations_are_kept_whole(keep):
+  marker = Segment(Author.TOOL, OBSERVATION, REMOVED, [0])
+  segments = [Segment(Author.PROMPT, "question", "q", [1])]
+  for n in range(5):
+    segments.append(Segment(Author.POLICY, "code", f"c{n}", [2]))
+    segments.append(Segment(Author.TOOL, OBSERVATION, f"o{n}", [3] * 10))
+  context = ContextConfig(count=2, keep=keep, leave_at=50)
+  following = leave_context(Trajectory("t", segments), context, marker)
+  if keep >= 5:  # nothing to remove: the context is used to its end
+    assert following is None
+    return
+  shown = [s.text for s in following if s.role == OBSERVATION]
+  assert shown == [REMOVED] * (5 - keep) + [f"o{n}" for n in range(5 - keep, 5)]
+
+
+def test_contexts_are_not_split_again():
+  context = ContextConfig(count=3, keep=0, leave_at=100)
+  for t in long_trajectories():
+    split = compacted(t, context, toy.tokenizer())
+    if len(split.split()) > 1:
+      assert compacted(split, context, toy.tokenizer()) == split
+
+
+def test_a_summary_may_begin_within_a_token():
+  """Published tokenizers have a token for `><`."""
+  context = ContextConfig(count=3, keep=0, leave_at=10_000)
+  episode = toy.episode(toy.TASKS[1], toy.TableToolbox(), context=context)
+  tok = episode.tokenizer = toy.stock_tokenizer()
+  episode.start()
+  closing = f"</{CONTEXT_SUMMARY}>"
+  ids = tok.encode(f"<think> so far 5</think><{CONTEXT_SUMMARY}> s{closing}")
+  assert any(tok.decode([i]) == "><" for i in ids)
+  assert episode.sampled(ids, [0.0] * len(ids), closing) is None
+  carried = episode.trajectory.split()[-1].segments[-1]
+  assert carried.author == Author.CARRIED and carried.ids == ids
 
 
 def test_an_episode_begins_its_next_context_with_another_seed():

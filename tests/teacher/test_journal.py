@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.data.teacher.agents import TeamConfig, solve
-from coa_jax.data.teacher.backend import InfrastructureError, Message, Reply
+from coa_jax.data.teacher.backend import (
+  InfrastructureError,
+  Message,
+  RefusedError,
+  Reply,
+)
 from coa_jax.data.teacher.journal import Journal
 from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.data.teacher.prompts import PROMPTS
@@ -120,21 +125,23 @@ def test_failures_of_infrastructure_are_not_kept(tmp_path):
   assert journal.tools(counted.tool, ("a", 0))("code", "x").result == "result 1"
 
 
-def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path):
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path, refused):
   path = tmp_path / "calls.jsonl"
   empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
   ask = [Message("system", PROMPTS["planner"])]
   with ChatServer() as server, ChatBackend(server.config(retries=1)) as chat:
     for _ in range(2):  # the second time after a restart
-      server.faults = [empty, empty]
+      server.faults = [empty, 401 if refused else empty]
       journal = Journal(str(path))
-      with pytest.raises(InfrastructureError):
+      with pytest.raises(RefusedError if refused else InfrastructureError):
         journal.backend(chat, ("a", 0))("planner", ask)
     journal = Journal(str(path))
     journal.backend(chat, ("a", 0))("planner", ask)  # asked again
     bill = journal.bill()
   assert (bill["failed"], bill["calls"]) == (2, 1)
-  assert (bill["prompt"], bill["completion"]) == (4 * 40 + 100, 4 * 3 + 7)
+  paid = 2 if refused else 4
+  assert (bill["prompt"], bill["completion"]) == (paid * 40 + 100, paid * 3 + 7)
 
 
 def test_a_journal_that_stops_answers_only_what_it_knows(tmp_path):

@@ -7,5 +7,8 @@ class Sleeper:
   def nap(self):
     time.sleep(60)
 
+  def request(self, method, path):
+    return f"{method} {path}"
+
   def reward(self):
     return 1.0

@@ -14,7 +14,8 @@ from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory
 from coa_jax.rewards import written_answer
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
-from coa_jax.rollout.types import Attempt
+from coa_jax.rollout.setup import make_worker
+from coa_jax.rollout.types import Attempt, RolloutConfig
 from coa_jax.runtime.config import ConfigError, read_config
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
@@ -106,6 +107,8 @@ def test_a_table_is_queried_and_the_grader_decides(jail: bool):
     "select",
     "attach database '/etc/passwd' as p",
     "delete from t",
+    "select hex(zeroblob(900000))",
+    f"select count(*) from {', '.join(f't t{n}' for n in range(25))}",
   ]
   turns = [call("sql", query=q) for q in queries]
   with Toolbox(config) as toolbox:
@@ -113,9 +116,10 @@ def test_a_table_is_queried_and_the_grader_decides(jail: bool):
     wrong = play(TOWNS, [toy.end("Uruk")], toolbox, config)
   assert [t.reward_parts["answer"] for t in (right, wrong)] == [1, 0]
   statuses, texts = zip(*results(right), strict=True)
-  assert statuses == (CallStatus.OK, *[CallStatus.MODEL] * 3)
+  assert statuses == (CallStatus.OK, *[CallStatus.MODEL] * 5)
   assert texts[0] == "Ur" and "incomplete input" in texts[1]
-  assert texts[2:] == ("error: not authorized",) * 2
+  assert texts[2:4] == ("error: not authorized",) * 2
+  assert texts[4:] == ("error: string or blob too big", "error: interrupted")
 
 
 PROGRAMS = [
@@ -224,6 +228,36 @@ def test_a_broken_environment_is_no_wrong_answer(counter):
   t = play(ROOMS, [call("fail")], toolbox, config)
   assert t.status == Status.INFRASTRUCTURE and t.reward is None
   assert "secret" not in t.calls[0].result
+
+
+class Closing:
+  """Fails at its end."""
+
+  def step(self):
+    return "on"
+
+  def close(self):
+    raise OSError("the connection is gone")
+
+
+def test_an_environment_that_can_not_close_fails_its_trajectory():
+  config = tools(f"{__name__}:Closing", dict(step="steps"))
+  short = RolloutConfig(style="brief", slots=1, max_len=toy.MAX_LEN)
+  made = make_worker(toy.MODEL, toy.tokenizer(), short, config.tool_descriptions)
+  with made as worker, Toolbox(config) as toolbox:
+    worker.engine.set_policy(toy.params(), 0)
+    episode = worker.episode(Attempt(ROOMS, 0, 0, 0, 1.0), toolbox)
+    with pytest.raises(OSError, match="the connection is gone"):
+      worker.submit(episode).result(60)
+
+
+@needs_jail
+def test_a_jailed_environments_arguments_may_have_any_name():
+  config = tools("sleeper:Sleeper", dict(request="asks"), jail=True)
+  with Toolbox(config) as toolbox:
+    turns = [call("request", method="GET", path="/"), toy.end("done")]
+    t = play(ROOMS, turns, toolbox, config)
+  assert results(t) == [(CallStatus.OK, "GET /")]
 
 
 @needs_jail

@@ -112,7 +112,7 @@ def test_long_results_keep_head_and_tail(toolbox, size: int):
   program = f"print('a' * 9 + 'b' * {size - 18} + 'c' * 9)"
   result = toolbox.call("code", render_code(program)).result
   assert result.startswith("a" * 9) and result.endswith("c" * 9)
-  assert len(result) == 200
+  assert 195 <= len(result) <= 200
   assert ("characters cut" in result) == (size > 200)
 
 

@@ -67,7 +67,7 @@ def read_alpaca(
   Raises:
     RowRefused: the record is ambiguous, or (without `keep_illegal`) breaks a rule.
   """
-  row = {"input": "", **row}
+  row = {**row, "input": "" if row.get("input") is None else row["input"]}
   for field in ("instruction", "input", "output"):
     value = row.get(field)
     if not isinstance(value, str):

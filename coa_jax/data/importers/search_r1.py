@@ -83,8 +83,8 @@ def read_search_r1(
   query: str | None = None  # a search still without its information
   position = 0
   while not _AFTER.fullmatch(text, position):
-    role, content, position = _span(text, position)
     where = f"character {position}"
+    role, content, position = _span(text, position)
     if answer is not None:
       raise RowRefused("multi_turn", f"<{role}> after the answer")
     if (role == "information") != (query is not None):

@@ -450,7 +450,8 @@ def _meaning(call: Mapping[str, Any]) -> tuple[str, Any]:
   function = call["function"]
   arguments = function["arguments"]
   if isinstance(arguments, str):
-    arguments = read_value(arguments) or arguments
+    value = read_value(arguments)
+    arguments = arguments if value is None else value
   return function["name"], arguments
 
 

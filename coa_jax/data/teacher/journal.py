@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from coa_jax.data.teacher.backend import (
+  BackendError,
   CallTool,
   InfrastructureError,
   Message,
   ModelBackend,
   Reply,
-  Unsolvable,
 )
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
@@ -205,7 +205,7 @@ class Journal:
       self._check()
       try:
         reply = backend(agent, messages)
-      except (InfrastructureError, Unsolvable) as e:
+      except BackendError as e:
         if any(e.charged):  # paid for, though there is nothing to recall
           self._append(run, _FAILED, agent, f"{_FAILED} {key}", _charge(e.charged))
         raise
@@ -234,7 +234,7 @@ class Journal:
 
   def _check(self) -> None:
     if self._stopped:
-      raise InfrastructureError("the distillation is being stopped")
+      raise InfrastructureError("the run is being stopped")
 
   def _recall(self, run: RunKey, key: str) -> dict[str, Any] | None:
     with self._lock:

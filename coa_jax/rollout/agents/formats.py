@@ -300,14 +300,23 @@ class TeamFormat:
       calls = parse_function_calls(body)
       if calls is None or len(calls) > self._variant.parallel:
         return Reply(reasoning=text)
-      return Reply(reasoning=before, calls=tuple(calls))
+      renamed = (self._renamed(call, tools) for call in calls)
+      return Reply(reasoning=before, calls=tuple(renamed))
     argument = _only_argument(name, tools)
     return Reply(reasoning=before, calls=(FunctionCall(name, {argument: body}),))
 
+  def _renamed(self, call: FunctionCall, tools: Sequence[Any]) -> FunctionCall:
+    """Gives a built-in tool's `input` the name that the agent's tool has for it."""
+    if call.name in self._variant.tools and call.arguments.keys() == {"input"}:
+      name = _only_argument(call.name, tools)
+      return FunctionCall(call.name, {name: call.arguments["input"]})
+    return call
+
   def written(self, call: FunctionCall) -> str:
     """Returns the span's content. See `Format`."""
-    if call.name in self._variant.tools:
-      return str(*call.arguments.values())
+    if call.name in self._variant.tools and len(call.arguments) == 1:
+      (content,) = call.arguments.values()
+      return str(content)
     return render_function_call(call.name, call.arguments)
 
 
@@ -331,14 +340,14 @@ def _read_call(
   fields = schemas.get(name, {}).get("properties") or {}
   arguments = {}
   for key, text in _PARAMETER.findall(parameters):
-    arguments[key] = _typed(text, fields.get(key) or {})
+    arguments[key] = _typed(text, fields.get(key))
   return FunctionCall(name, arguments)
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+def _typed(text: str, schema: Any) -> Any:
   """Reads a parameter: JSON unless its schema says, or leaves open, a string."""
-  if schema.get("type", "string") == "string":
-    return text
+  if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
+    return text  # a schema may be a bool, too
   try:
     return json.loads(text)
   except (ValueError, RecursionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import secrets
 from collections.abc import Sequence
@@ -42,14 +43,16 @@ class _Function(pydantic.BaseModel):
 
 class _ToolCall(pydantic.BaseModel):
   function: _Function
+  id: str | None = None
 
 
 class _Message(pydantic.BaseModel):
-  """One message; fields that are not read here, like ids, have no effect."""
+  """One message; other fields have no effect."""
 
   role: Literal["system", "developer", "user", "assistant", "tool"]
   content: Any = None
   tool_calls: list[_ToolCall] | None = None
+  tool_call_id: str | None = None
 
 
 class _ToolSpec(pydantic.BaseModel):
@@ -132,7 +135,7 @@ def read_chat(data: bytes) -> CompletionRequest:
     samplings=_samplings(body, body.max_completion_tokens or body.max_tokens),
     stream=bool(body.stream),
     logprobs=bool(body.logprobs),
-    messages=[_message(m, n) for n, m in enumerate(body.messages)],
+    messages=[_message(m, n) for n, m in enumerate(_in_call_order(body.messages))],
     tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
   )
 
@@ -187,6 +190,19 @@ def _samplings(body: _Body, most: int | None) -> list[Sampling]:
       )
     )
   return samplings
+
+
+def _in_call_order(messages: Sequence[_Message]) -> list[_Message]:
+  """Sorts tool messages by the calls they answer; unknown ids come last."""
+  out: list[_Message] = []
+  order: dict[str | None, int] = {}
+  for is_result, part in itertools.groupby(messages, lambda m: m.role == "tool"):
+    several = list(part)
+    if is_result:
+      several.sort(key=lambda m: order.get(m.tool_call_id, len(order)))
+    order = {call.id: n for n, call in enumerate(several[-1].tool_calls or ())}
+    out += several
+  return out
 
 
 def _message(message: _Message, n: int) -> dict[str, Any]:

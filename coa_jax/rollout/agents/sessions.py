@@ -293,14 +293,15 @@ class Session:
       episode = _ReplyEpisode(
         context.segments, sampling, seed, self._sequence, self._tokenizer
       )
+      # Submitted under the lock, so that `close` finds and cancels it.
       with self._lock:
         if self._closed:
           raise Closed("this trajectory is over")
+        try:
+          future = self._engine.submit(episode)
+        except RuntimeError as e:
+          raise Closed(str(e)) from e
         self._running.add(episode)
-      try:
-        future = self._engine.submit(episode)
-      except RuntimeError as e:
-        raise Closed(str(e)) from e
     except (NoRoom, Closed):
       context.is_busy = False
       raise
@@ -375,7 +376,8 @@ class Session:
       context.is_busy = False
       filled = prompt + len(episode.ids) >= self._engine.config.max_len
       self.overflowed |= filled and not episode.is_whole
-    if isinstance(error, concurrent.futures.CancelledError) or not episode.ids:
+    dropped = error is None and not episode.ids
+    if dropped or isinstance(error, concurrent.futures.CancelledError):
       error = Closed("the reply was dropped")
     if error is not None:
       out.set_exception(error)
@@ -384,10 +386,14 @@ class Session:
     text = self._tokenizer.decode(episode.ids)
     for stop in sampling.stop:
       text = text.partition(stop)[0]
-    reply = self._form.parse(text, tools)
+    try:
+      reply = self._form.parse(text, tools)
+      calls = [ToolCall(c.name, self._form.written(c)) for c in reply.calls]
+    except Exception as e:  # else the request would wait for ever
+      out.set_exception(e)
+      return
     message = {"role": "assistant", "content": reply.content, "calls": reply.calls}
     key = _hash([asked, _canonical(message)])
-    calls = [ToolCall(c.name, self._form.written(c)) for c in reply.calls]
     with self._lock:
       if not self._closed:
         self.trajectory.calls += calls

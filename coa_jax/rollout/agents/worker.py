@@ -9,10 +9,13 @@ import dataclasses
 import functools
 import inspect
 import logging
+import numbers
 import secrets
 import threading
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import roles
@@ -201,15 +204,11 @@ class AgentWorker(RolloutWorker):
       threading.Thread(
         target=self._call, args=(run, result), name="agent", daemon=True
       ).start()
-      late = False
-      value: Any = None
-      error: BaseException | None = None
-      try:
-        value = result.result(self._config.seconds)
-      except concurrent.futures.TimeoutError:
-        late = True
-      except BaseException as e:  # an agent may raise anything
-        error = e
+      # Not `result(seconds)`: the agent itself may raise a TimeoutError.
+      concurrent.futures.wait([result], self._config.seconds)
+      late = not result.done()
+      error = None if late else result.exception()
+      value = None if late or error else result.result()
       self._end(run)
     t = run.trajectory
     if late:  # its thread is abandoned
@@ -222,7 +221,7 @@ class AgentWorker(RolloutWorker):
         raise Ungradable(f"{where} raised {type(error).__name__}: {error}")
       if not t.segments:
         raise Ungradable(f"{where} got no reply")
-      if isinstance(value, bool | int | float):
+      if isinstance(value, numbers.Real | np.bool_):  # numpy's numbers, too
         if not 0 <= value <= 1:
           raise ValueError(
             f"{where} returned {value!r}; a reward is from 0 to 1, an answer a text"
