@@ -158,7 +158,7 @@ class DistillConfig:
       )
     if self.reward.shaping != ShapingConfig():
       raise ValueError(
-        "config.reward.shaping: a run earns what its answer does, no more"
+        "config.reward.shaping: distillation knows no shaping terms; leave it out"
       )
 
   def violations_key(self, api_key: str | None) -> str | None:

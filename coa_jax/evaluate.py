@@ -425,12 +425,7 @@ def _first_warnings(
   tools: Collection[str] = ()
   if tags and settings.tools.enabled and settings.rollout.max_calls:
     tools = tags
-  return first_step.warnings(
-    attempts,
-    tasks,
-    tools,
-    lambda task: grader.grader_of(task) == "qa",
-  )
+  return first_step.warnings(attempts, tasks, tools, grader)
 
 
 def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:

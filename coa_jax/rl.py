@@ -4,7 +4,7 @@ The default is GRPO with DAPO's clip-higher, token-mean loss and dynamic samplin
 section `algo` selects others (`learner/algorithms.py`). Training is on-policy: the
 learning policy plays each batch of rollouts, which is then discarded. With
 `algo.sampling.staleness` rollouts continue during learning, and tokens may be that many
-updates old (`rollout/collect.py`).
+steps old (`rollout/collect.py`).
 
 budget: a stage is one page, from its config to its results.
 """
@@ -57,7 +57,6 @@ from coa_jax.report import first_step
 from coa_jax.report.card import write_model_cards
 from coa_jax.report.health import HealthMonitor
 from coa_jax.report.metrics import (
-  METRICS_FILE,
   Metrics,
   read_metrics,
   resume_log,
@@ -418,9 +417,8 @@ def has_mixed_answers(shaping: ShapingConfig, groups: Sequence[Group]) -> np.nda
   DAPO filters by right answers (arXiv 2503.14476, eq. 11). A filter by rewards would
   keep an all-wrong group with differing penalties, and divide by its small deviation.
   """
-  right = functools.partial(correctness, shaping)
   return advantages.has_reward_variance(
-    rewards_of(groups, lambda t: right(t.reward_parts))
+    rewards_of(groups, lambda t: correctness(shaping, t.reward_parts))
   )
 
 
@@ -477,7 +475,7 @@ def _accuracy(
   params: Any,
   step: int,
 ) -> float:
-  """Returns the accuracy of greedy answers, by the policy after `step` updates."""
+  """Returns the accuracy of greedy answers, by the policy after `step` steps."""
   played = collector.evaluate(params, step, tasks, toolbox)
   return figures.mean_graded(t.reward_parts.get("answer") for t in played)
 
@@ -485,23 +483,17 @@ def _accuracy(
 def _first_warnings(
   settings: RLConfig, rollouts: RolloutBatch, tasks: Sequence[Task], grader: Grader
 ) -> list[str]:
-  exact = settings.reward.match != "f1"
   tools: tuple[str, ...] = ()
   if settings.tools.enabled and settings.rollout.max_calls:
     tools = settings.tools.tags
-  return first_step.warnings(
-    rollouts.own,
-    tasks,
-    tools,
-    lambda task: exact and grader.grader_of(task) == "qa",
-  )
+  return first_step.warnings(rollouts.own, tasks, tools, grader)
 
 
 def _results(
   workdir: str, steps: int, accuracy: float, dropped: dict[str, int]
 ) -> dict[str, Any]:
   """Writes a summary of the run's log to `results.json`."""
-  log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
+  log = read_metrics(workdir, "rl")
   diffs = [row["logp_diff"] for row in log if row.get("logp_diff") is not None]
   results = {
     "steps": steps,

@@ -54,7 +54,6 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
 from coa_jax.report.card import write_model_cards
 from coa_jax.report.metrics import (
-  METRICS_FILE,
   Metrics,
   read_metrics,
   resume_log,
@@ -469,7 +468,7 @@ def _speed(timer: StepTimer, plan: SFTPlan, micro: list[Micro]) -> dict[str, flo
 
 def _logged(workdir: str) -> dict[str, Any]:
   """Returns the log's last figures, tokens per second, and seconds by phase."""
-  log = read_metrics(os.path.join(workdir, METRICS_FILE), "sft")
+  log = read_metrics(workdir, "sft")
   last = {k: log[-1].get(k) for k in ("loss", "validation_loss", "seconds", "goodput")}
   rate = sum(r["tokens"] for r in log) / last["seconds"]
   return {"tokens_per_second": rate, **last, **phase_seconds(log)}

@@ -165,7 +165,7 @@ def described(
   out = []
   for t in read_trajectories(path):
     if tokenizer:
-      tokenizer.encode_trajectory(t)
+      tokenizer.encode_trajectories([t])
     row = {
       "task_id": t.task_id,
       "sample": t.sample,

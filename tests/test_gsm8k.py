@@ -84,7 +84,7 @@ def test_transformers_writes_the_tokens_of_a_hybrid_trained_here(distilled, tmp_
   tok = Tokenizer.load(folder)
   prompts = []
   for t in list(read_trajectories(distilled.file))[:3]:
-    tok.encode_trajectory(t)
+    tok.encode_trajectories([t])
     ids = [id for s in t.segments if s.author == Author.PROMPT for id in s.ids]
     prompts.append(np.array(ids, np.int32))
   new = 48

@@ -45,7 +45,7 @@ def asker(task: dict, client: Client) -> str | None:
 def chatty(question: str, answer: str) -> Trajectory:
   prompt = Segment(Author.PROMPT, "question", question)
   t = Trajectory(question, [prompt, Segment(Author.POLICY, "", answer + IM_END)])
-  toy.tokenizer().encode_trajectory(t)
+  toy.tokenizer().encode_trajectories([t])
   return t
 
 

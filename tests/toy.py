@@ -137,7 +137,7 @@ def written(question: str, script: Sequence[str], tok: Tokenizer) -> Trajectory:
     else:
       segments.append(Segment(Author.POLICY, "", text))
   out = Trajectory(question, segments)
-  tok.encode_trajectory(out)
+  tok.encode_trajectories([out])
   return out
 
 

@@ -45,7 +45,7 @@ class CheckpointConfig:
   """Config section `checkpoint`.
 
   Attributes:
-    every: updates between two checkpoints; the last update is always saved.
+    every: steps between two checkpoints; the last step is always saved.
     keep: newest checkpoints kept; an older one replaces a damaged one.
   """
 

@@ -31,7 +31,7 @@ class TrainState:
   """The trained state; arrays only, no functions.
 
   Attributes:
-    step: int32 number of updates made.
+    step: int32 number of steps made; in RL a step may make several updates.
     params: float32 master weights, or adapters (see `lora.py`).
     opt_state: the optimizer's state; its arrays may be in host memory between steps.
   """

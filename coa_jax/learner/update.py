@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +159,7 @@ class PolicyUpdate:
         parts.append(part)
     if not parts:
       return state.replace(step=step), {}
-    contexts = [_Contexts.of(part) for part in parts]
+    contexts = [_contexts(part) for part in parts]
     rows, length = self._batch.rows, self._batch.length
     packed = [
       Packed(c.rows, rows, length, self._constraint, self._partitioner)
@@ -368,8 +369,7 @@ class PolicyUpdate:
     return loss, sums
 
 
-@dataclasses.dataclass(frozen=True)
-class _Contexts:
+class _Contexts(NamedTuple):
   """The contexts of an update's graded trajectories.
 
   Attributes:
@@ -380,17 +380,15 @@ class _Contexts:
   rows: list[Trajectory]
   owners: list[int]
 
-  @classmethod
-  def of(cls, part: Sequence[Group]) -> _Contexts:
-    out = cls([], [])
-    number = 0
-    for group in part:
-      for trajectory in _graded(group):
-        split = trajectory.split()
-        out.rows.extend(split)
-        out.owners.extend([number] * len(split))
-        number += 1
-    return out
+
+def _contexts(part: Sequence[Group]) -> _Contexts:
+  out = _Contexts([], [])
+  trajectories = itertools.chain.from_iterable(map(_graded, part))
+  for number, trajectory in enumerate(trajectories):
+    split = trajectory.split()
+    out.rows.extend(split)
+    out.owners.extend([number] * len(split))
+  return out
 
 
 def rewards_of(

@@ -97,7 +97,7 @@ class DevConfig:
   """Config section `dev`: greedy evaluation during training, on its own tasks.
 
   Attributes:
-    every: updates between two evaluations.
+    every: steps between two evaluations.
     uri: tasks, as `tasks.uri`; `tasks.fields`, `kind`, `source` and `attachments` apply
       here, too.
     limit: maximum number of tasks.

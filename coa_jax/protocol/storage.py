@@ -257,8 +257,8 @@ def _schema(row: dict[str, Any]) -> Any:
   )
   texts = ("name", "arguments", "result", "status")
   call = pa.struct({**dict.fromkeys(texts, text), "seconds": real})
-  counts = ("prompt", "cached", "generated", "observation", "model_calls")
-  counts += ("tool_calls", "tool_turns")
+  read = ("prompt", "cached", "observation")
+  counts = (*read, "generated", "model_calls", "tool_calls", "tool_turns")
   usage = pa.struct({**dict.fromkeys(counts, whole), "seconds": real})
 
   # --- The row.

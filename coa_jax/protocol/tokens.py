@@ -326,15 +326,11 @@ class Tokenizer:
       encoded[kind] = iter(self._ids(tokenizer, texts))
     return [next(encoded[is_trusted]) for _, is_trusted in parts]
 
-  def encode_trajectory(self, trajectory: Trajectory) -> None:
-    """Fills the segments' missing ids, in place.
+  def encode_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
+    """Fills the segments' missing ids in place, on all cores.
 
     Each segment is encoded on its own, so no token ever straddles two authors.
     """
-    self.encode_trajectories([trajectory])
-
-  def encode_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
-    """Fills the segments' missing ids, on all cores."""
     # --- Encode prompts at once, and collect other segments without ids.
     todo: list[tuple[Segment, list[_Part]]] = []
     for t in trajectories:

@@ -2,7 +2,7 @@
 
 Tokens are the truth, text is a view: a rollout segment has the sampled ids, and its
 text is their decoding; a text segment (distilled or imported) gets its ids once, from
-`Tokenizer.encode_trajectory`. The code that appends a token sets its author, never a
+`Tokenizer.encode_trajectories`. The code that appends a token sets its author, never a
 search in the text.
 """
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import answer_of
+from coa_jax.rewards.grader import Grader
 
 # A text with at least this many words and a full stop is a sentence: names and titles
 # seldom have both.
@@ -18,7 +19,7 @@ def warnings(
   attempts: Sequence[Trajectory],
   tasks: Sequence[Task],
   tools: Collection[str],
-  is_exact: Callable[[Task], bool],
+  grader: Grader,
 ) -> list[str]:
   """Returns a line for each fault shown by the first step's attempts."""
   played = [t for t in attempts if t.status != Status.INFRASTRUCTURE]
@@ -33,7 +34,7 @@ def warnings(
 
   # --- Whole sentences, in the accepted or the written answers.
   by_id = {task.id: task for task in tasks}
-  exact = [t for t in played if is_exact(by_id[t.task_id])]
+  exact = [t for t in played if grader.is_exact(by_id[t.task_id])]
   sentences = []
   for t in exact:
     accepted = by_id[t.task_id].answers

@@ -101,7 +101,7 @@ METRICS: tuple[MetricName, ...] = (
       "share of trajectories with a repeated call, think or plan",
       "below 0.2",
     ),
-    ("staleness", "mean token age, in updates", "below the bound"),
+    ("staleness", "mean token age, in steps", "below the bound"),
     ("staleness_max", "maximum token age", "at most `algo.sampling.staleness`"),
     ("off_policy_share", "share of an older policy's tokens", "0 without staleness"),
     ("learner_waited", "seconds of the learner's waits for rollouts", "small"),

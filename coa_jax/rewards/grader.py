@@ -147,6 +147,10 @@ class Grader:
     graders = self.config.graders
     return graders.get(task.source) or graders.get(task.kind.value) or task.kind.value
 
+  def is_exact(self, task: Task) -> bool:
+    """Whether a task's answers are compared by exact match."""
+    return self.grader_of(task) == "qa" and self.config.match != "f1"
+
   def check(self, tasks: Sequence[Task], max_len: int) -> None:
     """Refuses tasks without a usable grader, and graders that cannot be opened.
 

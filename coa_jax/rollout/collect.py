@@ -10,7 +10,7 @@ short trajectories never overtake long ones.
   trajectories switch to each newer policy, and every token records the policy version
   that sampled it (PipelineRL, arXiv 2509.19128). A group is submitted only if it is
   certain to be learnt in time, however slow it is: no token is then older than n
-  updates, and no trajectory is discarded as too old.
+  steps, and no trajectory is discarded as too old.
 
 Each of P processes plays every P-th group; then all exchange their trajectories.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import time
@@ -41,14 +40,6 @@ from coa_jax.runtime.processes import gather_json
 from coa_jax.tools.types import Tools
 
 Future = concurrent.futures.Future[Trajectory]
-
-
-@dataclasses.dataclass
-class _Submitted:
-  """A running group."""
-
-  episodes: list[CoAEpisode]
-  futures: list[Future]
 
 
 class RolloutCollector:
@@ -74,7 +65,7 @@ class RolloutCollector:
       has_reward_variance: returns keep_G for groups: whether a group's rewards, before
         penalties, differ.
       steps: steps in the whole run; no group for a later step starts.
-      step: updates made so far.
+      step: steps made so far.
       cursor: the last step's `RolloutBatch.cursor`; empty or None at a run's beginning.
       until_done: waits for this process's groups or ends the run; every process calls
         it before each exchange.
@@ -112,7 +103,8 @@ class RolloutCollector:
     self._processes = jax.process_count()
     self._process = jax.process_index()
     self._next = self._head  # number of the next group to draw a task for
-    self._groups: dict[int, _Submitted] = {}  # submitted, not taken yet
+    # Groups submitted and not taken yet, by number.
+    self._groups: dict[int, dict[Future, CoAEpisode]] = {}
     self._version = -1  # the engine's policy version; -1 for none
 
   def __enter__(self) -> RolloutCollector:
@@ -125,7 +117,7 @@ class RolloutCollector:
     """Drops the running groups."""
     # Cancelled, not awaited: a tool may hang.
     for group in self._groups.values():
-      for episode in group.episodes:
+      for episode in group.values():
         self._worker.engine.cancel(episode)
     self._groups.clear()
 
@@ -135,7 +127,7 @@ class RolloutCollector:
     return self._config.staleness > 0
 
   def set_policy(self, params: Any, version: int) -> None:
-    """Gives the engine the policy after `version` updates.
+    """Gives the engine the policy after `version` steps.
 
     If asynchronous, copies the parameters, because the learner may donate its own, and
     submits due groups.
@@ -210,7 +202,7 @@ class RolloutCollector:
   def evaluate(
     self, params: Any, step: int, tasks: Sequence[Task], toolbox: Tools
   ) -> list[Trajectory]:
-    """Returns a greedy attempt at each task, by the policy after `step` updates.
+    """Returns a greedy attempt at each task, by the policy after `step` steps.
 
     Asynchronous rollouts continue meanwhile; these attempts precede waiting episodes.
     """
@@ -274,8 +266,9 @@ class RolloutCollector:
       within = config.staleness
       episode = self._worker.episode(attempt, self._toolbox, (number, k), within)
       episodes.append(episode)
-    futures = [self._worker.submit(episode, group=number) for episode in episodes]
-    self._groups[number] = _Submitted(episodes, futures)
+    self._groups[number] = {
+      self._worker.submit(episode, group=number): episode for episode in episodes
+    }
 
   def _take(self) -> tuple[list[Group], list[Trajectory]]:
     """Waits for the next groups: on-policy a round, else at most one per process.
@@ -291,10 +284,10 @@ class RolloutCollector:
     own: list[tuple[int, Trajectory]] = []
     numbers = range(self._head, self._head + count)
     mine = [n for n in numbers if n % self._processes == self._process]
-    self._until_done([future for n in mine for future in self._groups[n].futures])
+    self._until_done([future for n in mine for future in self._groups[n]])
     for n in mine:
       # Results first: a failed group stays, so that `close` drops it.
-      own += [(n, future.result()) for future in self._groups[n].futures]
+      own += [(n, future.result()) for future in self._groups[n]]
       del self._groups[n]
     self._head += count
     groups: dict[int, Group] = collections.defaultdict(list)
@@ -305,7 +298,9 @@ class RolloutCollector:
   def _cursor(self) -> dict[str, Any]:
     """Returns the next step's cursor; see `RolloutBatch`."""
     # --- Known here: running groups, and resumed groups not submitted yet.
-    task_ids = [(n, group.episodes[0].task.id) for n, group in self._groups.items()]
+    task_ids = []
+    for n, group in self._groups.items():
+      task_ids.append((n, next(iter(group.values())).task.id))
     for n, task in self._resumed.items():
       if n >= self._head:  # else another process has played it since
         task_ids.append((n, task.id))
@@ -321,11 +316,11 @@ class RolloutCollector:
     }
 
   def _off_policy_figures(self, groups: list[Group], step: int) -> dict[str, float]:
-    """Returns metrics of a step's token ages, in updates."""
+    """Returns metrics of a step's token ages, in steps."""
     tokens_by_age = ages(groups, step) or {0: 1}
     oldest = max(tokens_by_age)
     if oldest > self._config.staleness:
-      raise RuntimeError(f"step {step}: a token is {oldest} updates old")
+      raise RuntimeError(f"step {step}: a token is {oldest} steps old")
     total = sum(tokens_by_age.values())
     return {
       "staleness": sum(age * n for age, n in tokens_by_age.items()) / total,
@@ -356,7 +351,7 @@ def steps_until(
 
 
 def ages(groups: Sequence[Group], step: int) -> dict[int, int]:
-  """Counts graded trajectories' sampled tokens by their age, in updates, at a step."""
+  """Counts graded trajectories' sampled tokens by their age, in steps, at a step."""
   out: collections.Counter[int] = collections.Counter()
   for t in itertools.chain.from_iterable(groups):
     if t.reward is None:  # has left its group: not trained on

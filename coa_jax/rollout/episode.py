@@ -40,7 +40,14 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.types import Attempt, Episode, RolloutConfig
 from coa_jax.runtime.fields import section
-from coa_jax.tools.types import CallContext, CallFuture, CallRequest, Tools, joined
+from coa_jax.tools.types import (
+  CallContext,
+  CallFuture,
+  CallRequest,
+  Tools,
+  done_call,
+  joined,
+)
 
 _SEEDS_APART = 0x9E3779B1  # odd, so that 2**32 contexts have 2**32 seeds
 _NUMBER = 6  # tokens of "12. " and a new line, spelt byte by byte
@@ -319,7 +326,4 @@ def _refused(
   name: str, arguments: str, reason: str
 ) -> concurrent.futures.Future[ToolCall]:
   """Answers an invalid call with an error, without a tool."""
-  call = ToolCall(name, arguments, f"error: {reason}", CallStatus.MODEL)
-  future: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
-  future.set_result(call)
-  return future
+  return done_call(ToolCall(name, arguments, f"error: {reason}", CallStatus.MODEL))

@@ -45,7 +45,7 @@ class PagePool:
     return self._readers[page]
 
   def grow(self, pages: int) -> None:
-    """Resizes to N pages."""
+    """Adds free pages, up to `pages` in all."""
     for page in range(self.size, pages):
       self._readers.append(0)
       self._free[page] = None

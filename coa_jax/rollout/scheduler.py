@@ -68,8 +68,7 @@ class Scheduler:
     """Prepares the slots; the cache is allocated when the first episode starts.
 
     Args:
-      device: the replica's `device_loop.DeviceLoop`; untyped, so that this file does
-        not import JAX.
+      device: the replica's `device_loop.DeviceLoop`, or a test's.
     """
     self.config: RolloutConfig = device.config
     self.device = device

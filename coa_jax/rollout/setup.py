@@ -64,7 +64,8 @@ def make_worker(
   memory.check_rollouts(model, config, partitioner, is_served=vllm is not None)
   if vllm and config.tensor:
     raise ValueError(
-      f"rollout.tensor={config.tensor} is of our own sampler; with section vllm take 0"
+      f"rollout.tensor={config.tensor} splits our own sampler's model; with section "
+      "vllm take 0"
     )
   if vllm and variant.summaries:
     raise ValueError(

@@ -107,7 +107,7 @@ class SamplingConfig:
     filter_groups: learn only from groups neither all right nor all wrong (DAPO); graded
       answers (f1, a share of tests) must differ. Penalties do not count.
     temperature: the rollouts' sampling temperature.
-    staleness: maximum age of a sampled token when learnt, in updates. 0 is on-policy:
+    staleness: maximum age of a sampled token when learnt, in steps. 0 is on-policy:
       rollouts and learning alternate. Above, rollouts continue meanwhile and switch to
       a new policy midway; this needs a `loss.is_clip`.
     task_sampler: uniform; learnability (tasks solved sometimes are drawn most); or

@@ -85,7 +85,7 @@ class RolloutWorker:
     return admitted
 
   def _prompt_length(self, task: Task) -> int:
-    # As rendered by an episode.
+    # As an episode renders it, without an environment's opening text.
     config = self.episode_config
     prompt = prompts.prompt_segments(config.variant, task.question, config.style)
     self.tokenizer.encode_prompt(prompt)

@@ -230,7 +230,7 @@ def test_characters_that_no_token_spells_become_question_marks(tmp_path):
   assert tokenizer.decode(tokenizer.encode_untrusted(text)) == spelt
   # A segment's text is unchanged, and its ids are valid for this tokenizer.
   written = Trajectory("t", [Segment(Author.POLICY, "", text)])
-  tokenizer.encode_trajectory(written)
+  tokenizer.encode_trajectories([written])
   assert written.segments[0].text == text and written.segments[0].ids == ids
   tokenizer.check_ids(written)
   every = Tokenizer.load(folder(tmp_path, SAYS))

@@ -166,7 +166,7 @@ def script() -> Trajectory:
 @BOTH
 def test_a_trajectory_is_encoded_segment_by_segment(tok: Tokenizer):
   t = script()
-  tok.encode_trajectory(t)
+  tok.encode_trajectories([t])
   assert all(s.ids for s in t.segments)
   texts = [tok.decode(s.ids) for s in t.segments]
   assert texts[0] == tokens.IM_START + t.segments[0].text
@@ -183,11 +183,11 @@ def test_a_trajectory_is_encoded_segment_by_segment(tok: Tokenizer):
 @BOTH
 def test_ids_that_are_there_are_not_touched(tok: Tokenizer):
   t = script()
-  tok.encode_trajectory(t)
+  tok.encode_trajectories([t])
   sampled = [list(reversed(s.ids)) for s in t.segments]
   for s, ids in zip(t.segments, sampled, strict=True):
     s.ids = list(ids)
-  tok.encode_trajectory(t)
+  tok.encode_trajectories([t])
   assert [s.ids for s in t.segments] == sampled
 
 
@@ -244,7 +244,7 @@ def test_a_lone_surrogate_does_not_end_a_run(tok: Tokenizer):
 )
 def test_tool_text_of_any_shape_is_encoded_whole(tok: Tokenizer, text: str):
   t = Trajectory("t", [Segment(Author.TOOL, "observation", text)])
-  tok.encode_trajectory(t)
+  tok.encode_trajectories([t])
   assert tok.decode(t.segments[0].ids) == text
 
 

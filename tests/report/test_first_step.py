@@ -8,6 +8,7 @@ import toy
 from coa_jax.data.tasks.task import Kind, Task
 from coa_jax.protocol.trajectory import Status
 from coa_jax.report.first_step import warnings
+from coa_jax.rewards.grader import Grader, RewardConfig
 
 SENTENCE = "The mayor of the town was born in 1901."
 TOOLS = ("code",)
@@ -23,7 +24,8 @@ def attempt(answer: str, gold: str, calls: bool = True, right: float = 0.0):
 
 def found(*attempts, tools=TOOLS, exact=True) -> list[str]:
   tasks, played = zip(*attempts, strict=True)
-  return warnings(played, tasks, tools, lambda _: exact)
+  grader = Grader(RewardConfig(match="every" if exact else "f1"))
+  return warnings(played, tasks, tools, grader)
 
 
 def test_attempts_without_calls_are_reported_once():

@@ -19,7 +19,7 @@ def made(text: str) -> tuple[Trajectory, object]:
   ]
   tokenizer = train_tokenizer([s.text for s in segments] * 4, 512)
   trajectory = Trajectory("1", segments)
-  tokenizer.encode_trajectory(trajectory)
+  tokenizer.encode_trajectories([trajectory])
   segments[1].logps = [-1.0] * len(segments[1].ids)
   return trajectory, tokenizer
 

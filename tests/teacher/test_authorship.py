@@ -54,7 +54,7 @@ def utf8(text: str) -> bytes:
 def check(trajectory: Trajectory, tok: Tokenizer) -> None:
   """Asserts that exactly the policy's bytes have weight 1, in a packed row."""
   t = copy.deepcopy(trajectory)
-  tok.encode_trajectory(t)
+  tok.encode_trajectories([t])
   whole = b"".join(utf8(s.text) for s in t.segments if s.author != Author.PROMPT)
   policy = b"".join(utf8(s.text) for s in t.segments if s.author == Author.POLICY)
   foreign_ = [utf8(s.text) for s in t.segments if s.author == Author.TOOL]
@@ -155,7 +155,7 @@ def test_markers_do_drop_and_leak_those_cases():
 def test_a_region_longer_than_a_row_is_left_out_whole(tok):
   """The reference drops a region at its cut-off; here only the length decides."""
   _, trajectory = read("alpaca", record("\n", "\n\n"))
-  tok.encode_trajectory(trajectory)
+  tok.encode_trajectories([trajectory])
   n = trajectory.num_tokens
   assert not list(batching.batches([trajectory], 1, n - 1))
   (batch,) = batching.batches([trajectory], 1, n)

@@ -126,7 +126,7 @@ def guesser(tmp_path_factory) -> ml_collections.ConfigDict:
         Segment(Author.TOOL, roles.OBSERVATION, observation),
         Segment(Author.POLICY, "", toy.end(answer)),
       ]
-      toy.tokenizer().encode_trajectory(t)
+      toy.tokenizer().encode_trajectories([t])
       examples.append(t)
   folder = tmp_path_factory.mktemp("guesser")
   config = guessing.rl_config(folder)

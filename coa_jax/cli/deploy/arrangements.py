@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from coa_jax.report.metrics import METRICS_FILE, read_metrics
+from coa_jax.report.metrics import read_metrics
 from coa_jax.report.timers import SECONDS
 from coa_jax.runtime.record import read_run
 
@@ -97,7 +97,7 @@ def describe_run(workdir: str) -> str:
   Raises:
     FileNotFoundError, ValueError: there is no such run, or see `step_seconds`.
   """
-  log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
+  log = read_metrics(workdir, "rl")
   config = read_run(os.path.join(workdir, "config.json"))
   team = config["rollout"]["tensor"] or config["mesh"]["tensor"]
   try:

@@ -10,7 +10,7 @@ import threading
 from starlette.requests import Request
 
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.rollout.agents.server import Refused
+from coa_jax.rollout.agents.requests import Refused
 from coa_jax.rollout.agents.sessions import Session
 from coa_jax.rollout.worker import RolloutWorker
 
@@ -53,24 +53,16 @@ class Recorder:
       if name in self._open:
         self._open.move_to_end(name)
         return self._open[name]
-      session = self._make(name)
+      worker = self.worker
+      assert worker.form is not None
+      seed = worker.engine.config.seed
+      session = Session(worker.engine, worker.tokenizer, worker.form, name, seed)
       if name:
         self._open[name] = session
       oldest = next(iter(self._open)) if len(self._open) > MOST else None
     if oldest is not None:
       self.end(oldest, None)
     return session
-
-  def _make(self, name: str) -> Session:
-    worker = self.worker
-    assert worker.form is not None
-    return Session(
-      worker.engine,
-      worker.tokenizer,
-      worker.form,
-      name,
-      seed=worker.engine.config.seed,
-    )
 
   def end(self, name: str, reward: float | None) -> Trajectory | None:
     """Writes a trajectory; None if no running one has this name."""

@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import pydantic
 from starlette.applications import Starlette
@@ -34,31 +33,10 @@ from coa_jax.rollout.agents.types import Sampled
 from tools_sandbox import http_server
 
 MODEL = "policy"
-_Attempt = TypeVar("_Attempt")
 
 
 class _End(http_server.Body):
   reward: float | None = pydantic.Field(None, allow_inf_nan=False)
-
-
-def by_key(find: Callable[[str], _Attempt | None]) -> Callable[[Request], _Attempt]:
-  """Returns a function that finds a request's attempt by its API key.
-
-  Every OpenAI client sends its key with each request.
-
-  Args:
-    find: API key -> the attempt; None refuses the request.
-  """
-
-  def found(request: Request) -> _Attempt:
-    key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    attempt = find(key)
-    if attempt is None:
-      message = "the API key names no running trajectory"
-      raise Refused(message, 401, "invalid_api_key")
-    return attempt
-
-  return found
 
 
 class AgentServer:

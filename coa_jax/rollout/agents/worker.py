@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from starlette.requests import Request
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol import roles
@@ -27,7 +28,8 @@ from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.agents.config import AgentConfig
 from coa_jax.rollout.agents.endpoint import EndpointRun, make_relay
 from coa_jax.rollout.agents.formats import Format
-from coa_jax.rollout.agents.server import MODEL, AgentServer, by_key, make_app
+from coa_jax.rollout.agents.requests import Refused
+from coa_jax.rollout.agents.server import MODEL, AgentServer, make_app
 from coa_jax.rollout.agents.sessions import Session
 from coa_jax.rollout.agents.types import Sampling, task_meta
 from coa_jax.rollout.episode import EpisodeConfig
@@ -146,12 +148,19 @@ class AgentWorker(RolloutWorker):
     self._agent = import_named(config.path, "agent.path")
     self._places = threading.Semaphore(config.workers)
     self._runs: dict[str, _Run] = {}
-    find = by_key(self._runs.get)
     if config.endpoint:
-      app = make_relay(find, config.endpoint, config.seconds)
+      app = make_relay(self._run_of, config.endpoint, config.seconds)
     else:
-      app = make_app(find, worker.tokenizer)
+      app = make_app(self._run_of, worker.tokenizer)
     self._server = AgentServer(app)
+
+  def _run_of(self, request: Request) -> Any:
+    """Finds a request's attempt by its API key, which every OpenAI client sends."""
+    key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    if key not in self._runs:
+      message = "the API key names no running trajectory"
+      raise Refused(message, 401, "invalid_api_key")
+    return self._runs[key]
 
   def close(self) -> None:
     """Ends all attempts, the server and the engine."""

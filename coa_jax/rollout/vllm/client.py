@@ -79,7 +79,7 @@ class VllmConfig:
       )
     if self.flags and not self.serve:
       raise ValueError(
-        "flags are those of the server that vllm.serve starts; it is not set"
+        "flags need vllm.serve: they are passed to the server that it starts"
       )
 
 
