@@ -257,9 +257,9 @@ def _schema(row: dict[str, Any]) -> Any:
   )
   texts = ("name", "arguments", "result", "status")
   call = pa.struct({**dict.fromkeys(texts, text), "seconds": real})
-  read = ("prompt", "cached", "observation")
-  counts = (*read, "generated", "model_calls", "tool_calls", "tool_turns")
-  usage = pa.struct({**dict.fromkeys(counts, whole), "seconds": real})
+  tokens = dict.fromkeys(("prompt", "cached", "generated", "observation"), whole)
+  calls = dict.fromkeys(("tool_calls", "model_calls", "tool_turns"), whole)
+  usage = pa.struct({**tokens, **calls, "seconds": real})
 
   # --- The row.
   return pa.schema(
