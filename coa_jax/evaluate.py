@@ -21,12 +21,7 @@ from coa_jax.data.tasks.task import Task
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import load_tokenizer
 from coa_jax.model.hf.io import load_config, load_params
-from coa_jax.model.sharding import (
-  MeshConfig,
-  is_first_process,
-  make_partitioner,
-  process_dir,
-)
+from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.protocol import roles
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.origin import warn_if_other
@@ -51,7 +46,7 @@ from coa_jax.runtime import capacity
 from coa_jax.runtime.config import read_config
 from coa_jax.runtime.fields import bounded, check_fields, section
 from coa_jax.runtime.lock import exclusive
-from coa_jax.runtime.processes import gather_json
+from coa_jax.runtime.processes import gather_json, is_first_process, process_dir
 from coa_jax.runtime.record import hash_files, hash_json, prepare_workdir
 from coa_jax.runtime.shard import Shard
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig

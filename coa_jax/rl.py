@@ -43,12 +43,7 @@ from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.model import flops
 from coa_jax.model.hf.folder import load_tokenizer, save_run
 from coa_jax.model.hf.io import load_model, load_params
-from coa_jax.model.sharding import (
-  count_devices,
-  is_first_process,
-  other_process_dirs,
-  process_dir,
-)
+from coa_jax.model.sharding import count_devices
 from coa_jax.plan.rl import RLConfig, RLPlan, plan_rl
 from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
 from coa_jax.protocol.tokens import Tokenizer
@@ -78,6 +73,7 @@ from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.runtime import processes
 from coa_jax.runtime.config import read_config
 from coa_jax.runtime.lock import exclusive
+from coa_jax.runtime.processes import is_first_process, other_process_dirs, process_dir
 from coa_jax.runtime.record import (
   hash_files,
   hash_json,

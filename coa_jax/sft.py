@@ -38,12 +38,7 @@ from coa_jax.model import flops, lora
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import load_tokenizer, save_run
 from coa_jax.model.hf.io import load_params
-from coa_jax.model.sharding import (
-  Partitioner,
-  count_devices,
-  is_first_process,
-  process_dir,
-)
+from coa_jax.model.sharding import Partitioner, count_devices
 from coa_jax.model.transformer import count_params, init_params
 from coa_jax.plan.sft import DataConfig, SFTConfig, SFTPlan, plan_sft
 from coa_jax.protocol import roles
@@ -67,6 +62,7 @@ from coa_jax.runtime.config import read_config
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.lock import exclusive
 from coa_jax.runtime.manifest import derive
+from coa_jax.runtime.processes import is_first_process, process_dir
 from coa_jax.runtime.record import (
   hash_files,
   hash_json,

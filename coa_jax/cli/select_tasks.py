@@ -23,7 +23,6 @@ from coa_jax.data.tasks.rows import read_rows
 from coa_jax.data.tasks.schemas import read_task
 from coa_jax.data.tasks.sources import TasksConfig, select_tasks
 from coa_jax.data.tasks.task import Row, first_of
-from coa_jax.model.sharding import process_dir
 from coa_jax.protocol.trajectory import (
   Trajectory,
   read_trajectories,
@@ -35,6 +34,7 @@ from coa_jax.report.tables import Table
 from coa_jax.runtime.config import ConfigError, nearest, read_config
 from coa_jax.runtime.fields import section
 from coa_jax.runtime.lock import hold
+from coa_jax.runtime.processes import process_dir
 from coa_jax.runtime.shard import Shard
 
 # `keep_tasks`' reasons for leaving tasks out, except too few attempts.

@@ -13,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -553,35 +551,6 @@ def _over(
 def count_devices(*partitioners: Partitioner) -> int:
   """Counts the distinct devices in all these meshes."""
   return len({device for p in partitioners for device in p.devices})
-
-
-def is_first_process() -> bool:
-  """Tells whether this process is the one that reports for all."""
-  # A single process need not start its devices to know that it is the first.
-  return not jax.distributed.is_initialized() or jax.process_index() == 0
-
-
-def process_dir(workdir: str) -> str:
-  """Returns this process's directory for files that processes must not share.
-
-  The first process writes into the workdir itself.
-  """
-  if is_first_process():
-    return workdir
-  return os.path.join(workdir, f"process_{jax.process_index()}")
-
-
-def other_process_dirs(workdir: str) -> list[str]:
-  """Lists the other processes' directories, including earlier starts'.
-
-  An earlier start may have had another number of processes.
-  """
-  own = process_dir(workdir)
-  names = []
-  if os.path.isdir(workdir):
-    names = [name for name in os.listdir(workdir) if re.fullmatch(r"process_\d+", name)]
-  folders = [workdir, *(os.path.join(workdir, name) for name in sorted(names))]
-  return [folder for folder in folders if folder != own]
 
 
 def name_of(path: tuple[Any, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Communication between a run's processes.
+"""Communication between a run's processes, and their own directories.
 
 All data goes to all processes, as JSON or bytes.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,3 +83,32 @@ def _rounded(size: int) -> int:
   """Rounds the size up by at most 1/8: few lengths, so few programs."""
   unit = 1 << max(0, size.bit_length() - 4)
   return max(1, -(-size // unit) * unit)
+
+
+def is_first_process() -> bool:
+  """Tells whether this process is the one that reports for all."""
+  # A single process need not start its devices to know that it is the first.
+  return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def process_dir(workdir: str) -> str:
+  """Returns this process's directory for files that processes must not share.
+
+  The first process writes into the workdir itself.
+  """
+  if is_first_process():
+    return workdir
+  return os.path.join(workdir, f"process_{jax.process_index()}")
+
+
+def other_process_dirs(workdir: str) -> list[str]:
+  """Lists the other processes' directories, including earlier starts'.
+
+  An earlier start may have had another number of processes.
+  """
+  own = process_dir(workdir)
+  names = []
+  if os.path.isdir(workdir):
+    names = [name for name in os.listdir(workdir) if re.fullmatch(r"process_\d+", name)]
+  folders = [workdir, *(os.path.join(workdir, name) for name in sorted(names))]
+  return [folder for folder in folders if folder != own]
