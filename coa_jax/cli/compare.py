@@ -35,7 +35,8 @@ from coa_jax.report.metrics import METRICS_FILE, read_metrics
 from coa_jax.report.plots import seed_curves
 from coa_jax.report.tables import Table, cell
 from coa_jax.report.viewer import write_page
-from coa_jax.runtime.config import ConfigError, nearest
+from coa_jax.runtime.config import ConfigError
+from coa_jax.runtime.fields import nearest
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.record import read_run
 

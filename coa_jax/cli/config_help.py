@@ -22,8 +22,8 @@ from typing import Any
 
 import docstring_parser
 
-from coa_jax.runtime.config import ConfigError, Values, kinds_of, nearest
-from coa_jax.runtime.fields import accepted
+from coa_jax.runtime.config import ConfigError, Values, kinds_of
+from coa_jax.runtime.fields import accepted, nearest
 
 # Stage -> module and class of its config.
 CONFIGS = {

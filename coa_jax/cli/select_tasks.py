@@ -31,8 +31,8 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import Scored, correct, graded
 from coa_jax.report.tables import Table
-from coa_jax.runtime.config import ConfigError, nearest, read_config
-from coa_jax.runtime.fields import section
+from coa_jax.runtime.config import ConfigError, read_config
+from coa_jax.runtime.fields import nearest, section
 from coa_jax.runtime.lock import hold
 from coa_jax.runtime.processes import process_dir
 from coa_jax.runtime.shard import Shard

@@ -63,8 +63,6 @@ FORMATS: Mapping[str, str] = {
   "search_r1": "a text of <search> and <information> spans",
 }
 RL = "rl"  # the result of `detect` for task rows
-
-
 _CONVERSATIONS = tuple(shape.name for shape in SHAPES)
 _READERS = {
   **dict.fromkeys(_CONVERSATIONS, read_chat),
@@ -132,7 +130,8 @@ class Importer:
     stem: the prefix for task ids, if rows have no ids.
     tools: foreign tool name -> our tag, extending `calls.TOOLS`.
     convert: the allowed changes.
-    keep_illegal: True keeps readable rows that break the variant's rules; alpaca only.
+    keep_illegal: True keeps readable rows that break the variant's rules; for alpaca
+      records and trajectories.
     tasks: id -> task, for runs.
   """
 

@@ -160,7 +160,7 @@ def last_question(messages: list[Any], where: str, question: str | None = None) 
   if len(said) == 1:
     return question
   said[-1] = ("user", question)
-  # As `protocol.prompts.conversation_text`, which is outside this module's imports.
+  # As `protocol.prompts.conversation_text`, whose import would lengthen the chain.
   return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
 
 

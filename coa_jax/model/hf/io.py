@@ -53,6 +53,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _DTYPES = ("F32", "BF16", "F16")
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_MOST_FAULTS = 8  # listed in one message
 # Arrays outside the decoder.
 _NOT_DECODER = re.compile(r"(model\.visual|mtp)\.")
 # Git's placeholder for a file stored elsewhere (LFS).
@@ -477,10 +478,10 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
     )
 
 
-def _listed(faults: list[str], most: int = 8) -> str:
+def _listed(faults: list[str]) -> str:
   """Formats the first faults, and the number of others."""
-  if len(faults) > most:
-    faults = [*faults[:most], f"and {len(faults) - most} more"]
+  if len(faults) > _MOST_FAULTS:
+    faults = [*faults[:_MOST_FAULTS], f"and {len(faults) - _MOST_FAULTS} more"]
   return "; ".join(faults)
 
 
