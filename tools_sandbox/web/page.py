@@ -33,7 +33,7 @@ _PARAGRAPH = 600  # characters per paragraph, at most
 _OMITTED = "..."
 
 
-def read_text(body: PageBody, seconds: float) -> str:
+def read_text(body: PageBody, seconds: float = 5.0) -> str:
   """Reads a page's visible text, as lines.
 
   Args:

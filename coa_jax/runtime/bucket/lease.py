@@ -36,7 +36,9 @@ _log = logging.getLogger(__name__)
 class Lease:
   """The right to write below an address; use as a context manager."""
 
-  def __init__(self, bucket: Bucket, beat_s: float, silent_s: float):
+  def __init__(
+    self, bucket: Bucket, beat_s: float = BEAT_S, silent_s: float = SILENT_S
+  ):
     """Takes no lease yet.
 
     Another owner counts as dead after `silent_s` seconds of silence: several times
