@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import math
@@ -44,6 +43,7 @@ from coa_jax.plan.sft import DataConfig, SFTConfig, SFTPlan, plan_sft
 from coa_jax.protocol import roles
 from coa_jax.protocol.contexts import ContextConfig
 from coa_jax.protocol.origin import Origin, dialects_of_data
+from coa_jax.protocol.storage import count_rows
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
@@ -147,7 +147,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     tokenizer = load_tokenizer(init, plan.cfg)
     plan = plan.fitted(tokenizer)
   sources = read_sources(settings.data.trajectories)
-  num_rows = check_sources(sources)
+  check_sources(sources)
   own_dir = process_dir(workdir)
   _claim(settings, sources, own_dir)
 
@@ -155,7 +155,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   if tokenizer is None:
     tokenizer = _trained_tokenizer(settings.data, sources, own_dir)
     plan = plan.fitted(tokenizer)
-  data = _read_data(plan, sources, tokenizer, num_rows, workdir)
+  data = _read_data(plan, sources, tokenizer, workdir)
 
   with _open(plan, data, workdir) as s:
     numbers = range(int(s.state.step) + 1, steps + 1)
@@ -215,14 +215,13 @@ def _read_data(
   plan: SFTPlan,
   sources: Sequence[Source],
   tokenizer: Tokenizer,
-  num_rows: int,
   workdir: str,
 ) -> _Data:
   """Tokenizes the sources, and divides and mixes their sequences."""
   data = plan.settings.data
   own_dir = process_dir(workdir)
   dataset, num_of_source = _dataset(
-    data, sources, tokenizer, plan.cfg.vocab_size, own_dir, num_rows
+    data, sources, tokenizer, plan.cfg.vocab_size, own_dir
   )
   train, validation, left_out = _divide(data, dataset, num_of_source)
   counts = {"trajectories": len(train), **left_out}
@@ -257,10 +256,11 @@ def _open(plan: SFTPlan, data: _Data, workdir: str) -> Iterator[_Session]:
     length=settings.data.length,
     partitioner=plan.partitioner,
   )
-  mean_loss = functools.partial(_mean_loss, jax.jit(loss), plan.partitioner)
+  jitted = jax.jit(loss)
 
   def validate(trained: Any, frozen: Any) -> float:
-    return mean_loss(trained, frozen, data.dataset.once(data.validation, **rows))
+    micro = data.dataset.once(data.validation, **rows)
+    return _mean_loss(jitted, plan.partitioner, trained, frozen, micro)
 
   # --- Resume.
   folder = os.path.join(workdir, "checkpoints")
@@ -320,7 +320,6 @@ def _dataset(
   tokenizer: Tokenizer,
   vocab_size: int,
   workdir: str,
-  rows: int,
 ) -> tuple[Dataset, list[int]]:
   """Returns the tokenized trajectories, and the number in each file.
 
@@ -337,6 +336,7 @@ def _dataset(
           counts[number] += 1
           yield trajectory
 
+    rows = sum(count_rows(source.path) for source in sources)
     with Metrics(workdir, "data", rows, unit="trajectory") as metrics:
       Dataset.write(unfinished, metrics.count(encoded()))
     write_json(os.path.join(unfinished, _SOURCES), {"trajectories": counts})

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol.storage import count_rows
 from coa_jax.protocol.trajectory import iter_trajectories
 
 _FIELD = "data.trajectories"
@@ -84,20 +83,18 @@ def _weight(number: str, entry: str) -> float:
   return weight
 
 
-def check_sources(sources: Sequence[Source]) -> int:
-  """Checks each file's first row, and estimates the total number of rows.
+def check_sources(sources: Sequence[Source]) -> None:
+  """Checks each file's first row.
 
   Raises:
     FileNotFoundError, ValueError: a file is missing, or its first row is not a
       trajectory; then the message names the importer for other systems' records.
   """
-  num_rows = 0
   for source in sources:
     if os.path.isdir(source.path):
       raise ValueError(
         f"{_FIELD}: {source.path} is a folder; give {source.path}/*.jsonl"
       )
-    num_rows += count_rows(source.path)
     try:
       next(iter_trajectories(source.path), None)
     except ValueError as e:
@@ -105,7 +102,6 @@ def check_sources(sources: Sequence[Source]) -> int:
         f"{e}; other systems' records become trajectories by: coa import "
         f"--file={source.path} --variant=VARIANT --out=trajectories.jsonl"
       ) from e
-  return num_rows
 
 
 def validation_order(sizes: Sequence[int]) -> np.ndarray:
