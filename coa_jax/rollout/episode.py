@@ -122,15 +122,10 @@ class CoAEpisode(Episode):
       weakref.finalize(self, self.environment.close).atexit = False
       begun = self.environment.reset(task.to_json())
       question = "\n\n".join(filter(None, (question, begun)))
-    # The task's fields for readers of trajectories.
-    meta = {
-      "question": task.question,
-      "answers": list(task.answers),
-      "family": task.family,
-      "source": task.source,
-    }
     prompt = prompts.prompt_segments(config.variant, question, config.style)
-    self.trajectory = Trajectory(task.id, prompt, sample=attempt.sample, meta=meta)
+    self.trajectory = Trajectory(
+      task.id, prompt, sample=attempt.sample, meta=task.trajectory_meta
+    )
 
   def start(self) -> list[int]:
     """Returns the prompt's ids, chat template included, or the next context's.

@@ -60,6 +60,16 @@ class Task:
     names = self.meta.get("evidence_docs") or self.meta.get("supporting_titles")
     return [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
 
+  @property
+  def trajectory_meta(self) -> dict[str, Any]:
+    """Returns the task's part of its trajectories' `meta`."""
+    return {
+      "question": self.question,
+      "answers": list(self.answers),
+      "family": self.family,
+      "source": self.source,
+    }
+
   def to_json(self) -> dict[str, Any]:
     """Returns JSON values; `from_json` reads them back."""
     return dataclasses.asdict(self)

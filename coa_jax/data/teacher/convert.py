@@ -124,13 +124,7 @@ def convert(
     changes["filled"] = filled
 
   # --- The trajectory, checked against the variant.
-  meta = {
-    "question": task.question,
-    "answers": list(task.answers),
-    "family": task.family,
-    "source": task.source,
-    "kind": task.kind.value,
-  }
+  meta = {**task.trajectory_meta, "kind": task.kind.value}
   if run.graded:
     meta["graded"] = run.graded
   trajectory = Trajectory(

@@ -30,7 +30,6 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.rollout.agents import responses
 from coa_jax.rollout.agents.config import EndpointConfig
 from coa_jax.rollout.agents.requests import MAX_BODY, Refused
-from coa_jax.rollout.agents.types import task_meta
 from coa_jax.rollout.types import Attempt
 from tools_sandbox import http_server
 from tools_sandbox.http_client import (
@@ -58,7 +57,7 @@ class EndpointRun:
       "seed": (attempt.seed + attempt.sequence) % 2**31,
     }
     self.trajectory = Trajectory(attempt.task.id, sample=attempt.sample)
-    self.trajectory.meta |= task_meta(attempt.task)
+    self.trajectory.meta |= attempt.task.trajectory_meta
     self.trajectory.status = Status.ENDED
     self._seen: list[str] = []  # the last request's messages, and its reply
     self._tokens = 0  # of these

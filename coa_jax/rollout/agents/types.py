@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.tool_bodies import FunctionCall
 
 # {"role", "content", ...}; an assistant's may have `calls`, FunctionCalls.
@@ -65,13 +64,3 @@ class Sampled:
   logps: list[float]
   is_whole: bool
   prompt: int
-
-
-def task_meta(task: Task) -> dict[str, Any]:
-  """Returns a task's part of its trajectory's `meta`."""
-  return {
-    "question": task.question,
-    "answers": list(task.answers),
-    "family": task.family,
-    "source": task.source,
-  }

@@ -31,7 +31,7 @@ from coa_jax.rollout.agents.formats import Format
 from coa_jax.rollout.agents.requests import Refused
 from coa_jax.rollout.agents.server import MODEL, AgentServer, make_app
 from coa_jax.rollout.agents.sessions import Session
-from coa_jax.rollout.agents.types import Sampling, task_meta
+from coa_jax.rollout.agents.types import Sampling
 from coa_jax.rollout.episode import EpisodeConfig
 from coa_jax.rollout.types import Attempt, Engine
 from coa_jax.rollout.worker import RolloutWorker
@@ -105,7 +105,7 @@ class AgentRun(Session):
     self.sequence = attempt.sequence
     self.temperature = attempt.temperature
     self.key = secrets.token_hex(16)
-    self.trajectory.meta |= task_meta(task)
+    self.trajectory.meta |= task.trajectory_meta
 
   def adapted(self, sampling: Sampling) -> Sampling:
     """Takes the attempt's temperature, at which the learner computes log-probs."""
