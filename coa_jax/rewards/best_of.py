@@ -21,6 +21,7 @@ from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.rewards import answer_of
+from coa_jax.rewards.graded import after_thoughts
 from coa_jax.rewards.votes import vote_key
 from coa_jax.runtime.fields import bounded, check_fields
 from tools_sandbox.chat import ChatConfig, ChatModel
@@ -139,9 +140,7 @@ def read_choice(reply: str, count: int) -> int | None:
 
   Thoughts before the reply are ignored. `count` is the number of attempts.
   """
-  reply = reply.rpartition("</think>")[2]
-  if "<think>" in reply:
-    return None
+  reply = after_thoughts(reply)
   alone = _ALONE.fullmatch(reply)
   numbers = {alone[1]} if alone else {a or b for a, b in _CHOICE.findall(reply)}
   if len(numbers) != 1:

@@ -26,3 +26,9 @@ class Graded:
   answer: float
   record: dict[str, Any] = dataclasses.field(default_factory=dict)
   parts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def after_thoughts(reply: str) -> str:
+  """Returns a judge's reply after its thoughts; "" if a thought is cut off."""
+  rest = reply.rpartition("</think>")[2]
+  return "" if "<think>" in rest else rest

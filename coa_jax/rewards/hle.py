@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from coa_jax.rewards.graded import after_thoughts
+
 PROMPT = """Judge whether the following [response] to [question] is correct or not \
 based on the precise and unambiguous [correct_answer] below.
 
@@ -54,9 +56,7 @@ def read_reply(reply: str) -> tuple[bool, float] | None:
   Thoughts before the reply are ignored, also a quoted verdict in them. Two different
   verdicts are none; a missing confidence is 1, as the prompt says.
   """
-  reply = reply.rpartition("</think>")[2]
-  if "<think>" in reply:
-    return None
+  reply = after_thoughts(reply)
   verdicts = {word.lower() for word in _CORRECT.findall(reply)}
   if len(verdicts) != 1:
     return None

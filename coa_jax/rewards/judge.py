@@ -22,7 +22,7 @@ from typing import Any
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
 from coa_jax.rewards import hle, qa, simpleqa
-from coa_jax.rewards.graded import Graded, Ungradable
+from coa_jax.rewards.graded import Graded, Ungradable, after_thoughts
 from coa_jax.runtime.fields import bounded, check_fields, choice
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.faults import ToolFault, Unavailable
@@ -110,9 +110,7 @@ def read_verdict(reply: str) -> bool | None:
   other contradiction between judgements is no verdict, and neither is a cut-off
   thought.
   """
-  reply = reply.rpartition("</think>")[2]
-  if "<think>" in reply:
-    return None
+  reply = after_thoughts(reply)
   objects, text = _json_objects(reply)
   asked = {_judgement(o) for o in objects if "rationale" in o} - {None}
   if asked == {False}:

@@ -23,6 +23,7 @@ from coa_jax.data.teacher.journal import Journal
 from coa_jax.data.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.rewards.graded import after_thoughts
 from coa_jax.runtime.fields import bounded, check_fields
 
 INSPECTOR = "inspector"
@@ -158,7 +159,7 @@ def read_violations(reply: str) -> Inspection:
   Ignores fences, prose and thoughts around the object; the last of several objects
   counts. An unknown rule makes the reply unreadable.
   """
-  reply = reply.rpartition("</think>")[2]
+  reply = after_thoughts(reply)
   starts = [match.start() for match in re.finditer(r"\{", reply)]
   for start in reversed(starts):
     try:
