@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -92,6 +93,7 @@ VIOLATIONS = "violations.jsonl"
 MANIFEST = "manifest.json"
 # A shard's outputs, to be merged with the others'.
 LOGS = (RUNS, CALLS)
+_log = logging.getLogger(__name__)
 # A server may move, or a request limit appear, during a run.
 _ENDPOINT = (
   "base_url",
@@ -292,6 +294,9 @@ def run(
   )
   write_json(os.path.join(workdir, "results.json"), results)
   write_dataset_card(workdir, TRAJECTORIES)
+  if not filtered:
+    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
+    _log.warning("no trajectory is kept; conversion dropped %s", reasons or "none")
   return results
 
 

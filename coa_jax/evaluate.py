@@ -235,6 +235,11 @@ def run(
   _choose(settings.eval, own_sampled, workdir)
   greedy = gather_scored(own_greedy, tasks, tags)
   sampled = gather_scored(own_sampled, tasks, tags)
+  played = [*greedy, *sampled]
+  if played and all(t.status == Status.INFRASTRUCTURE for t in played):
+    failures = [t.meta.get("ungraded") for t in (*own_greedy, *own_sampled)]
+    first = next(filter(None, failures), "see the attempts' calls")
+    raise ValueError(f"none of {len(played)} attempts could be graded: {first}")
   by_group = functools.partial(
     scores.by_group, greedy, sampled, tools=tags, ks=settings.eval.k
   )

@@ -96,6 +96,10 @@ def main() -> None:
   """Exports the checkpoint named by the flags."""
   prepare("")
   out = flags.FLAGS.out
+  if os.path.exists(os.path.join(out, "config.json")):
+    raise ValueError(
+      f"--out={out} holds a run, whose model would be replaced; name another folder"
+    )
   with hold(out):
     step = export(flags.FLAGS.workdir, out, flags.FLAGS.step)
   print(f"step {step}: {os.path.join(out, 'model')}")

@@ -142,6 +142,9 @@ def main() -> None:
     flags.FLAGS[name].value = inputs.localized(flags.FLAGS[name].value, cache)
   fetch_inputs(_FILTERS.value)
   asked = "" if _FORMAT.value == "auto" else _FORMAT.value
+  for file in list_uris(_FILE.value):
+    if os.path.exists(_OUT.value) and os.path.samefile(file, _OUT.value):
+      raise ValueError(f"--out={_OUT.value} is a file that is read; name another")
   chosen, records = importers.records(_FILE.value, asked)
   if not asked:
     print(f"{inputs.named(_FILE.value)}: format {chosen}, by its first row")

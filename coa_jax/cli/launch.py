@@ -256,6 +256,7 @@ def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
       stop(_flag_error(e))
 
   outlive_readers()
+  process.log_plainly()
 
   def checked(argv: list[str]) -> None:
     if takes_words:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+import types
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -54,12 +56,33 @@ def split_program(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
 
 def run(command: str) -> None:
   """Runs a command in `COMMANDS` with the command line's words."""
-  module = importlib.import_module(f"coa_jax.cli.{MODULES.get(command, command)}")
-  # --help prints the main module's docstring and the flags defined under the program's
-  # name.
-  sys.modules["__main__"].__doc__ = module.__doc__
-  sys.argv[0] = module.__name__
-  module.command()
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _interrupt)
+  try:
+    module = importlib.import_module(f"coa_jax.cli.{MODULES.get(command, command)}")
+    # --help prints the main module's docstring and the flags defined under the
+    # program's name.
+    sys.modules["__main__"].__doc__ = module.__doc__
+    sys.argv[0] = module.__name__
+    module.command()
+  except KeyboardInterrupt:  # before any work, which handles its own
+    print("\ninterrupted", file=sys.stderr)
+    sys.exit(130)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> None:
+  """Raises KeyboardInterrupt, a moment later if it would have no effect now.
+
+  Python ignores what a callback of its garbage collector raises, and JAX has one.
+  """
+  del number
+  while frame is not None:
+    if frame.f_code.co_name == "_xla_gc_callback":
+      signal.signal(signal.SIGALRM, _interrupt)
+      signal.setitimer(signal.ITIMER_REAL, 0.01)
+      return
+    frame = frame.f_back
+  raise KeyboardInterrupt
 
 
 def main() -> None:

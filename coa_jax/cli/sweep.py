@@ -22,10 +22,11 @@ from collections.abc import Iterator, Sequence
 from absl import flags
 
 from coa_jax.cli.compare import compare
-from coa_jax.cli.launch import run_program
+from coa_jax.cli.config_help import CONFIGS, read_class
+from coa_jax.cli.launch import config_of_words, run_program
 from coa_jax.cli.main import split_program
 from coa_jax.cli.shards import read_shard
-from coa_jax.runtime.config import ConfigError
+from coa_jax.runtime.config import ConfigError, read_config
 from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import read_object
 from coa_jax.runtime.shard import Shard
@@ -117,8 +118,18 @@ def sweep(
     raise ConfigError("--workdir belongs before the --; each run has a folder in it")
   _check_record(workdir, list(command))
 
-  # --- One run after the other.
+  # --- Every run's config, before the first run.
   runs = list(combinations(grid, SEED_FIELDS.get(module, ""), seeds))
+  stage = module.removeprefix("experiments.")
+  for fields in runs if stage in CONFIGS else ():
+    words = [*arguments, *(f"--config.{field}" for field in fields)]
+    config_class = read_class(stage)
+    try:
+      read_config(config_of_words(words, config_class), config_class)
+    except (ValueError, flags.Error) as e:
+      raise ConfigError(f"--grid: {' '.join(fields) or 'the command'}: {e}") from e
+
+  # --- One run after the other.
   folders = [os.path.join(workdir, folder_name(fields)) for fields in runs]
   ours = range(shard.index, len(runs), shard.count)
   failed = []

@@ -67,6 +67,11 @@ class AlgoConfig:
 
   def __post_init__(self):
     check_fields(self)
+    if self.batch.minibatches > self.sampling.prompts:
+      raise ValueError(
+        f"batch.minibatches={self.batch.minibatches} is above sampling.prompts="
+        f"{self.sampling.prompts}: each part needs a group"
+      )
     samples = self.sampling.samples
     by_group = self.loss.advantage in GROUP_ADVANTAGES
     if samples < 2 and (by_group or self.sampling.filter_groups):

@@ -10,9 +10,11 @@ import hashlib
 import html
 import importlib.resources
 import json
+import os
 from typing import Any
 
 from coa_jax.protocol import roles
+from coa_jax.runtime.disk import atomic_write
 
 
 def role_kinds() -> dict[str, str]:
@@ -70,3 +72,18 @@ def inert_json(value: Any) -> str:
   for character in "<>&":
     text = text.replace(character, f"\\u{ord(character):04x}")
   return text
+
+
+def write(path: str | os.PathLike[str], page: str) -> None:
+  """Writes a page atomically.
+
+  Raises:
+    ValueError: the path holds another file, and no page to replace.
+  """
+  if os.path.exists(path):
+    with open(path, "rb") as existing:
+      head = existing.read(15).lower()
+    if head not in (b"", b"<!doctype html>"):
+      raise ValueError(f"{os.fspath(path)} is another file, and no page to replace")
+  with atomic_write(path) as f:
+    f.write(page)

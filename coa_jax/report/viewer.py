@@ -29,11 +29,11 @@ from coa_jax.protocol.parser import Parse, parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory, iter_trajectories
+from coa_jax.report import page
 from coa_jax.report.page import inert_json, page_html, role_kinds, static_text
 from coa_jax.report.plots import to_svg
 from coa_jax.report.tables import Table, html_table
 from coa_jax.rewards import answer_of, qa
-from coa_jax.runtime.disk import atomic_write
 from coa_jax.runtime.json_io import parse_object
 
 _VIEWER = """<section id="viewer"><div class="bar" id="bar"></div>
@@ -99,9 +99,7 @@ def write_page(
     script = static_text("viewer.js")
   text = page_html(title, body, script, "report" if report else "browser")
 
-  # --- The file, written atomically.
-  with atomic_write(path) as f:
-    f.write(text)
+  page.write(path, text)
   return len(rows)
 
 

@@ -38,6 +38,11 @@ def import_named(path: str, field: str) -> Any:
   return found
 
 
+def plain(value: Any) -> Any:
+  """Returns a scalar of numpy, JAX or torch as a Python number; others unchanged."""
+  return value.item() if getattr(value, "shape", None) == () else value
+
+
 def bounded(
   default: Any = dataclasses.MISSING,
   *,

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from coa_jax.protocol.tool_bodies import parse_function_call
 from coa_jax.protocol.tools import FUNCTION_TAG
-from coa_jax.runtime.fields import PYTHON_PATH, check_fields, import_named
+from coa_jax.runtime.fields import PYTHON_PATH, check_fields, import_named, plain
 from coa_jax.tools.code_session import SandboxSession
 from tools_sandbox.faults import BadCall, SessionEnded, ToolFault, Unavailable
 from tools_sandbox.jail.wire import Verdict
@@ -86,7 +86,16 @@ def load_class(config: EnvironmentConfig) -> type:
   for name in config.functions:
     if not callable(getattr(found, name, None)):
       raise ValueError(f"environment {config.path!r} has no method {name}")
+  for name in (*config.functions, "reset", "reward", "close"):
+    if inspect.iscoroutinefunction(getattr(found, name, None)):
+      raise ValueError(f"environment {config.path!r}: {name} is async; write def")
   return found
+
+
+def _signature(found: type, name: str) -> inspect.Signature:
+  """Returns a method's signature without `self`; a static method has none."""
+  method = inspect.getattr_static(found, name)
+  return inspect.signature(method.__get__(object(), found))
 
 
 class EnvironmentSession:
@@ -135,9 +144,9 @@ class EnvironmentSession:
     call = parse_function_call(content)
     assert call is not None and self._environment is not None
     # Checked first: a jailed environment's errors are text.
-    signature = inspect.signature(getattr(self._class, call.name))
+    signature = _signature(self._class, call.name)
     try:
-      signature.bind(None, **call.arguments)
+      signature.bind(**call.arguments)
     except TypeError as e:
       raise BadCall(f"{e}; {call.name} takes {signature}") from None
     # An abandoned call may still run; its successor must not run beside it.
@@ -168,7 +177,7 @@ class EnvironmentSession:
     takes = inspect.signature(getattr(self._class, "reward", reward)).parameters
     given = {"answer": answer} if "answer" in takes else {}
     try:
-      value = reward(**given)
+      value = plain(reward(**given))
     except (ToolFault, Unavailable) as e:
       raise RuntimeError(f"{where}: {e}") from e
     except Exception as e:  # as for `reset`

@@ -43,6 +43,8 @@ class _Function:
 
   def __init__(self, path: str):
     self._function = import_named(path, "function")
+    if inspect.iscoroutinefunction(self._function):
+      raise ValueError(f"function {path!r} is async; write def")
     signature = inspect.signature(self._function)
     self._takes_context = "context" in signature.parameters
     # The model does not see this parameter, and can not set it.

@@ -88,6 +88,7 @@ def test_the_program_exports_or_says_what_there_is(configs, tmp_path):
   assert done.stdout.strip() == f"step 1: {tmp_path / 'out' / 'model'}"
   shape = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
   assert shape["hidden_size"] == 32
+  finish("export", run, run.replace("workdir", "out"), reason="holds a run")
   with hold(tmp_path / "out"):
     finish("export", run, out, reason=f"{tmp_path / 'out'}: process")
   with pytest.raises(ValueError, match="no checkpoint 7; kept are 1, 2"):

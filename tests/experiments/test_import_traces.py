@@ -302,6 +302,10 @@ def test_refusals_are_one_line(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr, (command, done)
     assert message in done.stderr, (command, done)
   assert not out.exists()
+  web = tmp_path / "web.json"
+  done = program(f"--file={web}", f"--out={web}", "--variant=web")
+  assert done.returncode == 2 and "web.json" in done.stderr
+  assert json.loads(web.read_text()) == sources["web"]
 
 
 @pytest.mark.parametrize("format_", ["chat", "atif"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import forked
 import pytest
@@ -47,6 +48,34 @@ def test_the_help_of_a_command_is_its_own():
   assert "--port" not in done.stdout
   same = forked.run("experiments.chat", "--help")
   assert same.stdout == done.stdout
+
+
+INTERRUPTED = """
+import gc, os, signal, sys, time, types
+from coa_jax.cli import main
+
+def _xla_gc_callback(*unused):  # as JAX's
+  gc.callbacks.remove(_xla_gc_callback)
+  os.kill(os.getpid(), signal.SIGINT)
+  time.sleep(0.001)
+
+def command():
+  gc.callbacks.append(_xla_gc_callback)
+  gc.collect()
+  time.sleep(60)
+
+sys.modules["coa_jax.cli.toy"] = types.SimpleNamespace(
+  command=command, __doc__="", __name__="toy"
+)
+main.run("toy")
+"""
+
+
+def test_an_interrupt_counts_also_in_the_garbage_collection():
+  done = subprocess.run(
+    [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=50
+  )
+  assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
 def test_a_program_after_two_dashes():

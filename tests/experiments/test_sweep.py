@@ -66,6 +66,21 @@ def test_a_sweep_runs_each_combination_once_and_grows(journey, tmp_path):
     sweep.sweep(workdir, ["toy_journey", "--config.data.rows=4"], GRID)
 
 
+@pytest.mark.parametrize(
+  ("grid", "words"),
+  [
+    (("optim.lr", ["1e-3", "zzz"]), "--grid: optim.lr=zzz: .*zzz"),
+    (("optim.lrr", ["1e-3"]), "--grid: optim.lrr=1e-3: .*did you mean .lr."),
+  ],
+)
+def test_a_field_is_refused_before_the_first_run(tmp_path, grid, words):
+  command = ["coa", "sft", "--config=configs/sft_world.py:tiny"]
+  (tmp_path / "sweep").mkdir()
+  with pytest.raises(ConfigError, match=words):
+    sweep.sweep(str(tmp_path / "sweep"), command, [grid])
+  assert os.listdir(tmp_path / "sweep") == ["sweep.json"]
+
+
 def test_shards_run_everything_and_nothing_twice(journey, tmp_path):
   for index in range(3):
     shard = Shard(index, 3)

@@ -114,6 +114,16 @@ def test_the_policy_forbids_the_network_and_every_other_script(tmp_path):
     assert word not in script
 
 
+def test_only_a_page_is_replaced(tmp_path):
+  path = tmp_path / "page.html"
+  for _ in range(2):
+    write_page(path, "T", {})
+  path.write_text("notes")
+  with pytest.raises(ValueError, match="is another file"):
+    write_page(path, "T", {})
+  assert path.read_text() == "notes"
+
+
 def test_json_survives_being_made_inert():
   value = {"a<b": ["</script>", "<!--", "&amp;", "\u2028", 1.5, None]}
   assert json.loads(inert_json(value)) == value

@@ -66,7 +66,11 @@ def streamed(task: dict, client: Client) -> str:
   llm = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0)
   question = [{"role": "user", "content": task["question"]}]
   chunks = llm.chat.completions.create(model="any", messages=question, stream=True)
-  return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+  return "".join(c.choices[0].delta.content or "" for c in chunks)
+
+
+def listing(task: dict, client: Client) -> list:
+  return [solve(task, client)]
 
 
 @pytest.fixture
@@ -128,6 +132,46 @@ def test_a_stream_and_faults(config, tmp_path):
   # The refused attempt is no wrong answer; the same command plays it again.
   assert (first["tasks"], first["pass1_greedy"]) == (1, 1.0)
   assert (second["tasks"], second["pass1_greedy"]) == (2, 1.0)
+
+
+NO_CHOICE = {"message": {"role": "assistant", "content": "5\ud800"}}
+
+
+def test_a_reply_may_lack_its_usage_and_hold_half_a_character(config, tmp_path, caplog):
+  config.agent.path = f"{__name__}:streamed"
+  config.eval.samples = 0
+  config.tasks.limit = 1
+  with Endpoint() as server:
+    server.faults = [{"choices": [NO_CHOICE]}]
+    config.agent.endpoint.base_url = server.url
+    results = evaluate.run(config, str(tmp_path / "out"))
+  assert results["tasks"] == 1 and "reports no usage" in caplog.text
+  (t,) = read_trajectories(tmp_path / "out/greedy.jsonl")
+  assert t.segments[-1].text == "5?"
+
+
+@pytest.mark.parametrize(
+  ("faults", "words"),
+  [
+    ([401] * 9, r"agent\.endpoint: the endpoint: .*401"),
+    ([400] * 9, "none of 6 attempts could be graded: .*BadRequestError"),
+  ],
+)
+def test_an_endpoint_that_refuses_ends_the_evaluation(config, tmp_path, faults, words):
+  with Endpoint() as server:
+    server.faults = faults
+    config.agent.endpoint.base_url = server.url
+    with pytest.raises(ValueError, match=words):
+      evaluate.run(config, str(tmp_path / "out"))
+  assert not (tmp_path / "out/results.json").exists()
+
+
+def test_an_answer_is_a_text(config, tmp_path):
+  config.agent.path = f"{__name__}:listing"
+  with Endpoint() as server:
+    config.agent.endpoint.base_url = server.url
+    with pytest.raises(ValueError, match="accepted: an answer's text"):
+      evaluate.run(config, str(tmp_path / "out"))
 
 
 class Together(ChatServer):

@@ -117,7 +117,7 @@ def test_a_column_that_looks_like_a_field_is_named_once(write, caplog):
   assert len(said) == 3
   fields = {"family": "famly", "kind": "kidn", "source": "soruce"}
   for field, column in fields.items():
-    cure = f"tasks.fields=dict({field}='{column}')"
+    cure = f"--config.tasks.fields.{field}={column}"
     assert any("t.jsonl:1: " in line and cure in line for line in said)
   # With the suggested fields it is read without a warning.
   caplog.clear()

@@ -7,6 +7,7 @@ import functools
 import gc
 
 import ml_collections
+import numpy as np
 import pytest
 
 from coa_jax.data.tasks.task import Task
@@ -236,6 +237,16 @@ class Closing:
   def step(self):
     return "on"
 
+  async def walk(self):
+    return "on"
+
+  @staticmethod
+  def double(number):
+    return 2 * number
+
+  def reward(self):
+    return np.float32(0.5)
+
   def close(self):
     raise OSError("the connection is gone")
 
@@ -249,6 +260,16 @@ def test_an_environment_that_can_not_close_fails_its_trajectory():
     episode = worker.episode(Attempt(ROOMS, 0, 0, 0, 1.0), toolbox)
     with pytest.raises(OSError, match="the connection is gone"):
       worker.submit(episode).result(60)
+
+
+def test_a_method_may_be_static_and_a_reward_numpys():
+  config = tools(f"{__name__}:Closing", dict(double="doubles number"))
+  with Toolbox(config) as toolbox, pytest.raises(OSError):
+    environment = toolbox.environment()
+    environment.reset(ROOMS.to_json())
+    body = tool_bodies.render_function_call("double", {"number": 4})
+    assert environment(body, 9.0) == "8" and environment.reward() == 0.5
+    environment.close()
 
 
 @needs_jail
@@ -315,6 +336,7 @@ def test_a_resumed_run_makes_its_steps_again(counter, tmp_path):
     ("nowhere", {}, "must be module:Class"),
     ("nowhere:Game", {}, "No module named 'nowhere'"),
     ("math:floor", {}, "has no method count"),
+    (f"{__name__}:Closing", {"functions": {"walk": "x"}}, "walk is async; write def"),
     (PATH, {"functions": {}}, "the policy could call nothing"),
     (PATH, {"functions": {"a b": "x"}}, "'a b' must be the name of a public method"),
     (PATH, {"functions": {"reset": "x"}}, "public method other than reset, reward"),

@@ -31,6 +31,10 @@ def shout(text: str) -> str:
   return text.upper()
 
 
+async def later(text: str) -> str:
+  return text
+
+
 def tools(**functions) -> ToolsConfig:
   values = dict(tools=[], functions=functions)
   return read_config(ml_collections.ConfigDict(values), ToolsConfig, "tools")
@@ -166,7 +170,8 @@ def test_bad_entries_are_refused(functions, words):
 
 
 def test_a_missing_function_is_reported_at_the_start():
-  for path in ("no_such_module:f", "math:no_such_function", "math:pi"):
+  paths = ("no_such_module:f", "math:no_such_function", "math:pi", f"{__name__}:later")
+  for path in paths:
     config = tools(x=dict(description="d", function=path))
     with pytest.raises(ValueError, match=r"functions\.x: function"):
       Toolbox(config)

@@ -35,6 +35,10 @@ from coa_jax.data.tasks.task import Kind, Row, Task, first_of, is_absent
 from coa_jax.runtime.fields import nearest
 from coa_jax.runtime.json_io import parse_json, shown
 
+_NAME_COLUMNS = (
+  "--config.tasks.fields.question=COLUMN --config.tasks.fields.answers=COLUMN "
+  "(coa tasks: --fields=question=COLUMN,answers=COLUMN)"
+)
 _GSM8K_FINAL = re.compile(r"\n#### *(\S.*?)\s*$")
 # Our field -> data sets' names for it; the first non-empty column is used.
 _NAMES = {
@@ -191,8 +195,7 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
         )
         raise ValueError(
           f"{where}: the row has the columns of {name}, but not its values ({found}); "
-          "to read it as a plain question name its columns: "
-          "tasks.fields=dict(question='COLUMN', answers='COLUMN')"
+          f"to read it as a plain question name its columns: {_NAME_COLUMNS}"
         ) from e
   # GSM8K, with any other columns: the solution ends with the answer.
   answer = row.get("answer")
@@ -305,7 +308,7 @@ def _lacking(
   named += _nearest_schema({*row, *plain})
   return (
     f"{where}: {absent}; the row has {named}. {hint + ' ' if hint else ''}Name its "
-    "columns: tasks.fields=dict(question='COLUMN', answers='COLUMN')"
+    f"columns: {_NAME_COLUMNS}"
   )
 
 

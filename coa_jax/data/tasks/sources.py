@@ -257,7 +257,7 @@ def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> Non
     warned.add(column)
     _log.warning(
       "%s: column %r is kept in meta and not read as %s; if it is meant to be, give "
-      "tasks.fields=dict(%s=%r)",
+      "--config.tasks.fields.%s=%s",
       where,
       column,
       field,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import json
+import logging
 import secrets
 import threading
 import time
@@ -44,8 +46,17 @@ from tools_sandbox.http_client import (
 _Message = Mapping[str, Any]
 
 
+# No other request would be answered: the key is refused, or there is no such model.
+_FINAL = (401, 404)
+_log = logging.getLogger(__name__)
+
+
 class EndpointRun:
-  """One attempt by an agent on an endpoint; its trajectory has texts and no ids."""
+  """One attempt by an agent on an endpoint; its trajectory has texts and no ids.
+
+  Attributes:
+    refusal: why the endpoint answers no request; "" while it does.
+  """
 
   def __init__(self, attempt: Attempt):
     """Prepares the attempt."""
@@ -59,6 +70,7 @@ class EndpointRun:
     self.trajectory = Trajectory(attempt.task.id, sample=attempt.sample)
     self.trajectory.meta |= attempt.task.trajectory_meta
     self.trajectory.status = Status.ENDED
+    self.refusal = ""
     self._seen: list[str] = []  # the last request's messages, and its reply
     self._tokens = 0  # of these
     self._open: list[ToolCall] = []  # the last reply's calls
@@ -76,6 +88,8 @@ class EndpointRun:
     t = self.trajectory
     message = reply["choices"][0]["message"]
     usage = reply.get("usage") or {}
+    if not usage:
+      _warn_unmetered()
     prompt = usage.get("prompt_tokens") or 0
     completion = usage.get("completion_tokens") or 0
     texts = [_text(m) for m in messages]
@@ -112,6 +126,11 @@ class EndpointRun:
     return self.trajectory
 
 
+@functools.cache
+def _warn_unmetered() -> None:
+  _log.warning("the endpoint reports no usage: its tokens are counted as 0")
+
+
 def _content(message: _Message) -> str:
   content = message.get("content")
   if content is None or isinstance(content, str):
@@ -132,7 +151,9 @@ def _text(message: _Message) -> str:
 
 def _read_completion(data: bytes) -> dict[str, Any]:
   """Reads a chat completion with one choice."""
-  reply = read_json(data)
+  # JSON can hold a lone surrogate, which is no character.
+  text = json.dumps(read_json(data), ensure_ascii=False)
+  reply = json.loads(text.encode("utf-8", "replace"))
   try:
     _text(reply["choices"][0]["message"])
   except (KeyError, IndexError, TypeError, AttributeError):
@@ -179,7 +200,7 @@ def make_relay(
     run = find(request)
     body = await http_server.read_object(request, MAX_BODY)
     stream = body.pop("stream", False)
-    body.pop("stream_options", None)
+    options = body.pop("stream_options", None)
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
       raise Refused("messages must be a list of objects")
@@ -191,11 +212,15 @@ def make_relay(
     except asyncio.CancelledError:  # the server ends
       raise Refused("the run ends", 503) from None
     except NoReply as e:
-      raise Refused(f"the endpoint: {e} {e.text[:500]}", e.refusal or 502) from None
+      message = f"the endpoint: {e} {e.text[:500]}"
+      if e.refusal in _FINAL:
+        run.refusal = message
+      raise Refused(message, e.refusal or 502) from None
     run.record(messages, reply)
     if stream:
       reply = {"usage": None, **reply, "object": responses.CHAT}
-      events = responses.events(reply)
+      usage = isinstance(options, dict) and bool(options.get("include_usage"))
+      events = responses.events(reply, usage)
       return StreamingResponse(events, media_type="text/event-stream")
     return JSONResponse(reply)
 

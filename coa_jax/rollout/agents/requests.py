@@ -66,6 +66,10 @@ class _Tool(pydantic.BaseModel):
   function: _ToolSpec
 
 
+class _StreamOptions(pydantic.BaseModel):
+  include_usage: bool = False
+
+
 class _Body(http_server.Body):
   """The common fields; the last ones have no effect on a reply."""
 
@@ -77,7 +81,7 @@ class _Body(http_server.Body):
   n: int | None = pydantic.Field(None, ge=1, le=64)
   seed: int | None = None
   stream: bool | None = None
-  stream_options: Any = None
+  stream_options: _StreamOptions | None = None
   metadata: Any = None
   prompt_cache_key: Any = None
   reasoning_effort: Any = None
@@ -111,13 +115,14 @@ class CompletionRequest:
 
   Attributes:
     samplings: one per choice.
-    stream, logprobs: the form of the response.
+    stream, usage, logprobs: the form of the response; `usage` ends a stream.
     messages, tools: the conversation; none for a text completion.
     prompt: a text completion's text or ids.
   """
 
   samplings: list[Sampling]
   stream: bool
+  usage: bool
   logprobs: bool
   messages: Sequence[dict[str, Any]] = ()
   tools: Sequence[dict[str, Any]] = ()
@@ -134,6 +139,7 @@ def read_chat(data: bytes) -> CompletionRequest:
   return CompletionRequest(
     samplings=_samplings(body, body.max_completion_tokens or body.max_tokens),
     stream=bool(body.stream),
+    usage=bool(body.stream_options and body.stream_options.include_usage),
     logprobs=bool(body.logprobs),
     messages=[_message(m, n) for n, m in enumerate(_in_call_order(body.messages))],
     tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
@@ -150,6 +156,7 @@ def read_text(data: bytes) -> CompletionRequest:
   return CompletionRequest(
     samplings=_samplings(body, body.max_tokens),
     stream=bool(body.stream),
+    usage=bool(body.stream_options and body.stream_options.include_usage),
     logprobs=body.logprobs is not None,
     prompt=body.prompt,
   )

@@ -52,8 +52,11 @@ def body(
   }
 
 
-def events(whole: dict[str, Any]) -> Iterator[str]:
-  """Yields a response as server-sent events, each choice in one piece."""
+def events(whole: dict[str, Any], usage: bool) -> Iterator[str]:
+  """Yields a response as server-sent events, each choice in one piece.
+
+  `usage` is the request's `stream_options.include_usage`.
+  """
   shared = {k: v for k, v in whole.items() if k not in ("choices", "usage")}
   choices = whole["choices"]
   if whole["object"] == CHAT:
@@ -61,7 +64,9 @@ def events(whole: dict[str, Any]) -> Iterator[str]:
     choices = map(_as_delta, choices)
   for choice in choices:
     yield f"data: {json.dumps({**shared, 'choices': [choice]})}\n\n"
-  yield f"data: {json.dumps({**shared, 'choices': [], 'usage': whole['usage']})}\n\n"
+  if usage:
+    last = {**shared, "choices": [], "usage": whole["usage"]}
+    yield f"data: {json.dumps(last)}\n\n"
   yield "data: [DONE]\n\n"
 
 

@@ -102,7 +102,7 @@ def make_app(
       running -= replies
     body = responses.body(kind, name, sampled, parsed.logprobs, tokenizer.raw)
     if parsed.stream:
-      events = responses.events(body)
+      events = responses.events(body, parsed.usage)
       return StreamingResponse(events, media_type="text/event-stream")
     return JSONResponse(body)
 

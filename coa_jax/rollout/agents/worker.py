@@ -9,13 +9,11 @@ import dataclasses
 import functools
 import inspect
 import logging
-import numbers
 import secrets
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 
 from coa_jax.data.tasks.task import Task
@@ -35,7 +33,7 @@ from coa_jax.rollout.agents.types import Sampling
 from coa_jax.rollout.episode import EpisodeConfig
 from coa_jax.rollout.types import Attempt, Engine
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.runtime.fields import import_named
+from coa_jax.runtime.fields import import_named, plain
 from coa_jax.tools.types import Tools
 
 _log = logging.getLogger(__name__)
@@ -226,18 +224,22 @@ class AgentWorker(RolloutWorker):
     where = f"agent {self._config.path} on task {run.task.id!r}"
 
     def verdict() -> float | Graded:
+      if isinstance(run, EndpointRun) and run.refusal:
+        raise ValueError(f"agent.endpoint: {run.refusal}")
       if error is not None and t.status != Status.TRUNCATED:
         raise Ungradable(f"{where} raised {type(error).__name__}: {error}")
       if not t.segments:
         raise Ungradable(f"{where} got no reply")
-      if isinstance(value, numbers.Real | np.bool_):  # numpy's numbers, too
-        if not 0 <= value <= 1:
-          raise ValueError(
-            f"{where} returned {value!r}; a reward is from 0 to 1, an answer a text"
-          )
-        return float(value)
-      answer = t.meta[AGENT_ANSWER] = None if value is None else str(value)
-      return self.grader.answer(run.task, answer, t, evaluation)
+      returned = plain(value)
+      if returned is None or isinstance(returned, str):
+        t.meta[AGENT_ANSWER] = returned
+        return self.grader.answer(run.task, returned, t, evaluation)
+      if not isinstance(returned, bool | int | float) or not 0 <= returned <= 1:
+        raise ValueError(
+          f"{where} returned {returned!r:.200}; accepted: an answer's text, a reward "
+          "from 0 to 1, or None"
+        )
+      return float(returned)
 
     try:
       variant = self.episode_config.variant
