@@ -343,6 +343,8 @@ def _play(
   # After a kill only some processes may have all their attempts. Then all continue, for
   # they make the decode parameters together.
   if not any(gather_json(not wanted <= there.keys())):
+    if wanted and is_first_process():
+      say(f"{path} has all attempts; delete it to play them again")
     return list(there.values())
 
   # --- Until then `part` has the finished attempts.

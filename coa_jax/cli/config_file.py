@@ -99,7 +99,11 @@ def read(
     values(["", *typed])
     return values.config
   except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
-    raise ConfigError(f"{name}: {e}") from e
+    text = str(e)
+    if "malformed node" in text:  # ast's words
+      flag = next((w.partition("=")[0] for w in overrides if "dict(" in w), "a flag")
+      text = f"{flag}: the value must be a literal: {{'name': 1}}, not dict(name=1)"
+    raise ConfigError(f"{name}: {text}") from e
 
 
 def _make_room(config: ml_collections.ConfigDict, word: str) -> bool:

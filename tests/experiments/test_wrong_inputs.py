@@ -88,6 +88,14 @@ TABLE = [
   (f"{GOOD} --config.reward.graders.qa=exact", "graders['qa'] is 'exact'; accepted"),
   (f"{RL} --config.algo.batch.length=8", "a trajectory must fit a row"),
   (f"{RL} --config.algo.sampling.samples=1", "sampling.samples is 1"),
+  (
+    f"{GOOD} --config.tasks.fields=dict(question='q')",
+    "tasks.fields is a section; set its fields by --config.tasks.fields.FIELD",
+  ),
+  (
+    f"{GOOD} --config.tools.functions={{'f':dict(function='a:b')}}",
+    "--config.tools.functions: the value must be a literal",
+  ),
   (f"{RL} --config.algo.batch.minibatches=9", "batch.minibatches=9 is above"),
   (f"{RL} --config.algo.sampling.staleness=2", "needs loss.is_clip above 0"),
 ]
