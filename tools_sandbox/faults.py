@@ -19,5 +19,9 @@ class Unavailable(Exception):
   """Our own network or service is down, which says nothing about the call."""
 
 
+class Refused(ValueError):
+  """A service refuses a request by its own limits."""
+
+
 class SessionEnded(RuntimeError):
   """A program was sent to an ended session; the caller can open a new one."""

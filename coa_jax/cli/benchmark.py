@@ -344,7 +344,7 @@ def run(
     "limit_per_source": values.limit_per_source,
     "seed": values.seed,
     "evaluate": words,
-    "files": {name: hash_files(path) for name, path in sorted(found.items())},
+    "files": {k: "".join(map(hash_files, v.split(","))) for k, v in found.items()},
     "missing": [one.name for one in missing],
     "versions": {name: metadata.version(name) for name in _PACKAGES},
     "agents": agents,

@@ -143,7 +143,8 @@ def main() -> None:
   fetch_inputs(_FILTERS.value)
   asked = "" if _FORMAT.value == "auto" else _FORMAT.value
   for file in list_uris(_FILE.value):
-    if os.path.exists(_OUT.value) and os.path.samefile(file, _OUT.value):
+    there = os.path.exists(file) and os.path.exists(_OUT.value)
+    if there and os.path.samefile(file, _OUT.value):
       raise ValueError(f"--out={_OUT.value} is a file that is read; name another")
   chosen, records = importers.records(_FILE.value, asked)
   if not asked:

@@ -10,6 +10,7 @@ import dataclasses
 import fnmatch
 import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 
@@ -142,7 +143,8 @@ def find_files(folder: str, sets: Sequence[BenchmarkSet]) -> dict[str, str]:
   """Finds sets' files below a folder; returns set name -> path.
 
   Of several files that match a pattern, the first by path counts: test files before
-  development and training files. Corpora are passed over.
+  development and training files. A file in parts (test-00000-of-00002.parquet, or
+  test.jsonl and test2.jsonl) is all of them, joined by commas. Corpora are passed over.
 
   Raises:
     FileNotFoundError: the folder does not exist.
@@ -159,9 +161,16 @@ def find_files(folder: str, sets: Sequence[BenchmarkSet]) -> dict[str, str]:
   for one in sets:
     for pattern, path in itertools.product(one.patterns, paths):
       if _matches(os.path.relpath(path, folder).lower(), pattern):
-        found[one.name] = path
+        found[one.name] = ",".join(p for p in paths if _whole(p) == _whole(path))
         break
   return found
+
+
+def _whole(path: str) -> str:
+  """Returns the path without the number of a part."""
+  folder, name = os.path.split(path)
+  name = re.sub(r"-\d{5}-of-(\d{5})", r"-of-\1", name)
+  return os.path.join(folder, re.sub(r"^test\d+\.jsonl", "test.jsonl", name))
 
 
 def training_sets(found: Mapping[str, str]) -> list[str]:

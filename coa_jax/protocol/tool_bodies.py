@@ -42,6 +42,11 @@ class CodeCall:
 _CR_FENCE = re.compile(r"```\w*[ \t]*\r")
 
 
+def _json(value: Any) -> str:
+  """Writes JSON as the policy should: letters as they are, not as escapes."""
+  return json.dumps(value, ensure_ascii=False)
+
+
 def _unix_lines(content: str) -> str:
   """Converts all line ends to line feeds, if the fence's has a carriage return."""
   if _CR_FENCE.search(content) is None:
@@ -132,7 +137,7 @@ def _function_call(value: Any) -> FunctionCall | None:
 
 def render_function_call(name: str, arguments: Mapping[str, Any]) -> str:
   """Writes a `tool` span's content; `parse_function_call` reads it back."""
-  return json.dumps({"name": name, "arguments": dict(arguments)})
+  return _json({"name": name, "arguments": dict(arguments)})
 
 
 def number_results(results: Iterable[str]) -> str:
@@ -158,7 +163,7 @@ def parse_image_request(content: str) -> dict[str, Any] | None:
 
 def render_image_request(request: Mapping[str, Any]) -> str:
   """Writes a `visual_inspector` span's content."""
-  return f"```json\n{json.dumps(dict(request))}\n```"
+  return f"```json\n{_json(dict(request))}\n```"
 
 
 def _unfence_json(body: str) -> str | None:
@@ -220,7 +225,7 @@ def json_field(key: str) -> ArgumentFormat:
     return row[key]
 
   return ArgumentFormat(
-    f"a JSON object with {key}", lambda body: json.dumps({key: body}), read
+    f"a JSON object with {key}", lambda body: _json({key: body}), read
   )
 
 
@@ -275,7 +280,7 @@ def code_object(program: str, stdin: str) -> ArgumentFormat:
     call = parse_code(body)
     if call is None:
       return None
-    return json.dumps({program: call.program, stdin: call.stdin})
+    return _json({program: call.program, stdin: call.stdin})
 
   def read(text: str) -> str | None:
     row = _read_texts(text, program, stdin)
@@ -319,13 +324,13 @@ def function_object(name: str, arguments: str) -> ArgumentFormat:
     call = parse_function_call(body)
     if call is None:
       return None
-    return json.dumps({name: call.name, arguments: call.arguments})
+    return _json({name: call.name, arguments: call.arguments})
 
   def read(text: str) -> str | None:
     row = _read_json(text)
     if not isinstance(row, dict) or set(row) != {name, arguments}:
       return None
-    body = json.dumps({"name": row[name], "arguments": row[arguments]})
+    body = _json({"name": row[name], "arguments": row[arguments]})
     if parse_function_call(body) is None:
       return None
     return body

@@ -285,7 +285,7 @@ def render_calls(calls: Iterable[tuple[str, str]]) -> str:
       out.append(json.loads(content))
     else:
       out.append({"name": tag, "arguments": {"input": content}})
-  return json.dumps(out)
+  return json.dumps(out, ensure_ascii=False)
 
 
 # Tag -> its row, in prompt order. Add new rows at the end.

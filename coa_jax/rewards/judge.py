@@ -16,12 +16,13 @@ import json
 import os
 import re
 import threading
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.tasks.task import Task
 from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
-from coa_jax.rewards import hle, qa, simpleqa
+from coa_jax.rewards import hle, simpleqa
 from coa_jax.rewards.graded import Graded, Ungradable, after_thoughts
 from coa_jax.runtime.fields import bounded, check_fields, choice
 from tools_sandbox.chat import ChatConfig, ChatModel
@@ -99,6 +100,12 @@ class Verdict:
   def graded(self) -> Graded:
     """Returns the verdict as a grade."""
     return Graded(float(self.right), parts=dict(self.parts))
+
+
+def _plain(text: str) -> str:
+  """Returns a text without differences in case, blanks and a final full stop."""
+  text = unicodedata.normalize("NFKC", text).casefold()
+  return " ".join(text.split()).removesuffix(".")
 
 
 def read_verdict(reply: str) -> bool | None:
@@ -211,7 +218,7 @@ class Judge:
     style = self._config.style
     if answer is None or not answer.strip():
       return Verdict(False, {"attempted": 0.0} if style == "simpleqa" else {}).graded
-    if style != "hle" and qa.exact_match(answer, task.answers):
+    if style != "hle" and _plain(answer) in map(_plain, task.answers):
       return Verdict(True, {"attempted": 1.0} if style == "simpleqa" else {}).graded
     # --- The request and its key; another model or prompt has another verdict.
     if style == "hle":

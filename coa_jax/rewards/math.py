@@ -119,6 +119,13 @@ def _equal(prediction: str, gold: str) -> bool:
     gold = notation.without_words(gold)
     ours = number(prediction)
     theirs = number(gold)
+    # Only beside a number: in `5 m^2` and `5m^2`, m may be a variable.
+    if ours is None and theirs is not None:
+      prediction = notation.without_symbol(prediction)
+      ours = number(prediction)
+    elif theirs is None and ours is not None:
+      gold = notation.without_symbol(gold)
+      theirs = number(gold)
   if ours is not None and theirs is not None:
     if "." in prediction + gold:
       return notation.same_decimal(ours, theirs)

@@ -102,6 +102,10 @@ _BLANK = re.compile(r"(?<=\d)\\[,;: ]\s*(?=\d)")
 _MIXED = re.compile(
   rf"(?<![\w.,^/{{])(?<!\d\s)({_GROUPS}|\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.^/])"
 )
+# 33\frac{1}{3}\%; without the sign math-verify reads it itself.
+_MIXED_PERCENT = re.compile(
+  r"(?<![\w.,^/{}])(\d+)\s*\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}(?=\s*\\?%)"
+)
 # 0.1\overline{6}, 0.1(6), 0.1666...
 _BAR = re.compile(
   r"(?<![\w.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))"
@@ -227,6 +231,7 @@ def spelled_out(text: str) -> str:
   text = _BARE_FRACTION.sub(_braced_fraction, text)
   text = _BLANK.sub(" ", text)
   text = _MIXED.sub(_mixed, text)
+  text = _MIXED_PERCENT.sub(_mixed, text)
   text = _GROUPED.sub(lambda m: "".join(m[0].split()), text)
   text = _BAR.sub(_repeating, _DOTS.sub(_repeating, text))
   text = _E_NOTATION.sub(r"\1\\times10^{\2}", text)
@@ -346,6 +351,10 @@ def same_decimal(one: fractions.Fraction, other: fractions.Fraction) -> bool:
 
 # "18 dollars": a number and words. Two letters may be `pi`, so words have three.
 _WITH_UNIT = re.compile(r"(\S*[\d}])\s+([A-Za-z]{3,}(?:\s+[A-Za-z]+)?)")
+_SYMBOL = "(?:[mcdk]?m|in|ft|yd|mi|[mk]?g|m?[lL]|J|N|V|W|Hz|s|min|hr?)"
+_WITH_SYMBOL = re.compile(
+  rf"(\S*[\d}}])\s+{_SYMBOL}\s*(?:\^\s*\{{?[23]\}}?)?(?:\s*/\s*{_SYMBOL}(?:\^\{{?2\}}?)?)?"
+)
 _SCALES = {
   "dozen": 12,
   "hundred": 10**2,
@@ -408,6 +417,12 @@ def without_words(text: str) -> str:
   if number(unit[1]) is None:
     return text
   return unit[1]
+
+
+def without_symbol(text: str) -> str:
+  """Reads `5 cm^2` and `60 km/h` as their numbers; returns other text unchanged."""
+  unit = _WITH_SYMBOL.fullmatch(unwrapped(text))
+  return text if unit is None else unit[1]
 
 
 def _written_out(text: str) -> str:

@@ -209,7 +209,7 @@ try:
 except (ValueError, TypeError) as _error:
   _out = {"error": str(_error)}
 print()
-print(_json.dumps(_out))
+print(_json.dumps(_out, default=str))
 """
 
 
@@ -263,7 +263,10 @@ class JailedEnvironment:
     if self._session is None:  # the first call
       self._begin()
     out = self._run(_CALL, json.dumps([method, arguments]))
-    answer = json.loads(out.splitlines()[-1])
+    try:
+      answer = json.loads(out.splitlines()[-1])
+    except ValueError:  # the sandbox cuts long output
+      raise ToolFault("the environment's result is too long") from None
     if "error" in answer:
       raise ValueError(answer["error"])
     return answer["value"]

@@ -94,6 +94,17 @@ def test_test_files_come_before_others(tmp_path):
   }
 
 
+def test_a_file_in_parts_is_read_whole(tmp_path):
+  parts = [f"browsecomp_plus/data/test-0000{n}-of-00002.parquet" for n in (0, 1)]
+  parts += [f"livecodebench_v5/test{n}.jsonl" for n in ("", "2", "3")]
+  for name in [*parts, "browsecomp_plus/data/test-00000-of-00003.parquet"]:
+    write(tmp_path / name)
+  found, _ = benchmark.choose_files("more", str(tmp_path), [])
+  assert found["browsecomp_plus"].split(",") == [str(tmp_path / p) for p in parts[:2]]
+  found, _ = benchmark.choose_files("code", str(tmp_path), [])
+  assert found["livecodebench_v5"].split(",") == [str(tmp_path / p) for p in parts[2:]]
+
+
 def test_training_rows_are_named(tmp_path):
   names = ["musique_train.json", "hotpotqa/dev.json", "aime_2024/train-0.parquet"]
   for name in names:

@@ -23,7 +23,7 @@ TAIL = "<think>so</think>\n\n<answer>Seine</answer>\n"
 
 def record(output: str, **fields) -> dict:
   """An alpaca record."""
-  instruction = "Use functions.\n\nQuestion: Which river?"
+  instruction = "Use <think>.\n\nQuestion: Which river?"
   return {"instruction": instruction, "input": "", "output": output, **fields}
 
 
@@ -127,7 +127,7 @@ def test_earlier_turns_stand_before_the_question_as_in_a_chat(tmp_path):
   assert task.question == trajectory.meta["question"] == conversation_text(said)
   assert (task.answers, plain.meta["question"]) == (("Seine",), "Which river?")
   # The instructions stay before the question; all other segments are unchanged.
-  assert trajectory.segments[0].text == f"Use functions.\n\nQuestion: {task.question}"
+  assert trajectory.segments[0].text == f"Use <think>.\n\nQuestion: {task.question}"
   assert trajectory.segments[1:] == empty.segments[1:]
   assert empty.segments[0] == plain.segments[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -83,12 +84,23 @@ def test_a_verdict_and_the_request_for_it(server):
     assert verdict(judge, "W. Shakespeare, of course") == 1.0
     assert verdict(judge, hostile) == 0.0
     # These need no judge.
-    assert verdict(judge, "the William  Shakespeare!") == 1.0
+    assert verdict(judge, "william  Shakespeare.") == 1.0
     assert verdict(judge, None) == verdict(judge, "  ") == 0.0
   first, second = server.data
   assert second["predicted_answer"] == hostile
   assert first["question"] == TASK.question
   assert first["labelled_answers"] == list(TASK.answers)
+
+
+@pytest.mark.parametrize(
+  ("answer", "gold"), [("1.5", "15"), ("5", "-5"), ("C", "C++"), ("2.5%", "25")]
+)
+def test_only_the_same_text_needs_no_judge(server, answer, gold):
+  task = dataclasses.replace(TASK, answers=(gold,))
+  with server.judge() as judge:
+    judge.grade(task, answer)
+    judge.grade(task, gold)
+  assert [row["predicted_answer"] for row in server.data] == [answer]
 
 
 CUT_OFF = '<think>is the "judgement": "correct"? The'

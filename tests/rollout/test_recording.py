@@ -95,10 +95,13 @@ def test_a_stream_has_the_same_reply(service):
   asked = dict(model="coa", messages=[{"role": "user", "content": "2 + 3"}], seed=1)
   whole = llm.chat.completions.create(**asked, temperature=0)
   (call,) = whole.choices[0].message.tool_calls
-  chunks = list(llm.chat.completions.create(**asked, temperature=0, stream=True))
-  (delta,) = [c.choices[0].delta for c in chunks if c.choices]
-  assert delta.tool_calls[0].function.arguments == call.function.arguments
-  assert chunks[-1].usage == whole.usage
+  asked |= dict(temperature=0, stream=True)
+  (chunk,) = llm.chat.completions.create(**asked)
+  (made,) = chunk.choices[0].delta.tool_calls
+  assert made.function.arguments == call.function.arguments
+  asked["stream_options"] = {"include_usage": True}
+  *_, last = llm.chat.completions.create(**asked)
+  assert last.usage == whole.usage and not last.choices
 
 
 def test_text_completions_of_ids_are_one_context(service):

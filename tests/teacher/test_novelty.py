@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coa_jax.data.tasks.schemas import read_task
 from coa_jax.data.teacher import novelty
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 
@@ -96,6 +98,26 @@ def test_a_question_in_the_prompt_is_found():
   assert novelty.Benchmarks([asked], 8).hold("", held)
 
 
+def test_what_readers_add_to_questions_makes_no_contamination():
+  def choice(question: str, *options: str) -> str:
+    row = {"question": question, "choices": list(options), "answer": 0}
+    return read_task(row, "row", "0").question
+
+  asked = choice("Which molecule carries energy in a cell?", "ATP", "DNA")
+  other = choice("What is a fruit that grows on trees?", "apple", "brick")
+  benchmarks = novelty.Benchmarks([asked], 8)
+  assert benchmarks.hold(asked, trajectory())
+  assert not benchmarks.hold(other, trajectory(other))
+
+
+def test_other_spellings_in_unicode_are_the_same_words():
+  asked = "o\u00f9 \u00e9tudia l'\u00e9crivain n\u00e9 \u00e0 Besan\u00e7on "
+  asked += "en f\u00e9vrier 1802"
+  benchmarks = novelty.Benchmarks([asked], 8)
+  assert benchmarks.hold(unicodedata.normalize("NFD", asked), trajectory())
+  assert benchmarks.hold(asked.replace("ri", "ri\u00ad"), trajectory())
+
+
 def test_a_short_question_counts_only_as_the_whole_question():
   benchmarks = novelty.Benchmarks(["Who wrote Emma?"], 8)
   assert benchmarks.hold("who wrote  emma", trajectory("x"))
@@ -141,3 +163,7 @@ def test_instructions_and_tool_results_make_no_duplicates():
     return novelty.policy_text(Trajectory("t", segments))
 
   assert text("Who?", " ask ") == "Who?\n ask "
+  # An imported prompt has its instructions and the question in one segment.
+  head = Segment(Author.PROMPT, "question", "Rules. " * 50 + "Who?")
+  imported = Trajectory("t", [head], meta={"question": "Who?"})
+  assert novelty.policy_text(imported) == "Who?"

@@ -276,9 +276,14 @@ def test_a_method_may_be_static_and_a_reward_numpys():
 def test_a_jailed_environments_arguments_may_have_any_name():
   config = tools("sleeper:Sleeper", dict(request="asks"), jail=True)
   with Toolbox(config) as toolbox:
-    turns = [call("request", method="GET", path="/"), toy.end("done")]
-    t = play(ROOMS, turns, toolbox, config)
-  assert results(t) == [(CallStatus.OK, "GET /")]
+    paths = ("/", "\u4e2d" * 20_000)
+    turns = [call("request", method="GET", path=path) for path in paths]
+    t = play(ROOMS, [*turns, toy.end("done")], toolbox, config)
+  assert results(t)[0] == (CallStatus.OK, "GET /")
+  assert results(t)[1] == (
+    CallStatus.TOOL,
+    "error: the environment's result is too long",
+  )
 
 
 @needs_jail

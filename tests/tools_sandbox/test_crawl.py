@@ -73,6 +73,12 @@ def test_the_main_text_without_scripts_and_menus(server):
     ("'https://a/x'. https://a/?q='b'", ["https://a/x", "https://a/?q='b'"], ""),
     ('["https://a/x", "https://b/y"]', ["https://a/x", "https://b/y"], ""),
     ("[https://a/x,https://b/y]", ["https://a/x", "https://b/y"], ""),
+    ("http://a/x: find the date!", ["http://a/x"], "find the date!"),
+    (
+      "\u8bf7\u8bfbhttps://a/x\uff0c\u65e5\u671f",
+      ["https://a/x"],
+      "\u8bf7\u8bfb \uff0c\u65e5\u671f",
+    ),
     ("http://[::1]/ http://[::1]", ["http://[::1]/", "http://[::1]"], ""),
     ("http://a/" + ")" * 9999, ["http://a/" + ")" * 9999], ""),
   ],

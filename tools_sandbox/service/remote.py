@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tools_sandbox.faults import SessionEnded, Unavailable
+from tools_sandbox.faults import Refused, SessionEnded, Unavailable
 from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.host.session import CellRefused, Session
 from tools_sandbox.http_client import (
@@ -141,7 +141,8 @@ class RemotePool:
 
     Raises:
       TypeError: program or stdin is not a string.
-      ValueError: program and stdin are too long, or a service refuses the request.
+      ValueError: program and stdin are too long, or a service refuses the request
+        (`Refused`).
       RuntimeError: the pool is closed.
     """
     wire.check_texts(program, stdin)
@@ -279,9 +280,7 @@ class RemotePool:
 
     # --- The status: the cause, and whether another replica may succeed.
     if status in REFUSES_REQUEST:
-      raise ValueError(
-        f"{url} refuses the run: {data[:500].decode('utf-8', 'replace')}"
-      )
+      raise Refused(f"{url} refuses the run: {data[:500].decode('utf-8', 'replace')}")
     if status == _SESSION_ENDED:
       raise SessionEnded("the session has ended; open another one")
     if status != 200:

@@ -21,7 +21,11 @@ from tools_sandbox.web.fetch import URL_CHARS, FetchConfig, Fetcher
 _MARKDOWN = re.compile(
   r"\[([^\]\n]{0,300})\]\((https?://(?:[^\s()|]|\([^\s()|]*\))+)\)"
 )
-_URL = re.compile(r"https?://(?:(?!,https?://)[^\s|<>\"])+", re.IGNORECASE)
+# Chinese and Japanese punctuation ends a URL, too.
+_ENDS = (
+  "\u3001\u3002\uff0c\uff1b\uff1a\uff01\uff1f\u2018-\u201d\uff08\uff09\u300a-\u300d"
+)
+_URL = re.compile(rf"https?://(?:(?!,https?://)[^\s|<>\"{_ENDS}])+", re.IGNORECASE)
 _PAIRS = {")": "(", "]": "[", "'": ""}
 _SCHEME = re.compile(r"\b([a-z][a-z0-9+.-]{1,20})://", re.IGNORECASE)
 _SUMMARISE = (
@@ -83,7 +87,7 @@ def parse_call(content: str) -> tuple[list[str], str]:
 def _trim(url: str) -> str:
   """Strips the sentence's punctuation from a URL's end."""
   end = len(url)
-  while url[end - 1] in ".,;*`" or (url[end - 1] in _PAIRS and _odd(url[:end])):
+  while url[end - 1] in ".,;:!?*`" or (url[end - 1] in _PAIRS and _odd(url[:end])):
     end -= 1
   return url[:end]
 

@@ -12,6 +12,7 @@ budget: all checks of a URL in one place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import ipaddress
@@ -190,6 +191,10 @@ class Fetcher:
       for key, value in response.headers:
         fields[key.decode("latin-1").lower()] = value.decode("latin-1")
       if response.status in _REDIRECTS and "location" in fields:
+        # Servers write UTF-8 there, though headers are Latin-1.
+        raw = fields["location"].encode("latin-1")
+        with contextlib.suppress(UnicodeDecodeError):
+          return raw.decode("utf-8")
         return fields["location"]
       if response.status != 200:
         raise ToolFault(f"the server answers with status {response.status}")

@@ -145,4 +145,4 @@ def _body(tag: str, value: Any, others: Mapping[str, Any]) -> Body:
     return SPECS[tag].body_of_call(value, others)
   if value is None or isinstance(value, str):
     return value, ()
-  return json.dumps(value), ()
+  return json.dumps(value, ensure_ascii=False), ()

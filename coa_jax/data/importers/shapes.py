@@ -20,6 +20,7 @@ budget: one function for each form of a turn.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -389,7 +390,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     raise RowRefused("bad_call", f"{where}: {value!r:.80}")
   arguments = None
   for key in ("arguments", "args", "input", "parameters"):
-    if key in inner:
+    if inner.get(key) is not None:  # tables fill absent fields with nulls
       arguments = inner[key]
       break
   key = value.get("call_id") or value.get("id") or value.get("tool_call_id")
@@ -412,12 +413,19 @@ def _checked(read: Callable[[str], Any], text: Any, where: str) -> Any:
 # Blocks in text, as Hermes and Qwen write them.
 
 
+# A raw reply's last token: a control token in text would be trained as one.
+_END = re.compile(r"(\s*(<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|</s>))+\s*\Z")
+
+
 def _without_blocks(message: Message, where: str) -> list[Message]:
   """Moves a message's call and result blocks to fields and separate messages."""
   text = _joined(message.get("content"))
   if text is None:
     return [message]
   role = message.get("role")
+  if role == "assistant" and _END.search(text):
+    text = _END.sub("", text)
+    message = {**message, "content": text}
   if role == "assistant" and CALL_OPEN in text:
     # A call inside a think block is not a call.
     closing = roles.close_tag(roles.THINK)

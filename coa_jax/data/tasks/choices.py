@@ -19,6 +19,7 @@ from coa_jax.data.tasks.cells import listed
 from coa_jax.data.tasks.task import Row, first_of, is_absent
 from coa_jax.runtime.json_io import shown
 
+ASK_LETTER = "Answer with the letter of the right option."  # added to a question
 # Columns with one option each (A, "Option B", option_c, opd), right or wrong answers.
 _LETTERED = re.compile(r"([A-J])|(?:option|choice|op)[ _]?([a-jA-J])", re.IGNORECASE)
 _RIGHT = re.compile(r"correct[ _]answer", re.IGNORECASE)
@@ -95,7 +96,7 @@ def with_options(question: Any, answers: Any, row: Row, where: str) -> Row | Non
   parts.append(question)
   if not all(_in_question(line, question) for line in lines):
     parts.append("\n".join(lines))
-  parts.append("Answer with the letter of the right option.")
+  parts.append(ASK_LETTER)
   # --- The right text is an answer, too, unless it is an option's letter.
   accepted = [letters[gold]]
   if texts[gold].strip(" .()[]").upper() not in letters:

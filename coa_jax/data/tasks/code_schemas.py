@@ -17,6 +17,11 @@ from coa_jax.runtime.json_io import parse_json
 
 # The maximum unpacked size of one task's tests, in bytes.
 _MOST_TESTS = 1 << 30
+# What we add to a question. A check for evaluation questions passes over these.
+_ASK_FUNCTION = "Complete this function; write it whole, with what it needs."
+_ASK_TEST = "Your program must pass this test, among others:"
+_ASK_START = "Start from this code:"
+ADDED = (_ASK_FUNCTION, _ASK_TEST, _ASK_START)
 # The opcodes in a single pickled text, besides the text's own.
 _TEXT_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "STOP")
 
@@ -32,10 +37,7 @@ def humaneval(row: Row, where: str, default_id: str) -> Row:
     raise ValueError(f"{where}: field 'prompt' defines no function {entry!r}")
   tests = {"test_code": test, "entry_point": entry, "import_prefix": before}
   name = first_of(row, "task_id", default=default_id)
-  question = (
-    "Complete this function; write it whole, with what it needs.\n\n"
-    f"```py\n{prompt.strip()}\n```"
-  )
+  question = f"{_ASK_FUNCTION}\n\n```py\n{prompt.strip()}\n```"
   return _task(name, question, "humaneval", tests)
 
 
@@ -65,7 +67,7 @@ def mbpp(row: Row, where: str, default_id: str) -> Row:
   # As elsewhere, the question shows the first assert, which alone gives the function's
   # name.
   name = f"Mbpp/{first_of(row, 'task_id', default=default_id)}"
-  question = f"{text}\n\nYour program must pass this test, among others:\n{asserts[0]}"
+  question = f"{text}\n\n{_ASK_TEST}\n{asserts[0]}"
   return _task(name, question, source, {"functional": program})
 
 
@@ -156,7 +158,7 @@ def _task(name: Any, question: str, source: str, tests: Row, family: Any = "") -
 def _with_starter(question: str, starter: str | None) -> str:
   if not starter or not starter.strip():
     return question
-  return f"{question}\n\nStart from this code:\n```py\n{starter.rstrip()}\n```"
+  return f"{question}\n\n{_ASK_START}\n```py\n{starter.rstrip()}\n```"
 
 
 def _test_list(value: Any, where: str, name: str) -> list[Row]:

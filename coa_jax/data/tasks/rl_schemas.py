@@ -16,6 +16,7 @@ from coa_jax.runtime.json_io import shown
 
 # The mark before a released prompt's question, after the last rule in its head.
 _QUESTION = re.compile(r"\n\s*\n(?:Task|Question):\s*")
+_TAG = re.compile("<(think|plan|answer)>")
 # The instructions around DAPO-Math's problem ask for a format different from ours.
 _DAPO = re.compile(
   r"\ASolve the following math problem step by step\. The last line of your response "
@@ -184,8 +185,9 @@ def _text(message: Any) -> str | None:
 
 
 def question_below(prompt: str) -> str | None:
-  """Returns a released prompt's question, after its head; None without a mark."""
+  """Returns a released prompt's question, after its head; None without either."""
   match = _QUESTION.search(prompt)
-  if match is None:
+  # A head describes the protocol's tags. Other text before the mark is the question's.
+  if match is None or not _TAG.search(prompt[: match.start()]):
     return None
   return prompt[match.end() :].strip()

@@ -211,11 +211,18 @@ def _by_schema(row: Row, where: str, default_id: str) -> Task | None:
     "source": "gsm8k",
     **rest,
     "question": row["question"],
-    "answers": final[1].replace(",", ""),
+    "answers": _without_separators(final[1]),
     "kind": Kind.MATH,
   }
   task = _with_extras(plain, where)
   return dataclasses.replace(task, meta={**task.meta, "solution": answer})
+
+
+def _without_separators(answer: str) -> str:
+  """Removes a number's thousands separators; other commas stay."""
+  if re.fullmatch(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?%?", answer):
+    return answer.replace(",", "")
+  return answer
 
 
 def _plain_row(

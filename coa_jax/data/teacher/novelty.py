@@ -9,11 +9,13 @@ evaluation question (Brown et al. 2020, arXiv 2005.14165, appendix C).
 from __future__ import annotations
 
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from coa_jax.data.tasks import choices, code_schemas
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 _ASCII_WORD = re.compile(rb"\w+")
@@ -24,6 +26,10 @@ _UNSPACED = (
 )
 _LETTER = re.compile(f"[{_UNSPACED}]")
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
+# Soft hyphens, zero-width characters, direction marks.
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
+# What our readers add to every question of a kind: common to unrelated questions.
+_ADDED = re.compile("|".join(map(re.escape, (choices.ASK_LETTER, *code_schemas.ADDED))))
 _LETTERS = 2  # letters per word in such a script
 _SHINGLE = 5  # n, in words, for finding duplicates
 # Hashes per signature; bands of 4 catch a Jaccard similarity of 0.7 with 98.7 %.
@@ -39,11 +45,13 @@ def word_hashes(text: str) -> np.ndarray:
   """Hashes each word in a text, ignoring case and punctuation; uint64 [words].
 
   In a script without spaces (Chinese, Japanese, Thai, ...) each letter is a word.
+  Equivalent Unicode spellings are equal, and invisible characters do not count.
   """
   text = text.lower()
   if text.isascii():  # the same words, in two thirds of the time
     words = _ASCII_WORD.findall(text.encode())
   else:
+    text = _INVISIBLE.sub("", unicodedata.normalize("NFKC", text))
     words = [w.encode("utf-8", "replace") for w in _WORD.findall(text)]
   return np.fromiter(map(zlib.crc32, words), np.uint64, len(words))
 
@@ -78,10 +86,14 @@ def signature(text: str) -> np.ndarray:
 
 def policy_text(trajectory: Trajectory) -> str:
   """Joins the texts for finding duplicates: the question and the policy's spans."""
-  # Neither equal instructions nor reading the same page make two runs duplicates.
-  ours = (Author.PROMPT, Author.POLICY)
-  own = [s for s in trajectory.segments if s.role != "instructions"]
-  return "\n".join(s.text for s in own if s.author in ours)
+  # Neither equal instructions nor reading the same page make two runs duplicates. An
+  # imported prompt is one segment with both, so that only `meta` has the question.
+  question = trajectory.meta.get("question")
+  if not question:
+    prompt = [s for s in trajectory.segments if s.author == Author.PROMPT]
+    question = "\n".join(s.text for s in prompt if s.role != "instructions")
+  own = [s.text for s in trajectory.segments if s.author == Author.POLICY]
+  return "\n".join([question, *own])
 
 
 class Duplicates:
@@ -126,6 +138,7 @@ class Benchmarks:
     whole = []
     grams = {n: [], n * _LETTERS: []}
     for question in questions:
+      question = _ADDED.sub("", question)
       words = word_hashes(question)
       length = n * _LETTERS if _unspaced(question, len(words)) else n
       if len(words) < length:
@@ -143,12 +156,13 @@ class Benchmarks:
 
   def hold(self, question: str, trajectory: Trajectory) -> bool:
     """Whether the question or a trajectory's text matches an evaluation question."""
+    question = _ADDED.sub("", question)
     words = word_hashes(question)
     if len(words) and np.isin(gram_hashes(words, len(words)), self._whole).any():
       return True
     # Skip instructions: they are the same for every task.
     texts = [
-      s.text
+      _ADDED.sub("", s.text)
       for s in trajectory.segments
       if s.author != Author.PROMPT or s.role == "question"
     ]

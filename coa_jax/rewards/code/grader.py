@@ -36,6 +36,7 @@ from coa_jax.rewards.code.tests import (
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.runtime.fields import bounded, check_fields, choice
 from tools_sandbox.client import BACKENDS, Sandbox
+from tools_sandbox.faults import Refused
 from tools_sandbox.jail.wire import Result, Verdict
 from tools_sandbox.service.remote import RemoteConfig
 
@@ -203,14 +204,14 @@ class _Grading:
     After a service failure, the run is tried once more.
 
     Raises:
-      Ungradable: the service failed twice, or is closed.
+      Ungradable: the service failed twice, refuses the request, or is closed.
     """
     if timed:
       seconds = min(seconds, max(self.left, 0.1))
     for _ in range(2):
       try:
         result = self.sandbox.run(program, stdin, seconds)
-      except RuntimeError as e:  # closed
+      except (RuntimeError, Refused) as e:  # closed, or the service's limits
         raise Ungradable(f"task {self.task_id!r}: {e}") from e
       except ValueError:  # more characters than the sandbox takes
         return Result("", "too long", -9, Verdict.MEMORY, 0.0)
