@@ -361,10 +361,8 @@ def _play(
     evaluation=True,
     shard=mine,
   )
-  ended = [(place, t) for (place, _), t in there.items()]
   total = len(there.keys() | wanted)
-  every = itertools.chain(ended, part.added(played))
-  attempts = _ordered(every, total, workdir, stage, look)
+  attempts = _ordered(there, part.added(played), total, workdir, stage, look)
   if not shard:
     write_jsonl(path, attempts)
     part.remove()
@@ -447,6 +445,7 @@ def _parts(played: Sequence[scores.Scored]) -> dict[str, float]:
 
 
 def _ordered(
+  there: Attempts,
   attempts: Iterable[tuple[int, Trajectory]],
   total: int,
   workdir: str,
@@ -455,11 +454,12 @@ def _ordered(
 ) -> list[Trajectory]:
   """Returns all `total` trajectories by task and sample, and logs progress.
 
-  Warns once about faults that `look` finds in the first attempts.
+  `there` has an earlier start's attempts, which are not logged again. Warns once about
+  faults that `look` finds in the first attempts.
   """
-  played: list[tuple[int, int, Trajectory]] = []
-  num_right = 0.0
-  num_graded = 0
+  played = [(place, sample, t) for (place, sample), t in there.items()]
+  num_right = sum(t.reward_parts.get("answer", 0.0) for *_, t in played)
+  num_graded = len(played)
   log_every = max(1, total // 50)  # some fifty lines, however many are played
   # Several evaluations may follow each other: the progress bar names each.
   title = f"{os.path.basename(os.path.abspath(workdir))}, {stage}"

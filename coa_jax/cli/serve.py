@@ -56,6 +56,7 @@ from coa_jax.rollout.streaming import (
   Stopped,
   StreamingEpisode,
   TextDelta,
+  TooLong,
 )
 from coa_jax.serve import ServeConfig, open_server
 from tools_sandbox import http_server
@@ -167,7 +168,9 @@ def _refusal(error: Exception) -> RequestRefused:
     return RequestRefused(str(error), None, "queue_full", 429, "rate_limit_error")
   if isinstance(error, Stopped):
     return RequestRefused(str(error), None, "stopped", 503, "server_error")
-  return RequestRefused(str(error), "messages", "context_length_exceeded")
+  if isinstance(error, TooLong):
+    return RequestRefused(str(error), "messages", "context_length_exceeded")
+  return RequestRefused(str(error), None, "unavailable", 503, "server_error")
 
 
 class Json(JSONResponse):
@@ -210,7 +213,6 @@ def make_app(
       loopback under its own domain.
     conversation: see `completions.read_request`.
   """
-
   metrics = ServeMetrics(server)
   page = chat_page(name, conversation)
   top_p = server.worker.engine.config.top_p

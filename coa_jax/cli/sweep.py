@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 
 from absl import flags
@@ -130,7 +131,11 @@ def sweep(
       raise ConfigError(f"--grid: {' '.join(fields) or 'the command'}: {e}") from e
 
   # --- One run after the other.
-  folders = [os.path.join(workdir, folder_name(fields)) for fields in runs]
+  names = [folder_name(fields) for fields in runs]
+  for number, name in enumerate(names):
+    if names.count(name) > 1:  # values that differ only in characters without a place
+      names[number] = f"{name}-{zlib.crc32(repr(runs[number]).encode()):08x}"
+  folders = [os.path.join(workdir, name) for name in names]
   ours = range(shard.index, len(runs), shard.count)
   failed = []
   for number, i in enumerate(ours, 1):

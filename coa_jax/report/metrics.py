@@ -115,7 +115,7 @@ class Metrics:
     elif self._line:
       say(self._line)
     if self._tracking is not None:
-      self._tracking.close()
+      self._tracking.close(failed=exc[0] is not None)
     if self.non_finite:
       say(f"{self.stage}: {self.non_finite} values were NaN or infinite")
     if self._phases.seconds:

@@ -113,13 +113,13 @@ class Tracking:
     if self._prometheus:
       self._prometheus.log(step, values)
 
-  def close(self) -> None:
-    """Closes all outputs; Weights & Biases sends its remaining data."""
+  def close(self, failed: bool = False) -> None:
+    """Closes all outputs; Weights & Biases is told whether the run failed."""
     self._events.close()
     if self._prometheus:
       self._prometheus.close()
     if self._wandb:
-      self._wandb.finish()
+      self._wandb.finish(exit_code=int(failed))
 
   def _write(self, event: Event) -> None:
     event.wall_time = time.time()

@@ -304,6 +304,13 @@ class CoAEpisode(Episode):
     """Ends the episode after an engine failure; its trajectory leaves its group."""
     self._finish(Status.INFRASTRUCTURE)
 
+  def close(self) -> None:
+    """Ends the code session and the environment, also of an episode that is dropped."""
+    if self._code_session is not None:
+      self._code_session.close()
+    if self.environment is not None:
+      self.environment.close()
+
   def _finish(self, status: Status) -> None:
     t = self.trajectory
     t.status = status

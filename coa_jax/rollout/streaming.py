@@ -209,8 +209,12 @@ class StreamingEpisode(CoAEpisode):
       self.on_event(delta)
 
 
-def _too_long(question: str, limit: int) -> ValueError:
-  return ValueError(
+class TooLong(ValueError):
+  """A question leaves no room to answer."""
+
+
+def _too_long(question: str, limit: int) -> TooLong:
+  return TooLong(
     f"{question} leaves no room in the {limit} tokens that prompt, observations and "
     "answer may have together"
   )
@@ -275,8 +279,8 @@ class InferenceServer:
     """Sends a question; returns a handle for `cancel` at once.
 
     Raises:
-      ValueError: the question leaves no room to answer, or the worker has one top_p
-        for all.
+      TooLong: the question leaves no room to answer.
+      ValueError: an environment fails, or the worker has one top_p for all.
       Busy: too many questions are waiting.
       Stopped: the server is closed, or its engine has failed.
     """
@@ -366,3 +370,5 @@ class InferenceServer:
       traceback.print_exception(error)
     ended = error is None and episode.trajectory.status != Status.UNGRADED
     episode.on_event(episode.trajectory if ended else None)
+    # In a thread: an environment's end may take long, and this is the engine's.
+    threading.Thread(target=episode.close, name="close", daemon=True).start()

@@ -142,6 +142,8 @@ def test_a_job_of_shards_fits_the_published_schemas(flags):
   assert job["spec"]["completions"] == job["spec"]["parallelism"] == 5
   (container,) = job["spec"]["template"]["spec"]["containers"]
   assert "--shard=auto/5" in container["command"]
+  assert "hostNetwork" not in job["spec"]["template"]["spec"]
+  assert "ports" not in container
   assert not any("--distributed" in word for word in container["command"])
   assert container.get("resources", {}) == (
     {"limits": {"google.com/tpu": 8}} if flags else {}
@@ -187,7 +189,8 @@ def test_the_commands_of_a_queued_resource_keep_every_word():
   in_tmux = shlex.split(on_host)[-1]
   env, flags, *command = shlex.split(in_tmux)
   assert (env, flags) == ("env", f"LIBTPU_INIT_ARGS={manifests.LIBTPU_INIT_ARGS}")
-  assert command == [".venv/bin/python", "-m", *COMMAND]
+  logged = ["2>&1", "|", "tee", "-a", "run.log"]
+  assert command == [".venv/bin/python", "-m", *COMMAND, *logged]
 
 
 def test_an_sbatch_file_is_bash_and_keeps_every_word():

@@ -66,6 +66,12 @@ def test_a_sweep_runs_each_combination_once_and_grows(journey, tmp_path):
     sweep.sweep(workdir, ["toy_journey", "--config.data.rows=4"], GRID)
 
 
+def test_values_that_differ_in_a_slash_have_their_own_folders(journey, tmp_path):
+  grid = [("optim.lr", ["1"]), ("model.path", ["a/b", "a_b"])]
+  folders = sweep.sweep(str(tmp_path / "sweep"), ["toy_journey"], grid, seeds=1)
+  assert len(set(folders)) == len(journey()) == 2
+
+
 @pytest.mark.parametrize(
   ("grid", "words"),
   [

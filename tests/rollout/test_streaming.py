@@ -262,6 +262,20 @@ def test_the_queue_is_bounded(open_server, gate):
   eventually(lambda: server.counts == (0, 0))
 
 
+def test_a_cancelled_question_ends_its_code_session(open_server):
+  closed = []
+
+  class Sessions(toy.TableToolbox):
+    def code_session(self):
+      return types.SimpleNamespace(close=lambda: closed.append(True))
+
+  server = open_server(Sessions())
+  # Kept: its end is not left to the garbage collector.
+  episode = server.submit(InferenceRequest("2 + 3"), lambda event: None)
+  server.cancel(episode)
+  toy.eventually(lambda: closed)
+
+
 def test_closing_calls_off_all_and_ends_the_thread(open_server, gate):
   server = open_server(gate.toolbox, max_waiting=9)
   ends: queue.SimpleQueue = queue.SimpleQueue()

@@ -161,9 +161,10 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
     "image": job.flags.image,
     "command": ["tini", "--", *job.command, *local],
     "env": env,
-    "ports": [{"containerPort": port} for port in _PORTS],
     "volumeMounts": mounts,
   }
+  if not job.flags.shards:
+    container["ports"] = [{"containerPort": port} for port in _PORTS]
 
   # --- The machine.
   selector = {}
@@ -187,7 +188,8 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
   }
   if job.flags.service_account:
     pod["serviceAccountName"] = job.flags.service_account
-  if job.slices > 1:  # slices communicate outside the pod network
+  # Slices communicate outside the pod network; shards do not communicate.
+  if job.slices > 1 and not job.flags.shards:
     pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
   if job.flags.spot:
     selector["cloud.google.com/gke-spot"] = "true"

@@ -78,8 +78,9 @@ def make_vm_commands(job: PodJob, zone: str) -> str:
   variables = {"LIBTPU_INIT_ARGS": LIBTPU_INIT_ARGS, **job.env}
   env = [f"{name}={value}" for name, value in variables.items()]
   words = ["env", *env, ".venv/bin/python", *job.command[1:]]
-  # Under tmux the run outlives the connection.
-  run = f"cd coa-jax && tmux new-session -d -s run {shlex.quote(shlex.join(words))}"
+  # Under tmux the run outlives the connection; its output outlives the run.
+  logged = f"{shlex.join(words)} 2>&1 | tee -a run.log"
+  run = f"cd coa-jax && tmux new-session -d -s run {shlex.quote(logged)}"
   return f"""\
 # 1. The machines: wait until the state is ACTIVE.
 gcloud compute tpus queued-resources create {node} --node-id={node} {where} \\
@@ -95,7 +96,7 @@ gcloud compute tpus tpu-vm scp /tmp/coa-jax.tgz {node}: {where} --worker=all
 
 # 3. The run, on every host; its workdir is on a disk that all share.
 {ssh}={shlex.quote(run)}
-{ssh}='tmux capture-pane -p -t run | tail -n 5'
+{ssh}='tail -n 20 coa-jax/run.log'
 
 # 4. When it is done.
 gcloud compute tpus queued-resources delete {node} {where} --force
