@@ -190,3 +190,15 @@ def test_malformed_corpora_name_the_place(tmp_path, name, text, message):
   (tmp_path / name).write_bytes(data)
   with pytest.raises(ValueError, match=message):
     list(read_corpus(tmp_path / name))
+
+
+def test_chinese_and_japanese_are_searched_by_pairs():
+  texts = ("\u5317\u4eac\u5927\u5b66", "\u6771\u4eac\u306f\u65e5\u672c", "river Seine")
+  index = SearchIndex.build(Document(str(n), t, t) for n, t in enumerate(texts))
+  for query, expected in (
+    ("\u4e2d\u56fd\u5927\u5b66", "0"),
+    ("\u65e5\u672c\u306e\u9996\u90fd", "1"),
+    ("river", "2"),
+  ):
+    assert index.search(query, 1)[0].document.id == expected
+  assert tokenize("x1\u5927 y") == ["x1", "\u5927", "y"]

@@ -29,13 +29,17 @@ import bm25s  # noqa: E402
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)
 
-FORMAT = 1  # the saved index's format; part of every cache key
+FORMAT = 2  # the saved index's format; part of every cache key
 _TITLE_WEIGHT = 2
 _DOCUMENTS = "documents.jsonl"
 _OFFSETS = "offsets.npy"
 _TITLE_KEYS = "title_keys.npy"
 _TITLE_ROWS = "title_rows.npy"
 _WORD = re.compile(r"[^\W_]+")
+# Kana and Chinese characters, which have no blanks between words.
+_UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_LETTER = re.compile(f"[{_UNSPACED}]")
+_PART = re.compile(f"([{_UNSPACED}]+)|[^{_UNSPACED}]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +60,27 @@ class Hit:
 
 
 def tokenize(text: str) -> list[str]:
-  """Splits text into words: runs of letters and digits, lower case, without accents."""
+  """Splits text into words: runs of letters and digits, lower case, without accents.
+
+  Chinese and Japanese characters become overlapping pairs, as in Lucene's CJKAnalyzer.
+  """
+  if text.isascii():
+    return _WORD.findall(text.lower())
   # NFKD splits an accented letter into a letter and a mark; marks are left out.
-  if not text.isascii():
-    text = unicodedata.normalize("NFKD", text)
-    text = "".join(c for c in text if not unicodedata.combining(c)).casefold()
-  return _WORD.findall(text.lower())
+  text = unicodedata.normalize("NFKD", text)
+  text = "".join(c for c in text if not unicodedata.combining(c)).casefold()
+  found = _WORD.findall(text.lower())
+  if not _LETTER.search(text):
+    return found
+  words = []
+  for word in found:
+    for part in _PART.finditer(word):
+      run = part[0]
+      if part[1]:
+        words += [run[i : i + 2] for i in range(max(1, len(run) - 1))]
+      else:
+        words.append(run)
+  return words
 
 
 def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
