@@ -220,7 +220,8 @@ class Checkpoints:
     `unfinished_STEP`. A bucket sets none aside, but deletes. One log line reports this.
 
     Args:
-      like: a state with the same shapes; its values are not read.
+      like: a state with the same shapes. If there is a checkpoint, its arrays are
+        deleted: both states at once might not fit the device.
 
     Raises:
       ValueError: all checkpoints are damaged, or the newest whole one does not match
@@ -248,6 +249,9 @@ class Checkpoints:
 
     # --- Every process reads its own devices' part.
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    for x in jax.tree.leaves(like):
+      if isinstance(x, jax.Array):
+        x.delete()
     args = ocp.args.Composite(
       state=ocp.args.StandardRestore(abstract), cursor=ocp.args.JsonRestore()
     )

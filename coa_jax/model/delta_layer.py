@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from coa_jax.model.float32_sums import spread
 from coa_jax.model.kernels import delta_rule
 from coa_jax.model.kernels.delta_rule import Tokens
 from coa_jax.model.sharding import Partitioner
@@ -87,7 +88,7 @@ def mix(
   y = out_BTZU * jax.lax.rsqrt(
     jnp.mean(out_BTZU * out_BTZU, axis=-1, keepdims=True) + c.norm_eps
   )
-  y = (y.astype(c.dtype) * scale_U).astype(jnp.float32)
+  y = (y.astype(c.dtype) * spread(scale_U, y.shape)).astype(jnp.float32)
   y *= nn.silu(gate_BTZU.astype(jnp.float32))
   out_BTZU = layer.partitioner.shard(y.astype(c.dtype), "BTZ.")
   return layer.dense(out_BTZU, "delta_out", (Z, U, D)), state

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.float32_sums import spread
 
 
 def rms_norm(cfg: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -18,7 +19,7 @@ def rms_norm(cfg: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
   y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + cfg.norm_eps)
   if cfg.norm_offset:
     return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-  return y.astype(x.dtype) * scale.astype(x.dtype)
+  return y.astype(x.dtype) * spread(scale.astype(x.dtype), x.shape)
 
 
 def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:

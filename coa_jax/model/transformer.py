@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coa_jax.model import attention, delta_layer
 from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.float32_sums import lookup, spread
 from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.ops import (
   embed_bf16,
@@ -104,9 +105,9 @@ class Layer(nn.Module):
     v_BTKH = self.dense(h_BTD, "v", (D, K, H))
     if c.attention_bias:
       zeros = nn.initializers.zeros
-      q_BTNH += self.vector("q_bias", (N, H), zeros)
-      k_BTKH += self.vector("k_bias", (K, H), zeros)
-      v_BTKH += self.vector("v_bias", (K, H), zeros)
+      q_BTNH += spread(self.vector("q_bias", (N, H), zeros), q_BTNH.shape)
+      k_BTKH += spread(self.vector("k_bias", (K, H), zeros), k_BTKH.shape)
+      v_BTKH += spread(self.vector("v_bias", (K, H), zeros), v_BTKH.shape)
     if c.qk_norm:
       q_BTNH = self._norm(q_BTNH, "q_norm", H)
       k_BTKH = self._norm(k_BTKH, "k_norm", H)
@@ -313,7 +314,7 @@ class Transformer(nn.Module):
     if self.decode and c.product_dtype:
       x_BTD = embed_bf16(embed_VD, tokens_BT).astype(c.dtype)
     else:
-      x_BTD = jnp.take(embed_VD, tokens_BT, axis=0).astype(c.dtype)
+      x_BTD = lookup(embed_VD, tokens_BT).astype(c.dtype)
     x_BTD = self.partitioner.moved(x_BTD, "BT.", "BR.")
 
     # --- The layers; shared values are computed once.
@@ -382,27 +383,25 @@ def _init(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
   return Transformer(cfg).init(key, tokens_BT, tokens_BT, tokens_BT + 1)["params"]
 
 
-def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
+def unstack(params: dict[str, Any], layers: int, period: int = 0) -> dict[str, Any]:
   """Unstacks layers (`scan=True`) into one subtree each; others are unchanged.
 
   The subtree `layers` holds the stacked layers: one kind directly, a hybrid's in a
-  subtree `block_I` for each layer in a period.
+  subtree `block_I` for each layer in a period. Adapters may lack blocks: then `period`
+  must count a period's layers.
   """
   if "layers" not in params:
     return params
   out = {k: v for k, v in params.items() if k != "layers"}
-  period = _period(params["layers"])
+  stacked = params["layers"]
+  is_hybrid = any(name.startswith("block_") for name in stacked)
+  period = period or (len(stacked) if is_hybrid else 1)
   for i in range(layers):
-    turn, block = divmod(i, len(period))
-    out[f"layer_{i}"] = jax.tree.map(lambda x, turn=turn: x[turn], period[block])
+    turn, block = divmod(i, period)
+    part = stacked.get(f"block_{block}") if is_hybrid else stacked
+    if part is not None:
+      out[f"layer_{i}"] = jax.tree.map(lambda x, turn=turn: x[turn], part)
   return out
-
-
-def _period(stacked: dict[str, Any]) -> list[dict[str, Any]]:
-  """Lists a period's stacked subtrees, one per layer."""
-  if "block_0" not in stacked:
-    return [stacked]
-  return [stacked[f"block_{i}"] for i in range(len(stacked))]
 
 
 def stack(params: dict[str, Any], layers: int, period: int = 1) -> dict[str, Any]:

@@ -205,6 +205,27 @@ def test_logits_of_all_tokens_never_exist_at_a_vocabulary_of_152k(kind, rows):
   assert cfg.vocab_size * 32 <= found <= 2**27 < rows * T * cfg.vocab_size
 
 
+def test_half_precision_sums_gradients_in_float32():
+  """Of a token, bias or norm that occurs thousands of times, too."""
+  fields = dict(layers=1, vocab_size=64, attention_bias=True, tie_embeddings=True)
+  params = init_params(dataclasses.replace(toy.MODEL, **fields), 0)
+  batch = batching.empty(16, 512)
+  rng = np.random.default_rng(0)
+  batch.tokens_BT[:] = np.minimum(63, rng.zipf(1.3, (16, 512)))
+  batch.segment_BT[:] = batch.loss_mask_BT[:] = 1
+  batch.position_BT[:] = np.arange(512)
+
+  def gradient(dtype: str):
+    cfg = dataclasses.replace(toy.MODEL, **fields, dtype=dtype)
+    return jax.jit(jax.grad(lambda p: cross_entropy(cfg, p, batch)))(params)
+
+  exact, half = map(gradient, ("float32", "bfloat16"))
+  for (path, x), y in zip(
+    jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(half), strict=True
+  ):
+    assert np.linalg.norm(y - x) <= 0.03 * np.linalg.norm(x), path
+
+
 def test_a_trajectory_that_begins_with_the_policy_is_packed_like_any_other():
   bare = Trajectory("t", [Segment(Author.POLICY, "", "", [9, 8, 7], [-1.0] * 3)])
   params = toy.params(layers=1)

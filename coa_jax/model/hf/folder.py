@@ -92,7 +92,7 @@ def save_adapter(
   if jax.process_index() > 0:
     return
   # --- Arrays under peft's names, as [outputs, inputs] like Hugging Face's.
-  for layer, arrays in unstack(whole, cfg.layers).items():
+  for layer, arrays in unstack(whole, cfg.layers, len(cfg.layer_kinds)).items():
     number = layer.removeprefix("layer_")
     for key, x in arrays.items():
       name = key[:-2]
