@@ -4,10 +4,17 @@
 
 Trains on the questions of configs/distill_smollm2.py; `dev` plays the held-out ones.
 Advantages are not divided by the group's standard deviation; only the answer is
-rewarded. ":cpu" is for two cores.
+rewarded. ":cpu" is for two cores; it trains on questions of one or two steps, at
+temperature 0.5, because the shorter SFT seldom answers others:
+
+  python -c 'import sys; [print(row, end="") for row in sys.stdin
+    if 1 <= row.count("<<") <= 2]' \
+    < data/gsm8k/train_6973.jsonl > data/gsm8k/train_short.jsonl
+
 Expect: not known; only two updates were run, on one H100: reward 0.11 and 0.13, half
-the groups mixed, 6 s per update after 90 s of compiling. After the SFT of two cores
-(":cpu") the first update has a reward of 0.005: train longer by SFT first.
+the groups mixed, 6 s per update after 90 s of compiling. On two cores the reward rose
+from 0.08 to 0.13 (means of four) in 16 updates of 4 minutes; greedy on 400 test
+questions 0.062 before and 0.082 after, a difference that may be chance.
 """
 
 import ml_collections
@@ -32,9 +39,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(
     name="adamw",
-    lr=1e-5 if arg == "cpu" else 5e-6,
+    lr=2e-5 if arg == "cpu" else 5e-6,
     warmup=1 if tiny else 3,
-    schedule="cosine",
+    schedule="constant" if arg == "cpu" else "cosine",  # a longer run extends it
     final=0.1,
   )
   config.rollout = dict(
@@ -44,14 +51,15 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     constrain=True,
     slots={"": 512, "cpu": 64, "tiny": 4}[arg],
     window=16,
-    max_len=448,
+    max_len=320 if arg == "cpu" else 448,
     max_calls=2,
     observation_tokens=80,
     seed=0,
   )
   config.tools = dict(tools=("code",), workers=2 if arg else 16)
   config.reward = dict(shaping=dict(format="none"))
-  config.tasks = dict(uri="data/gsm8k/train_6973.jsonl")
+  questions = "train_short" if arg == "cpu" else "train_6973"
+  config.tasks = dict(uri=f"data/gsm8k/{questions}.jsonl")
   config.algo = dict(
     steps=2 if tiny else 40,
     # At a pass rate of 5 %, groups of 8 give a mixed group for half the learning of 16.
@@ -59,6 +67,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       prompts={"": 64, "cpu": 24, "tiny": 2}[arg],
       samples={"": 16, "cpu": 8, "tiny": 2}[arg],
       rounds=1,
+      temperature=0.5 if arg == "cpu" else 1.0,
     ),
     loss=dict(advantage="dr_grpo", clip_low=0.2, clip_high=0.28),
     batch=dict(
