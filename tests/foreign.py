@@ -199,7 +199,7 @@ def alpaca(draw) -> Drawn:
     calls.append(("web_search", argument, s.observation.removeprefix(" ")))
   text += "<think>t</think><suggested_answer>x</suggested_answer>"
   text += "<think>t</think><double_check>4</double_check><answer>x</answer>"
-  row = {"instruction": "Do.\n\nQuestion: Who?", "input": "", "output": text}
+  row = {"instruction": "Do <think>.\n\nQuestion: Who?", "input": "", "output": text}
   return Drawn("alpaca", row, calls)
 
 
