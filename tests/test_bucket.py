@@ -13,6 +13,7 @@ import object_store
 import pytest
 from toy import eventually
 
+from coa_jax.learner import bucket_steps
 from coa_jax.runtime.bucket import inputs, lease, mirror, objects
 from coa_jax.runtime.lock import InUseError
 
@@ -103,6 +104,14 @@ def test_a_checkpoint_counts_once_its_proof_is_there(store, tmp_path):
   with mirror.opened(uri, str(tmp_path)) as folder:
     assert sorted(os.listdir(folder + "/checkpoints")) == ["2"]
   assert "checkpoints/4/x" not in store.files("run")
+
+
+def test_a_step_under_orbaxs_temporary_name_is_deleted(store):
+  """A process killed during a save leaves it on stores without a rename."""
+  bucket = objects.Bucket(store.uri + "/run")
+  bucket.write("10.000001.orbax-checkpoint-tmp/state/x", b"part")
+  assert bucket_steps.choose(bucket) == (-1, "")
+  assert not store.files("run")
 
 
 def test_the_proof_is_written_last_and_deleted_first(store, tmp_path):

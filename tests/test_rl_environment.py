@@ -13,6 +13,7 @@ import toy
 from coa_jax import rl
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.report.metrics import read_metrics
+from coa_jax.runtime.config import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +71,16 @@ def test_it_learns_the_way(config, tmp_path):
   assert 0.2 < answers[0] < 0.8
   assert np.mean(answers[-5:]) > 0.9
   assert results["dev_accuracy"] == 1.0
+
+
+def test_a_hinted_teacher_is_refused(config, tmp_path):
+  """It would read a prompt without the environment's text."""
+  hinted = config.copy_and_resolve_references()
+  with hinted.unlocked():
+    hinted.distillation = dict(hint="{answers}")
+    hinted.algo.sampling.filter_groups = False
+  with pytest.raises(ConfigError, match=r"section tools\.environment writes others"):
+    rl.run(hinted, str(tmp_path))
 
 
 def test_killed_and_resumed_it_is_the_same_run(config, tmp_path):

@@ -2,7 +2,7 @@
 
 Each (question, accepted answers, answer) gets one verdict, stored in a file if the
 config names one. If several attempts give the same answer at the same time, the judge
-is asked once. An exact match with an accepted answer is right without asking, an empty
+is asked once. The text of an accepted answer is right without asking, an empty
 answer is wrong. A missing verdict, for whatever reason, is `Ungradable` and never a 0.
 The request quotes the answer as JSON data; its text may still persuade a model.
 """

@@ -478,6 +478,19 @@ def test_prefill_in_pieces_is_at_once_and_keeps_other_slots():
     assert not (np.asarray(state)[[0, 2]] == 0.5).any()
 
 
+@pytest.mark.parametrize("matrices", [("q", "o"), ("delta_qkv", "delta_out")])
+def test_adapters_of_one_kind_of_layer_are_written(tmp_path, matrices):
+  """Stacked layers have no subtree for the other kind."""
+  config = LoraConfig(rank=3, matrices=matrices)
+  shapes = []
+  for scan in (False, True):
+    cfg, folder = dataclasses.replace(CFG, scan=scan), tmp_path / str(scan)
+    save_adapter(folder, cfg, lora.init_adapters(cfg, config, 0), config, "base")
+    written = load_file(folder / "adapter_model.safetensors")
+    shapes.append({name: x.shape for name, x in written.items()})
+  assert shapes[0] and shapes[0] == shapes[1]
+
+
 @pytest.mark.slow
 def test_adapters_of_every_projection_are_pefts(tmp_path):
   peft = pytest.importorskip("peft")

@@ -14,6 +14,7 @@ from coa_jax.rewards.code.grader import CodeConfig, CodeGrader
 from coa_jax.rewards.code.tests import read_tests, same_output
 from coa_jax.rewards.graded import Ungradable
 from tests.backend import BACKEND
+from tools_sandbox.faults import Refused
 from tools_sandbox.jail.wire import Result, Verdict
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
@@ -193,6 +194,16 @@ def test_a_sandbox_that_fails_is_no_wrong_answer(monkeypatch):
   service.close()
   with pytest.raises(Ungradable, match="closed"):
     service.grade(task(STDIN), PRINTS)
+
+
+def test_a_service_that_refuses_is_no_wrong_answer(monkeypatch):
+  def refuse(*args):
+    raise Refused("timeout_s is above 60")
+
+  monkeypatch.setattr(DownSandbox, "run", refuse)
+  monkeypatch.setattr(code, "Sandbox", lambda **_: DownSandbox())
+  with pytest.raises(Ungradable, match="above 60"):
+    CodeGrader(CodeConfig()).grade(task(STDIN), PRINTS)
 
 
 @pytest.mark.parametrize(

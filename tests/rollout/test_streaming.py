@@ -274,6 +274,7 @@ def test_a_cancelled_question_ends_its_code_session(open_server):
   episode = server.submit(InferenceRequest("2 + 3"), lambda event: None)
   server.cancel(episode)
   toy.eventually(lambda: closed)
+  assert all(closed)
 
 
 def test_closing_calls_off_all_and_ends_the_thread(open_server, gate):

@@ -159,6 +159,13 @@ def test_a_redirect_to_what_is_no_url_is_the_servers(server, to: str):
   fails(server, "not a URL|status 404")
 
 
+def test_a_redirect_may_be_written_in_utf_8(server):
+  raw = "/caf\u00e9".encode().decode("latin-1")
+  server.actions["/"] = lambda r: r.raw(302, Location=raw, Content_Length="0")
+  server.actions["/caf%C3%A9"] = lambda r: r.send(b"there", Content_Type="text/plain")
+  assert Fetcher(LIMITS).get(server.url + "/", LONG, TYPES).data == b"there"
+
+
 def test_redirects_are_followed_and_loops_end(server):
   for n, status in enumerate((301, 302, 307, 303, 308)):
     server.actions[f"/{n}"] = lambda r, n=n, s=status: r.raw(
